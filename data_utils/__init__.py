@@ -1,0 +1,1 @@
+"""From raw text files to an iterator of clean documents."""

@@ -1,0 +1,27 @@
+"""Pretraining of GPT-2 and T5 in any data x tensor x pipeline layout.
+
+What tutorials import from here is found when asked for, so that tools which need only the data
+packages do not load torch.
+"""
+
+from typing import Any
+
+_HOMES = {
+    "get_args": "megatron.runtime",
+    "get_timers": "megatron.runtime",
+    "get_tokenizer": "megatron.runtime",
+    "print_rank_0": "megatron.runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name == "mpu":
+        return import_module("megatron.mpu")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__version__ = "0.1.0"

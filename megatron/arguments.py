@@ -1,0 +1,126 @@
+"""From a command line and JSON files to a Config: defaults < --config FILE < flags, the last flag wins."""
+
+import argparse
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+from .config import SECTIONS, Config, ConfigError, flag, settings, types_of
+
+HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` where something known looks like `name`."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """A parser with one flag per setting; what is not given does not appear in the result."""
+    parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--config", action="append", metavar="FILE", help="JSON with settings by section; may be given several times"
+    )
+    groups = {name: parser.add_argument_group(name) for name in SECTIONS}
+    for name, section, f in settings():
+        kinds = types_of(section, f.name)
+        text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
+        if bool in kinds:
+            groups[name].add_argument(flag(f.name), action=argparse.BooleanOptionalAction, help=text)
+        else:
+            kind = next(k for k in kinds if k is not type(None))
+            groups[name].add_argument(flag(f.name), type=kind, metavar=kind.__name__.upper(), help=text)
+    # Launchers hand this to every process they start; ranks are read from the environment.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ConfigError naming file and line."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    """Settings by name from a JSON file whose keys are sections, settings, or both mixed."""
+    values: dict[str, Any] = {}
+    for key, value in read_json(path).items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            names = [f.name for f in fields(SECTIONS[key])]
+            for name in value:
+                if name not in names:
+                    raise ConfigError(f"{path}: section {key!r} has no setting {name!r}{nearest(name, names)}")
+            values |= value
+        elif key in HOME:
+            values[key] = value
+        else:
+            raise ConfigError(f"{path}: unknown setting {key!r}{nearest(key, [*HOME, *SECTIONS])}")
+    return values
+
+
+def parse(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Config:
+    """The configuration that `argv` describes.
+
+    defaults: settings of the entry script that differ from the fields' own.
+    Raises ConfigError in one sentence.
+    """
+    parser = build_parser()
+    found, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        flags = [option for action in parser._actions for option in action.option_strings]
+        raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0].split('=')[0], flags)}")
+    flags_given = vars(found)
+    flags_given.pop("local_rank", None)
+    values = dict(defaults or {})
+    for path in flags_given.pop("config", []):
+        values |= _from_file(path)
+    return with_values(Config(), {**values, **flags_given})
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """`config` with some settings changed, given by their flat names."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        by_section.setdefault(HOME[name], {})[name] = value
+    sections = {name: replace(getattr(config, name), **new) for name, new in by_section.items()}
+    return replace(config, **sections)
+
+
+class Args:
+    """The flat, read-only view that tutorials know: args.hidden_size is config.model.hidden_size.
+
+    `config` is the whole; the tokenizer and the number of ranks, known only once a run has
+    started, are not here but behind `get_tokenizer()` and `torch.distributed`.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        object.__setattr__(self, "config", config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in HOME:
+            return getattr(getattr(self.config, HOME[name]), name)
+        raise AttributeError(f"there is no setting {name!r}{nearest(name, HOME)}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
+
+    def __dir__(self) -> list[str]:
+        return sorted([*HOME, "config"])

@@ -1,0 +1,249 @@
+"""Everything a run can be told, as frozen dataclasses: built once, passed on, never changed.
+
+Each setting is declared once, with its help and its check. The flags and the JSON reader in
+`arguments.py` come from the fields; values that follow from others are properties.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_type_hints
+
+
+class ConfigError(ValueError):
+    """The run was described in a way that cannot work; the message says what to change."""
+
+
+def flag(name: str) -> str:
+    """How a user spells the field `name`."""
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(low: float) -> Callable[[Any], str | None]:
+    return lambda value: None if value >= low else f"must be at least {low:g}"
+
+
+def _between(low: float, high: float) -> Callable[[Any], str | None]:
+    return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
+
+
+def _one_of(*choices: Any) -> Callable[[Any], str | None]:
+    check: Callable[[Any], str | None]
+    check = lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"  # noqa: E731
+    return check
+
+
+def opt(default: Any, help: str, check: Callable[[Any], str | None] | None = None) -> Any:
+    """A setting with its default, the help of its flag, and a check that returns what is wrong."""
+    return field(default=default, metadata={"help": help, "check": check})
+
+
+class Section:
+    """Base of the sections: checks types and values of all fields."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value, kinds = getattr(self, f.name), types_of(type(self), f.name)
+            if value is None and type(None) in kinds:
+                continue
+            if float in kinds and type(value) is int:
+                object.__setattr__(self, f.name, float(value))
+            elif type(value) not in kinds:
+                wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+                raise ConfigError(f"{flag(f.name)} must be {wanted}, got {value!r}")
+            check = f.metadata["check"]
+            problem = check(value) if check else None
+            if problem:
+                raise ConfigError(f"{flag(f.name)} {value} {problem}")
+
+
+def types_of(section: type, name: str) -> tuple[type, ...]:
+    """The types a field may have, `int | None` taken apart."""
+    hint = get_type_hints(section)[name]
+    return get_args(hint) or (hint,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    num_layers: int = opt(12, "transformer layers", _at_least(1))
+    hidden_size: int = opt(768, "width of the residual stream", _at_least(1))
+    num_attention_heads: int = opt(12, "attention heads", _at_least(1))
+    kv_hidden_size: int | None = opt(None, "width of one attention head; hidden size / heads if not given", _at_least(1))
+    ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", _at_least(1))
+    hidden_bias: bool = opt(True, "biases in the linear layers")
+    max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
+    vocab_size: int | None = opt(None, "number of tokens; taken from the tokenizer if not given", _at_least(1))
+    make_vocab_size_divisible_by: int = opt(
+        128, "pad the embedding table to a multiple of this times --model-parallel-size", _at_least(1)
+    )
+    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what layers add", _between(0, 1))
+    attention_dropout: float = opt(0.1, "dropout on attention weights", _between(0, 1))
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
+    init_method_std: float = opt(0.02, "standard deviation of the initial weights", _at_least(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_hidden_size is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"--hidden-size {self.hidden_size} cannot be split among --num-attention-heads "
+                f"{self.num_attention_heads}; choose a multiple or give --kv-hidden-size"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_hidden_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ff_size(self) -> int:
+        return self.ff_hidden_size or 4 * self.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", _at_least(1))
+    pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", _at_least(0))
+    partition_method: str = opt(
+        "type:Block", "how layers are cut into stages: type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8"
+    )
+    zero_stage: int | None = opt(
+        None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", _between(0, 3)
+    )
+    checkpoint_activations: bool = opt(False, "keep only layer inputs and compute activations again in the backward pass")
+    checkpoint_num_layers: int = opt(1, "layers between two kept inputs", _at_least(1))
+    distributed_timeout_minutes: float = opt(10.0, "a collective that takes longer ends the run", _at_least(0.01))
+
+    @property
+    def stages(self) -> int:
+        return max(self.pipe_parallel_size, 1)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model. Raises ConfigError if the grid does not fit the ranks."""
+        cell = self.stages * self.model_parallel_size
+        if world_size % cell:
+            raise ConfigError(
+                f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
+                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}; "
+                f"start a multiple of {cell} ranks"
+            )
+        return world_size // cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    data_path: str | None = opt(None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote")
+    split: str = opt("949,50,1", "shares of the documents for training, validation and test")
+    vocab_file: str | None = opt(None, "the tokenizer: a sentencepiece .model file")
+    seq_length: int = opt(1024, "tokens of a training sample", _at_least(1))
+    reset_position_ids: bool = opt(False, "count positions anew after each end-of-document token")
+    reset_attention_mask: bool = opt(False, "let no token see a document before its own")
+    eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
+    num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", _at_least(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    batch_size: int = opt(4, "samples of one micro-batch", _at_least(1))
+    gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", _at_least(1))
+    train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", _at_least(0))
+    eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", _at_least(0))
+    eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", _at_least(0))
+    seed: int = opt(1234, "seed of weights, sample order and dropout", _at_least(0))
+    precision: str = opt(
+        "auto",
+        "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
+        _one_of("auto", "fp32", "bf16", "fp16", "fp64"),
+    )
+    deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Section):
+    optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", _one_of("adam", "sgd"))
+    lr: float = opt(1.5e-4, "peak learning rate", _at_least(0))
+    min_lr: float = opt(0.0, "learning rate at the end of the decay", _at_least(0))
+    lr_decay_style: str = opt("cosine", "how it falls after the warm-up", _one_of("cosine", "linear", "constant"))
+    lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", _at_least(1))
+    warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", _between(0, 1))
+    weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", _at_least(0))
+    clip_grad: float | None = opt(
+        None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", _at_least(0)
+    )
+    adam_beta1: float = opt(0.9, "Adam's decay of the mean", _between(0, 1))
+    adam_beta2: float = opt(0.999, "Adam's decay of the squares", _between(0, 1))
+    adam_eps: float = opt(1e-8, "Adam's epsilon", _at_least(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
+    load: str | None = opt(None, "folder of checkpoints to start from; that of --save if not given")
+    save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves at the end alone", _at_least(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
+    log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", _at_least(1))
+    tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run, one section a topic. Field names are unique over the sections."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        m, p, d = self.model, self.parallel, self.data
+        if m.num_attention_heads % p.model_parallel_size:
+            raise ConfigError(
+                f"--num-attention-heads {m.num_attention_heads} cannot be split over --model-parallel-size "
+                f"{p.model_parallel_size}"
+            )
+        if m.ff_size % p.model_parallel_size:
+            raise ConfigError(
+                f"--ff-hidden-size {m.ff_size} cannot be split over --model-parallel-size {p.model_parallel_size}"
+            )
+        if p.stages > m.num_layers:
+            raise ConfigError(
+                f"--pipe-parallel-size {p.pipe_parallel_size} is more than --num-layers {m.num_layers}: "
+                f"some stages would have no layer"
+            )
+        if m.max_position_embeddings is not None and m.max_position_embeddings < d.seq_length:
+            raise ConfigError(
+                f"--seq-length {d.seq_length} is longer than --max-position-embeddings {m.max_position_embeddings}"
+            )
+
+    @property
+    def positions(self) -> int:
+        """Number of learned positions."""
+        return self.model.max_position_embeddings or self.data.seq_length
+
+    @property
+    def lr_decay_iters(self) -> int:
+        return self.optim.lr_decay_iters or max(self.train.train_iters, 1)
+
+    def train_batch_size(self, world_size: int) -> int:
+        """Samples of one iteration: batch size x accumulation steps x data-parallel replicas."""
+        return self.train.batch_size * self.train.gas * self.parallel.data_parallel_size(world_size)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {f.name: getattr(getattr(self, name), f.name) for f in fields(section)}
+            for name, section in SECTIONS.items()
+        }
+
+
+SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
+
+
+def settings() -> Iterator[tuple[str, type[Any], Any]]:
+    """Every setting: (section name, section class, dataclass field)."""
+    for name, section in SECTIONS.items():
+        for f in fields(section):
+            yield name, section, f

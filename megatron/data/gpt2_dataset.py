@@ -1,0 +1,84 @@
+"""Samples for a left-to-right language model: seq_length + 1 tokens cut from documents laid end to end."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .indexed_dataset import DatasetError, IndexedDataset
+from .sample_order import SampleOrder
+from .splits import PARTS, parse_split, split_documents
+
+
+class GPT2Dataset(Dataset[dict[str, Tensor]]):
+    """`dataset[n]` is `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
+
+    The last token of a sample is the first of the sample behind it in the text, so that every
+    token is once a target.
+    """
+
+    def __init__(self, indexed: IndexedDataset, documents: range, seq_length: int, seed: int, part: str) -> None:
+        self.indexed, self.first = indexed, documents.start
+        ends = np.concatenate([[0], indexed.document_ends()])
+        self.starts: NDArray[np.int64] = ends[:-1]
+        sizes = np.diff(ends)[documents.start : documents.stop]
+        self.order = SampleOrder(sizes, seq_length, seed, part)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.order.per_epoch
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        text = np.empty(self.order.length + self.order.overlap, dtype=np.int64)
+        at = 0
+        for document, start, end in self.order.stretches(int(n)):
+            base = int(self.starts[self.first + document])
+            text[at : at + end - start] = self.indexed.tokens[base + start : base + end]
+            at += end - start
+        return {"text": torch.from_numpy(text)}
+
+
+def build_train_valid_test_datasets(
+    data_path: str, split: str, seq_length: int, seed: int, vocab_size: int | None = None
+) -> tuple[tuple[GPT2Dataset | None, GPT2Dataset | None, GPT2Dataset | None], list[str]]:
+    """The three datasets of a `.bin/.idx` pair, and notes on the parts that stayed empty.
+
+    Raises DatasetError if the pair is damaged, holds ids outside the vocabulary, or the training
+    part does not fill a sample.
+    """
+    indexed = IndexedDataset(data_path)
+    if not indexed.num_tokens:
+        raise DatasetError(f"{data_path}.bin holds no tokens")
+    _check_ids(indexed, vocab_size)
+    datasets: list[GPT2Dataset | None] = []
+    notes = []
+    shares = parse_split(split)
+    ranges = split_documents(shares, indexed.num_documents)
+    for part, documents, share in zip(PARTS, ranges, shares, strict=True):
+        try:
+            datasets.append(GPT2Dataset(indexed, documents, seq_length, seed, part) if share else None)
+        except ValueError as error:
+            where = f"the {part} part of {data_path} ({len(documents)} of {indexed.num_documents} documents)"
+            if part == "train":
+                raise DatasetError(f"{where}: {error}") from None
+            notes.append(f"{where} stays empty: {error}")
+            datasets.append(None)
+    train, valid, test = datasets
+    if train is None:
+        raise DatasetError(f"--split {split} leaves nothing for training")
+    return (train, valid, test), notes
+
+
+def _check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 10_000_000) -> None:
+    """Look for ids outside the vocabulary in the head and tail of the corpus: the mark of another tokenizer."""
+    if vocab_size is None:
+        return
+    for piece in (indexed.tokens[:at_most], indexed.tokens[-at_most:]):
+        low, high = int(piece.min()), int(piece.max())
+        if low < 0 or high >= vocab_size:
+            bad = high if high >= vocab_size else low
+            raise DatasetError(
+                f"{indexed.prefix}.bin holds token id {bad}, outside the vocabulary of {vocab_size}: it was made with "
+                f"another tokenizer; preprocess the text again or give its --vocab-file"
+            )

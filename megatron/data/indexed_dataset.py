@@ -1,0 +1,208 @@
+"""Token sequences on disk: a `.bin` with the tokens back to back and an `.idx` that says where each begins.
+
+The format is Megatron's MMIDIDX version 1, byte for byte (little-endian):
+
+    .idx   9 bytes   magic "MMIDIDX\\0\\0"
+           uint64    version, 1
+           uint8     dtype code
+           uint64    S, number of sequences
+           uint64    D, length of the document array (documents + 1)
+           int32 x S tokens of each sequence
+           int64 x S byte offset of each sequence in .bin
+           int64 x D index of the first sequence of each document; 0 first, S last
+    .bin   the tokens, no header, no padding
+
+A pair is written under temporary names and the .idx is renamed last: an .idx proves a whole pair.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
+DTYPES: dict[int, type[np.integer[Any]]] = {
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
+}  # fmt: skip
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+
+
+class DatasetError(ValueError):
+    """A .bin/.idx pair is missing, damaged or of another format; the message names the file."""
+
+
+def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
+    """uint16 below 65500 tokens, as Megatron chooses, int32 above."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+class IndexedDataset:
+    """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
+
+    Attributes: sizes int32 [S], document_index int64 [D], dtype. Raises DatasetError where the
+    two files do not belong together. Can be pickled (it is opened anew), and arrays it gave out
+    stay valid for as long as they are kept.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        index_path, data_path = self.prefix + ".idx", self.prefix + ".bin"
+        for path in (index_path, data_path):
+            if not os.path.isfile(path):
+                raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes such pairs")
+        size = os.path.getsize(index_path)
+        if size < HEADER.size:
+            raise DatasetError(f"{index_path} is cut short: {size} bytes, its header alone has {HEADER.size}")
+        raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+        magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
+        if magic != MAGIC or version != VERSION or code not in DTYPES:
+            raise DatasetError(f"{index_path} is not an index of Megatron's MMIDIDX format, version 1, of integers")
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if size not in (expected, expected + sequences):  # multimodal files end with one mode byte a sequence
+            raise DatasetError(f"{index_path} is damaged: {size} bytes, its header announces {expected}")
+        self.dtype = np.dtype(DTYPES[code])
+        at = HEADER.size
+        self.sizes: NDArray[np.int32] = np.frombuffer(raw, np.int32, sequences, at)
+        self.pointers: NDArray[np.int64] = np.frombuffer(raw, np.int64, sequences, at + 4 * sequences)
+        self.document_index: NDArray[np.int64] = np.frombuffer(raw, np.int64, documents, at + 12 * sequences)
+        self._check_against(data_path)
+        # numpy keeps the map alive as long as any array needs it, so nothing is ever closed by hand.
+        empty = os.path.getsize(data_path) == 0
+        self.tokens: NDArray[Any] = (
+            np.empty(0, self.dtype) if empty else np.memmap(data_path, mode="r", dtype=self.dtype)
+        )
+
+    def _check_against(self, data_path: str) -> None:
+        needed = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
+        found = os.path.getsize(data_path)
+        if found != needed:
+            raise DatasetError(f"{data_path} has {found} bytes, but {self.prefix}.idx describes {needed}")
+        if not len(self.document_index) or self.document_index[0] != 0 or self.document_index[-1] != len(self.sizes):
+            raise DatasetError(f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences")
+
+    def __getstate__(self) -> str:
+        return self.prefix
+
+    def __setstate__(self, prefix: str) -> None:
+        self.__init__(prefix)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_index) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int | np.integer[Any]) -> NDArray[Any]:
+        return self.get(i)
+
+    def get(self, i: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens `offset` to `offset + length` of sequence i, a view into the file.
+
+        Raises IndexError for what lies outside the sequence.
+        """
+        i = int(i)
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
+        size = int(self.sizes[i])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"tokens {offset} to {offset + length} of sequence {i}, which has {size}, in {self.prefix}")
+        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+    def document_ends(self) -> NDArray[np.int64]:
+        """[documents] number of tokens up to the end of each document."""
+        ends = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+        return ends[self.document_index[1:]]
+
+
+class IndexedDatasetBuilder:
+    """Writes a `.bin/.idx` pair. Use as a context manager: an error inside leaves nothing behind.
+
+    Raises ValueError for ids that the dtype cannot hold.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: type[np.integer[Any]] = np.int32) -> None:
+        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
+        self._temporary = f"{self.prefix}.bin.{os.getpid()}.tmp"
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._data: BinaryIO = open(self._temporary, "wb")  # noqa: SIM115  # closed in finalize or abort
+        self._sizes: list[NDArray[np.int32]] = []
+        self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+        self._sequences = 0
+
+    def add_document(self, ids: Sequence[int] | NDArray[Any], lengths: Sequence[int] | None = None) -> None:
+        """Append one document of one sequence, or of several sequences of the given lengths."""
+        sizes = np.array([len(ids)] if lengths is None else lengths, dtype=np.int64)
+        self.add_batch(np.asarray(ids), sizes, np.array([len(sizes)]))
+
+    def add_batch(self, ids: NDArray[Any], lengths: NDArray[Any], sequences_per_document: NDArray[Any]) -> None:
+        """Append many documents at once.
+
+        ids: all tokens, back to back. lengths: tokens of each sequence. sequences_per_document:
+        how many of these sequences each document has.
+        """
+        if int(lengths.sum()) != len(ids) or int(sequences_per_document.sum()) != len(lengths):
+            raise ValueError("lengths and tokens, or documents and sequences, do not add up")
+        if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
+            raise ValueError(f"a sequence of {int(lengths.max())} tokens is too long for the format; split it")
+        self._data.write(self._cast(ids).tobytes())
+        self._sizes.append(lengths.astype(np.int32))
+        self._documents.append(self._sequences + np.cumsum(sequences_per_document, dtype=np.int64))
+        self._sequences += len(lengths)
+
+    def _cast(self, ids: NDArray[Any]) -> NDArray[Any]:
+        if ids.dtype == self.dtype or not len(ids):
+            return ids.astype(self.dtype, copy=False)
+        limits = np.iinfo(self.dtype)
+        low, high = int(ids.min()), int(ids.max())
+        if low < limits.min or high > limits.max:
+            raise ValueError(f"token id {low if low < limits.min else high} does not fit {self.dtype} in {self.prefix}.bin")
+        return ids.astype(self.dtype)
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names; only now does the pair exist."""
+        self._data.flush()
+        os.fsync(self._data.fileno())
+        self._data.close()
+        sizes = np.concatenate([np.empty(0, np.int32), *self._sizes])
+        documents = np.concatenate(self._documents)
+        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+        pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(sizes)]
+        index = f"{self.prefix}.idx.{os.getpid()}.tmp"
+        with open(index, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(documents)))
+            for array in (sizes, pointers, documents):
+                file.write(array.astype(array.dtype.newbyteorder("<")).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        # An old index must not stand beside new data, not even for a moment.
+        Path(self.prefix + ".idx").unlink(missing_ok=True)
+        os.replace(self._temporary, self.prefix + ".bin")
+        os.replace(index, self.prefix + ".idx")
+
+    def abort(self) -> None:
+        """Throw away what was written."""
+        self._data.close()
+        Path(self._temporary).unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedDatasetBuilder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.abort()

@@ -1,0 +1,43 @@
+"""Which samples a rank reads when: arithmetic on the number of samples consumed so far."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+
+class ConsecutiveSampler(Sampler[list[int]]):
+    """Micro-batches of sample numbers for one data-parallel rank, without end.
+
+    Iteration k takes samples k*B to (k+1)*B - 1 of the global batch size B; every rank takes an
+    equal consecutive share of them, cut into micro-batches. So the samples of an iteration do
+    not depend on how many ranks or micro-batches share them.
+
+    consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
+    """
+
+    def __init__(self, batch_size: int, gas: int, data_rank: int, data_size: int, consumed_samples: int = 0) -> None:
+        self.batch_size, self.gas = batch_size, gas
+        self.data_rank, self.data_size = data_rank, data_size
+        self.consumed_samples = consumed_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.consumed_samples
+        share = self.batch_size * self.gas
+        while True:
+            for micro in range(self.gas):
+                first = start + self.data_rank * share + micro * self.batch_size
+                yield list(range(first, first + self.batch_size))
+            start += share * self.data_size
+
+
+def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0) -> DataLoader[Any]:
+    """A loader that reads micro-batches in the order of `sampler`, whatever the number of workers."""
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        # Worker processes are started without the parent's threads and accelerator state.
+        multiprocessing_context="forkserver" if num_workers else None,
+        persistent_workers=bool(num_workers),
+    )

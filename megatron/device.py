@@ -1,0 +1,62 @@
+"""The device of this process. The one file that asks torch about accelerators."""
+
+import os
+import resource
+import sys
+
+import torch
+
+
+def available() -> bool:
+    """Whether there is an accelerator (CUDA, ROCm, NPU, XPU)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type not in ("cpu", "mps")
+
+
+def current() -> torch.device:
+    """This rank's device: the accelerator numbered LOCAL_RANK, or the CPU."""
+    if not available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def backend(device: torch.device) -> str:
+    """The torch.distributed backend of `device`."""
+    return "gloo" if device.type == "cpu" else torch.distributed.get_default_backend_for_device(device)
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether bf16 is faster than fp32 here: on a CPU only with AMX tiles (without, it is far slower)."""
+    if device.type == "cpu":
+        return bool(torch.cpu._is_amx_tile_supported())
+    return bool(torch.cuda.is_bf16_supported()) if device.type == "cuda" else True
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory this process has held: on the accelerator, or resident in RAM (10^6 bytes)."""
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    return torch.accelerator.max_memory_allocated(device) / 1e6
+
+
+# Dense bf16 peaks in TFLOP/s, from the makers' data sheets; other devices report no MFU.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100": 125.0}
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Peak bf16 (V100: fp16) TFLOP/s of the device, None if unknown."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)

@@ -1,0 +1,173 @@
+"""One seam between the training loop and DeepSpeed: both engines answer `train_batch` and `eval_batch`.
+
+Losses are sums over target tokens, divided by the number of targets in the whole global batch.
+That number is counted before the first backward pass, so gradients come out right at once.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tds
+
+from . import mpu
+from .config import Config
+from .ds_config import Resolved
+from .metrics import Timers
+from .optim import build_optimizer
+
+Batches = Iterator[dict[str, Tensor]]
+ForwardStep = Callable[[Batches | None, Any], tuple[Tensor, Any]]
+CountTargets = Callable[[dict[str, Tensor] | None], Tensor]
+
+
+class Step(NamedTuple):
+    """What one optimizer step gave; loss is over the global batch, grad_norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    loss_scale: float | None
+    skipped: bool
+
+
+class Engine(Protocol):
+    """What the training loop needs of an engine."""
+
+    deepspeed: Any
+
+    def train_batch(self, batches: Batches | None, lr: float) -> Step: ...
+
+    def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
+        """(sum of the loss over a global batch, number of its targets)"""
+        ...
+
+
+def build_engine(
+    model: nn.Module,
+    config: Config,
+    resolved: Resolved,
+    forward_step: ForwardStep,
+    count_targets: CountTargets | None,
+    timers: Timers,
+) -> Engine:
+    """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
+    optimizer = build_optimizer(model, config.optim)
+    pipeline = isinstance(model, tds.PipelineModule)
+    engine, *_ = tds.initialize(
+        model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
+    )
+    if resolved.precision == "fp64":
+        engine.module.double()  # DeepSpeed accepts fp32 alone, but steps whatever it then holds
+    if pipeline:
+        return PipeEngine(engine, timers)
+    return PlainEngine(engine, resolved, config.train.gas, forward_step, count_targets, timers)
+
+
+def _set_lr(engine: Any, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _result(engine: Any, loss: float, norm: Any) -> Step:
+    scale = float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
+    skipped = bool(getattr(engine.optimizer, "overflow", False))
+    return Step(loss, float(norm) if norm is not None else 0.0, scale, skipped)
+
+
+class PipeEngine:
+    """A pipeline of one or more stages."""
+
+    def __init__(self, engine: Any, timers: Timers) -> None:
+        self.deepspeed, self.timers = engine, timers
+
+    def train_batch(self, batches: Batches | None, lr: float) -> Step:
+        _set_lr(self.deepspeed, lr)
+        self.deepspeed.set_dataiterator(batches)
+        with self.timers("train batch"):
+            loss = self.deepspeed.train_batch()
+        return _result(self.deepspeed, loss.item(), self.deepspeed.get_global_grad_norm())
+
+    def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
+        loss = self.deepspeed.eval_batch(batches)
+        return loss.item() * self.deepspeed.num_targets, self.deepspeed.num_targets
+
+
+class PlainEngine:
+    """No pipeline: every rank runs all layers.
+
+    With `count_targets`, `forward_step` returns `(sum of the loss, number of targets)`. Without
+    it, `(mean loss, anything)`, and the loss of a step is the mean of these means.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        resolved: Resolved,
+        gas: int,
+        forward_step: ForwardStep,
+        count_targets: CountTargets | None,
+        timers: Timers,
+    ) -> None:
+        self.deepspeed, self.gas, self.timers = engine, gas, timers
+        self.forward_step, self.count_targets = forward_step, count_targets
+        self.data = mpu.get_mesh().data
+        # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
+        self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
+
+    def train_batch(self, batches: Batches | None, lr: float) -> Step:
+        ds = self.deepspeed
+        _set_lr(ds, lr)
+        ds.train()
+        with self.timers("data"):
+            read = self._read(batches)
+            targets = self._count(read)
+        total = torch.zeros((), dtype=torch.float64, device=ds.device)
+        norm = None
+        for micro, batch in enumerate(read):
+            with self.timers("forward"):
+                loss, _ = self.forward_step(self._feed(batches, batch), ds)
+            total += loss.detach().double()
+            with self.timers("backward"):
+                # DeepSpeed divides by the accumulation steps and averages over the replicas.
+                ds.backward(loss * (self.gas * self.data.size / targets))
+            with self.timers("optimizer"):
+                if micro == self.gas - 1 and self.own_clip is not None:
+                    norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
+                ds.step()
+        loss_value = self._sum(total).item() / targets
+        return _result(ds, loss_value, ds.get_global_grad_norm() if norm is None else norm)
+
+    @torch.no_grad()
+    def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
+        ds = self.deepspeed
+        ds.eval()
+        read = self._read(batches)
+        targets = self._count(read)
+        total = torch.zeros((), dtype=torch.float64, device=ds.device)
+        for batch in read:
+            loss, _ = self.forward_step(self._feed(batches, batch), ds.module)
+            total += loss.double()
+        return self._sum(total).item(), targets
+
+    def _read(self, batches: Batches | None) -> list[dict[str, Tensor] | None]:
+        return [next(batches) if batches is not None else None for _ in range(self.gas)]
+
+    @staticmethod
+    def _feed(batches: Batches | None, batch: dict[str, Tensor] | None) -> Batches | None:
+        return iter([batch]) if batches is not None and batch is not None else None
+
+    def _count(self, read: list[dict[str, Tensor] | None]) -> float:
+        if self.count_targets is None:
+            return float(self.gas * self.data.size)
+        total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
+        for batch in read:
+            total += self.count_targets(batch)
+        return max(self._sum(total).item(), 1.0)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        if self.data.size > 1:
+            dist.all_reduce(x, group=self.data.group)
+        return x

@@ -1,0 +1,51 @@
+"""From settings to running ranks: process group, grid, random streams."""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import tds
+
+from . import device as device_module
+from . import mpu
+from .config import Config, ConfigError
+
+
+def world_size() -> int:
+    """Ranks of this run as the launcher announced them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize_megatron(config: Config) -> torch.device:
+    """Join the other ranks and build the (pipe, data, model) grid. Returns this rank's device.
+
+    Raises ConfigError if the grid does not fit the number of ranks.
+    """
+    config.parallel.data_parallel_size(world_size())
+    if "RANK" not in os.environ:
+        # One process started by hand: it is its own world.
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    os.environ.setdefault("LOCAL_RANK", "0")
+    device = device_module.current()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        tds.init_distributed(device_module.backend(device), auto_mpi_discovery=False, timeout=timeout)
+    if dist.get_world_size() != world_size():
+        raise ConfigError(f"{dist.get_world_size()} ranks are running, the launcher announced {world_size()}")
+    torch.manual_seed(config.train.seed)
+    mpu.initialize_model_parallel(
+        config.parallel.model_parallel_size, config.parallel.stages, seed=mpu.derive_seed(config.train.seed, "dropout")
+    )
+    return device

@@ -1,0 +1,98 @@
+"""What a run measures: timers, the lines people read, `metrics.jsonl` and TensorBoard."""
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .config import Config
+
+
+class Timers:
+    """Seconds spent in named parts: `with timers("forward"): ...`."""
+
+    def __init__(self) -> None:
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[name] += time.perf_counter() - begin
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part since this was last asked for."""
+        spent = dict(self._spent)
+        self._spent.clear()
+        return spent
+
+
+def flops_per_token(parameters: int, config: Config) -> float:
+    """Floating-point operations of one training step per token: 6 N + 12 L s (heads x head size).
+
+    6 per parameter that multiplies (2 forward, 4 backward; Kaplan et al. 2020) and the two
+    attention products, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups
+    do not multiply, so N is all parameters less positions; the tied word matrix counts once, as logits.
+    """
+    m = config.model
+    multiplied = parameters - config.positions * m.hidden_size
+    return 6.0 * multiplied + 12.0 * m.num_layers * m.num_attention_heads * m.head_size * config.data.seq_length
+
+
+class MetricsWriter:
+    """Appends rows to `metrics.jsonl` and TensorBoard on rank 0; does nothing elsewhere.
+
+    A resumed run first drops the rows that lie behind the iteration it resumes from, so that
+    every iteration stands in the file once.
+    """
+
+    def __init__(self, run_dir: str, iteration: int, active: bool, tensorboard: bool) -> None:
+        self._file, self._board = None, None
+        if not active:
+            return
+        path = Path(run_dir) / "metrics.jsonl"
+        self._forget_after(path, iteration)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # kept open for the whole run
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return
+            self._board = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _forget_after(path: Path, iteration: int) -> None:
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["iteration"] <= iteration:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):
+                continue  # cut short by a crash
+        temporary = path.with_name(f"metrics.jsonl.{os.getpid()}.tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            split = row.get("split", "train")
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name != "iteration":
+                    self._board.add_scalar(f"{split}/{name}", value, row["iteration"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()  # type: ignore[no-untyped-call]

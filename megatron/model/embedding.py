@@ -1,0 +1,70 @@
+"""What stands before the first transformer layer and after the last.
+
+Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.config import ModelConfig
+
+from .block import Dropout, layer_norm
+
+
+class WordEmbedding(nn.Module):
+    """Token ids to vectors; at the other end of the model the same matrix turns vectors to logits."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.word_embeddings = mpu.VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            init_std=config.init_method_std,
+            multiple=config.make_vocab_size_divisible_by,
+        )
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others)."""
+        tokens, position_ids, document_ids = inputs
+        return self.word_embeddings(tokens).transpose(0, 1), position_ids, document_ids
+
+    @staticmethod
+    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, Tensor]) -> Tensor:
+        """(hidden [s, b, h], document ids) -> logits [s, b, v/t] of the padded vocabulary."""
+        return embedding.word_embeddings.logits(inputs[0])
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned vector for each position, then dropout."""
+
+    def __init__(self, config: ModelConfig, positions: int, name: str) -> None:
+        super().__init__()
+        self.positions = positions
+        self.weight = mpu.declare(
+            nn.Parameter(torch.empty(positions, config.hidden_size)), init_std=config.init_method_std
+        )
+        self.dropout = Dropout(config.hidden_dropout, name)
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids)"""
+        hidden, position_ids, document_ids = inputs
+        if position_ids.shape[-1] > self.positions:
+            raise ValueError(
+                f"a sequence of {position_ids.shape[-1]} tokens is longer than the {self.positions} learned positions"
+            )
+        vectors = nn.functional.embedding(position_ids, self.weight).transpose(0, 1)
+        return self.dropout(hidden + vectors), document_ids
+
+
+class FinalNorm(nn.Module):
+    """The norm after the last layer of a pre-norm model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = layer_norm(config)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(hidden [s, b, h], document ids) -> the same"""
+        hidden, document_ids = inputs
+        return self.norm(hidden), document_ids

@@ -1,0 +1,85 @@
+"""GPT-2 (Radford et al. 2019) as one list of layers.
+
+        tokens, positions -> embedding -> Block x num_layers -> norm -> (tied) logits
+
+Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron import mpu
+from megatron.config import Config
+
+from .attention import no_documents
+from .block import Block
+from .embedding import FinalNorm, PositionEmbedding, WordEmbedding
+from .init import init_weights
+from .layers import Layer, LayerStack
+from .loss import TokenLoss
+
+
+def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
+    """The layers in order; the last shares the matrix of the first."""
+    m = config.model
+    return [
+        Layer(
+            "embedding",
+            WordEmbedding,
+            (m, vocab_size),
+            tied="embedding",
+            puts_out=("hidden", "position_ids", "document_ids"),
+        ),
+        Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding")),
+        *(Layer(f"layers.{i}", Block, (m, f"layers.{i}"), repeated=True) for i in range(m.num_layers)),
+        Layer("final_norm", FinalNorm, (m,)),
+        Layer("head", WordEmbedding, (m, vocab_size), tied="embedding", call=WordEmbedding.logits, puts_out=("logits",)),
+    ]
+
+
+def vocab_size_of(config: Config) -> int:
+    """The number of tokens of the model. Raises ValueError where nobody has said it."""
+    if config.model.vocab_size is None:
+        raise ValueError("the vocabulary size is not known: give --vocab-size or --vocab-file")
+    return config.model.vocab_size
+
+
+class GPT2Model(LayerStack):
+    """The whole model (this rank's part of every layer) without a pipeline.
+
+    parallel_output: leave logits split over the model-parallel ranks, [b, s, v/t] with padding,
+    as the loss wants them; otherwise gather them and cut the padding off, [b, s, v].
+    """
+
+    def __init__(self, config: Config, parallel_output: bool = True) -> None:
+        chunk = config.parallel.checkpoint_num_layers if config.parallel.checkpoint_activations else 0
+        self.vocab_size = vocab_size_of(config)
+        super().__init__(gpt2_layers(config, self.vocab_size), chunk)
+        self.parallel_output = parallel_output
+        self.loss_fn = TokenLoss(self.vocab_size)
+        init_weights(self, config.train.seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """tokens [b, s] -> logits, or with labels [b, s] the loss of every token, [b, s] in fp32.
+
+        position_ids: [b, s], counted from 0 if not given. document_ids: see `SelfAttention`.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if document_ids is None:
+            document_ids = no_documents(tokens.device)
+        logits: Any = self.run((tokens, position_ids, document_ids))  # [s, b, v/t]
+        if labels is not None:
+            return self.loss_fn.per_token(logits, labels)
+        logits = logits.transpose(0, 1)
+        if self.parallel_output:
+            return logits  # type: ignore[no-any-return]
+        return mpu.gather_from_model_parallel_region(logits)[..., : self.vocab_size]

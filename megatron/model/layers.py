@@ -1,0 +1,106 @@
+"""A model is one list of layers: the whole of it runs in one process, a stretch of it on a pipeline stage.
+
+Names are global: `layers.3.attention.dense.weight` is the same parameter in every layout.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron import mpu
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer not yet built.
+
+    name: its global name, a dotted path. cls(*args) builds it. tied: layers with the same key
+    share one module, which carries the name of the first. call: what to do with the module
+    instead of calling it, `call(module, inputs)`. puts_out: names of the tensors it returns,
+    for the boundary behind it. repeated: part of the stack of equal layers, whose activations
+    may be computed again.
+    """
+
+    name: str
+    cls: type[nn.Module]
+    args: tuple[Any, ...] = ()
+    tied: str | None = None
+    call: Callable[[Any, Any], Any] | None = None
+    puts_out: tuple[str, ...] = ("hidden", "document_ids")
+    repeated: bool = False
+
+    def build(self) -> nn.Module:
+        return self.cls(*self.args)
+
+
+def attach(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Register `module` under a dotted path, so that `root.state_dict()` has the global names."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if name not in dict(root.named_children()):
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    root.add_module(leaf, module)
+
+
+def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk: int) -> Any:
+    """Pass `inputs` through the steps.
+
+    chunk: 0 keeps all activations; n keeps the inputs of every n-th repeated layer and computes
+    the rest again in the backward pass.
+    """
+    rng = mpu.get_mesh().rng
+    at = 0
+    while at < len(steps):
+        end = at + 1
+        if chunk and steps[at][0].repeated:
+            while end < len(steps) and end - at < chunk and steps[end][0].repeated:
+                end += 1
+            inputs = mpu.checkpoint(partial(_run_all, [call for _, call in steps[at:end]]), inputs, rng=rng)
+        else:
+            inputs = steps[at][1](inputs)
+        at = end
+    return inputs
+
+
+def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:
+    for call in calls:
+        inputs = call(inputs)
+    return inputs
+
+
+class LayerStack(nn.Module):
+    """All layers of a model in one process."""
+
+    def __init__(self, layers: Sequence[Layer], checkpoint_num_layers: int = 0) -> None:
+        super().__init__()
+        self._chunk = checkpoint_num_layers
+        self._steps: list[tuple[Layer, Callable[[Any], Any]]] = []
+        self._named: list[tuple[str, nn.Module]] = []
+        shared: dict[str, nn.Module] = {}
+        for layer in layers:
+            module = shared.get(layer.tied) if layer.tied else None
+            if module is None:
+                module = layer.build()
+                attach(self, layer.name, module)
+                self._named.append((layer.name, module))
+                if layer.tied:
+                    shared[layer.tied] = module
+            self._steps.append((layer, partial(layer.call, module) if layer.call else module))
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """(global name, module) of every layer built here, tied ones once."""
+        yield from self._named
+
+    def run(self, inputs: Any) -> Any:
+        return run(self._steps, inputs, self._chunk if self.training else 0)
+
+
+def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """(global name, parameter) of every parameter that this process holds."""
+    for layer_name, module in model.named_layers():
+        for name, parameter in module.named_parameters():
+            yield f"{layer_name}.{name}", parameter

@@ -1,0 +1,53 @@
+"""The norm of all gradients of the model, each parameter counted once over the whole grid."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .mesh import Mesh, current
+
+
+def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
+    """Whether this rank answers for `parameter` in a sum over all parameters of the model.
+
+    A parameter split over the model-parallel ranks counts on each (each holds another part);
+    a copied one on the first only; a tied one on the first stage that has it only.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return model_rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
+    """The 2-norm of the gradients of the whole model, the same on every rank, fp32 (fp64 for fp64).
+
+    Gradients must already agree over the data-parallel ranks.
+    """
+    mesh = mesh or current()
+    grads = [p.grad for p in parameters if p.grad is not None and counts_here(p, mesh.model.rank)]
+    dtype = torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32
+    norms = torch._foreach_norm([g.detach().to(dtype) for g in grads]) if grads else ()
+    device = grads[0].device if grads else "cpu"
+    total = torch.stack(list(norms)).double().square().sum() if grads else torch.zeros((), dtype=torch.float64)
+    total = total.to(device)
+    if mesh.replica.size > 1:
+        dist.all_reduce(total, group=mesh.replica.group)
+    return total.sqrt().to(dtype)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh | None = None) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
+
+    max_norm 0 only measures (Pascanu et al. 2013).
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters, mesh)
+    if max_norm > 0:
+        # Written as a product with a clamped factor so that no value is read back from the device.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+    return norm

@@ -1,0 +1,177 @@
+"""Linear layers and an embedding split over the model-parallel ranks (Shoeybi et al. 2019).
+
+Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary,
+t model-parallel ranks. Weights are left unset here; `megatron.model.init` fills each from
+(seed, its global name), and the attributes that `declare` puts on a parameter say how.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .mappings import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from .mesh import Axis, current
+
+ZEROS, ONES = 0.0, None
+
+
+def declare(
+    parameter: nn.Parameter,
+    *,
+    init_std: float | None = ZEROS,
+    dim: int | None = None,
+    full_size: int | None = None,
+    axis: Axis | None = None,
+) -> nn.Parameter:
+    """Write on `parameter` what init, norms and checkpoints must know of it.
+
+    init_std: standard deviation of its normal initial values; 0 for zeros, None for ones.
+    dim: the dimension that is split over `axis`, None for a copy on every rank.
+    full_size: true size of that dimension over all ranks, padding left out.
+    """
+    split = dim is not None and axis is not None and axis.size > 1
+    parameter.tensor_model_parallel = split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
+    parameter.init_std = init_std  # type: ignore[attr-defined]
+    parameter.partition_dim = dim  # type: ignore[attr-defined]
+    parameter.full_size = full_size  # type: ignore[attr-defined]
+    parameter.partition = (axis.rank, axis.size) if axis and dim is not None else (0, 1)  # type: ignore[attr-defined]
+    return parameter
+
+
+def _divide(total: int, axis: Axis, what: str) -> int:
+    if total % axis.size:
+        raise ValueError(f"{what} {total} cannot be split over {axis.size} model-parallel ranks")
+    return total // axis.size
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
+    """The number of embedding rows: `vocab_size` rounded up to a multiple of `multiple * ranks`."""
+    step = multiple * ranks
+    return -(-vocab_size // step) * step
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding with its rows split over the model-parallel ranks.
+
+    vocab_size rows are real; the table is padded so that it splits evenly, and the padding
+    never takes part in anything: it is zero, masked out of the softmax and not saved.
+
+    Raises IndexError for an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        init_std: float = 0.02,
+        multiple: int = 128,
+        axis: Axis | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = axis or current().model
+        self.vocab_size = vocab_size
+        self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
+        self.first_row = self.axis.rank * self.rows
+        self.weight = declare(
+            nn.Parameter(torch.zeros(self.rows, hidden_size)),
+            init_std=init_std,
+            dim=0,
+            full_size=vocab_size,
+            axis=self.axis,
+        )  # [v/t, h]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] integer ids -> [..., h]"""
+        if self.axis.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.first_row
+        elsewhere = (local < 0) | (local >= self.rows)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return reduce_from_model_parallel_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., h] -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""
+        return F.linear(copy_to_model_parallel_region(hidden, self.axis), self.weight)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with W split by output feature: each rank computes its own columns of y.
+
+    gather_output: give every rank the whole [..., o]; otherwise each keeps its [..., o/t].
+    skip_bias_add: leave the bias to the caller, who may fuse it with what follows.
+    Returns `(output, bias)`; bias is None unless skip_bias_add asked for it.
+    Raises ValueError if the ranks do not divide the output features.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        gather_output: bool = True,
+        skip_bias_add: bool = False,
+        init_std: float = 0.02,
+        axis: Axis | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = axis or current().model
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        columns = _divide(output_size, self.axis, "an output size of")
+        weight = nn.Parameter(torch.empty(columns, input_size))
+        self.weight = declare(weight, init_std=init_std, dim=0, full_size=output_size, axis=self.axis)  # [o/t, i]
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = declare(nn.Parameter(torch.zeros(columns)), dim=0, full_size=output_size, axis=self.axis)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., i] -> [..., o/t] or [..., o]"""
+        x = copy_to_model_parallel_region(x, self.axis)
+        y = F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
+        if self.gather_output:
+            y = gather_from_model_parallel_region(y, self.axis)
+        return y, self.bias if self.skip_bias_add else None
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with W split by input feature: each rank adds its part of the sum.
+
+    input_is_parallel: x is already split, as a ColumnParallelLinear leaves it.
+    skip_bias_add: leave the bias (a copy on every rank, added once) to the caller.
+    Returns `(output, bias)` as ColumnParallelLinear does.
+    Raises ValueError if the ranks do not divide the input features.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        skip_bias_add: bool = False,
+        init_std: float = 0.02,
+        axis: Axis | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = axis or current().model
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        rows = _divide(input_size, self.axis, "an input size of")
+        weight = nn.Parameter(torch.empty(output_size, rows))
+        self.weight = declare(weight, init_std=init_std, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
+        self.bias: nn.Parameter | None = declare(nn.Parameter(torch.zeros(output_size))) if bias else None  # [o]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., i/t] or [..., i] -> [..., o]"""
+        if not self.input_is_parallel:
+            x = scatter_to_model_parallel_region(x, self.axis)
+        y = reduce_from_model_parallel_region(F.linear(x, self.weight), self.axis)
+        if self.skip_bias_add:
+            return y, self.bias
+        return (y if self.bias is None else y + self.bias), None

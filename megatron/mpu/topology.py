@@ -1,0 +1,86 @@
+"""Where each rank stands in the pipe x data x model grid: arithmetic only, no processes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+AXES = ("pipe", "data", "model")
+
+
+class Coord(NamedTuple):
+    """The place of one rank: pipeline stage, data-parallel replica, model-parallel rank."""
+
+    pipe: int
+    data: int
+    model: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks laid out row by row over (pipe, data, model); `model` is the fastest axis.
+
+    Neighbours on the model axis talk most (twice a layer), so they get adjacent ranks and
+    with them the fastest links; stages talk least and lie farthest apart (Narayanan et al. 2021).
+    The method names are those that DeepSpeed calls on its own `ProcessTopology`, so that one
+    object serves both.
+    """
+
+    pipe: int = 1
+    data: int = 1
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise ValueError(f"the {axis} axis of the grid has size {getattr(self, axis)}; it must be at least 1")
+
+    def world_size(self) -> int:
+        return self.pipe * self.data * self.model
+
+    def get_axis_names(self) -> list[str]:
+        return list(AXES)
+
+    def get_dim(self, axis: str) -> int:
+        """Size of `axis`; 0 for an axis this grid does not have, as DeepSpeed expects."""
+        return int(getattr(self, axis)) if axis in AXES else 0
+
+    def get_rank(self, *, pipe: int, data: int, model: int) -> int:
+        coord = Coord(pipe, data, model)
+        for axis, at in zip(AXES, coord, strict=True):
+            if not 0 <= at < getattr(self, axis):
+                raise ValueError(f"{axis}={at} lies outside the grid {self}")
+        return (pipe * self.data + data) * self.model + model
+
+    def get_coord(self, rank: int) -> Coord:
+        if not 0 <= rank < self.world_size():
+            raise ValueError(f"rank {rank} lies outside the grid {self} of {self.world_size()} ranks")
+        rest, model = divmod(rank, self.model)
+        pipe, data = divmod(rest, self.data)
+        return Coord(pipe, data, model)
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A name for `rank` in file names, e.g. `model_01`."""
+        coord = self.get_coord(rank)
+        kept = [axis for axis in AXES if axis not in frozenset(omit_axes)]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
+
+    def filter_match(self, **wanted: int) -> list[int]:
+        """Ranks standing at every wanted coordinate: `filter_match(pipe=0)` is the first stage."""
+        coords = ((rank, self.get_coord(rank)) for rank in range(self.world_size()))
+        return [rank for rank, coord in coords if all(getattr(coord, axis) == at for axis, at in wanted.items())]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups that talk along `axis`: ranks that differ in nothing else."""
+        return self.lines(axis) if axis in AXES else []
+
+    def lines(self, *varying: str) -> list[list[int]]:
+        """Groups of ranks that differ only in the `varying` axes, in rank order."""
+        fixed = [axis for axis in AXES if axis not in varying]
+        places = product(*(range(getattr(self, axis)) for axis in fixed))
+        return [self.filter_match(**dict(zip(fixed, place, strict=True))) for place in places]

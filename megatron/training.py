@@ -1,0 +1,343 @@
+"""The training loop: `pretrain()` is the whole of a run, from a command line to a trained checkpoint."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from tqdm import tqdm
+
+from . import device as device_module
+from . import mpu
+from .arguments import build_parser, parse, with_values
+from .checkpointing import TrainState, load_checkpoint, save_checkpoint
+from .config import Config
+from .data.sampler import ConsecutiveSampler, build_loader
+from .ds_config import Resolved, resolve
+from .engine import Batches, CountTargets, Engine, ForwardStep, build_engine
+from .initialize import initialize_megatron, world_size
+from .metrics import MetricsWriter, Timers, flops_per_token
+from .model.init import full_shape
+from .model.layers import global_parameters
+from .optim import lr_at
+from .runtime import RunError, describe, is_rank_0, print_rank_0, start, together
+from .tokenizer import Tokenizer, load_tokenizer
+
+Datasets = tuple[Any, Any, Any]
+
+
+@dataclass
+class Run:
+    """Everything that belongs to one run."""
+
+    config: Config
+    resolved: Resolved
+    device: torch.device
+    engine: Engine
+    datasets: Datasets
+    state: TrainState
+    timers: Timers
+    metrics: MetricsWriter
+    tokenizer: Tokenizer
+    run_dir: Path
+    parameters: int  # of the whole model, tied ones once
+
+    @property
+    def save_dir(self) -> str:
+        return self.config.checkpoint.save or str(self.run_dir / "checkpoints")
+
+    @property
+    def global_batch(self) -> int:
+        return self.config.train_batch_size(dist.get_world_size())
+
+
+def pretrain(
+    train_valid_test_datasets_provider: Callable[[], Datasets],
+    model_provider: Callable[[], nn.Module],
+    forward_step: ForwardStep,
+    *,
+    count_targets: CountTargets | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    name: str = "model",
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Train as the command line says; a second call with the same run directory continues.
+
+    train_valid_test_datasets_provider() -> three datasets, each None where it stays empty; a
+    dataset answers `[n]` for any n >= 0 with a dict of tensors.
+    model_provider() -> the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0.
+    forward_step(data_iterator, model) -> (loss, count), used without a pipeline: with
+    `count_targets` the sum of the loss over target tokens, otherwise its mean.
+    count_targets(batch) -> how many target tokens a micro-batch has.
+    args_defaults: settings whose default is another for this script; flags still win.
+    A user's mistake ends the process with one sentence: exit code 2 for the command line, 1 for the rest.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "-h" in argv or "--help" in argv:
+        build_parser(f"Pretrain a {name} model.").parse_args(["--help"])
+    script = Path(sys.argv[0]).name
+    try:
+        config = parse(argv, args_defaults)
+        resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
+    except ValueError as error:
+        _leave(script, error, 2)
+    try:
+        run = set_up(config, resolved, train_valid_test_datasets_provider, model_provider, forward_step, count_targets, name)
+        train(run)
+    except (RunError, ValueError, OSError) as error:
+        if os.environ.get("MEGATRON_DEBUG"):
+            raise
+        _leave(script, error, 1)
+    run.metrics.close()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _leave(script: str, error: Exception, code: int) -> Any:
+    """End with one sentence on stderr, from rank 0 if all ranks know of it."""
+    rank = int(os.environ.get("RANK", "0"))
+    everywhere = code == 2 or isinstance(error, RunError)
+    if rank == 0 or not everywhere:
+        where = "" if rank == 0 else f" (rank {rank})"
+        print(f"{script}{where}: {describe(error)}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+# ------------------------------------------------------------------------------------- set-up
+
+
+def set_up(
+    config: Config,
+    resolved: Resolved,
+    datasets_provider: Callable[[], Datasets],
+    model_provider: Callable[[], nn.Module],
+    forward_step: ForwardStep,
+    count_targets: CountTargets | None,
+    name: str,
+) -> Run:
+    """From settings to a run that is ready to train: ranks, data, model, engine, checkpoint."""
+    device = initialize_megatron(config)
+    timers = Timers()
+    config, tokenizer, run_dir = together(lambda: _prepare(config, name))
+    start(config, tokenizer, timers)
+    _say_what_runs(config, resolved, device)
+    datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
+    model = together(model_provider)
+    parameters = count_parameters(model)
+    engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
+    save_dir = config.checkpoint.save or str(run_dir / "checkpoints")
+    loaded = load_checkpoint(config.checkpoint.load or save_dir, engine.deepspeed, config, tokenizer.fingerprint)
+    state = loaded or TrainState()
+    if loaded:
+        print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
+    elif config.checkpoint.load:
+        raise RunError(f"--load {config.checkpoint.load} holds no checkpoint")
+    print_rank_0(f"{parameters / 1e6:.2f} million parameters")
+    metrics = MetricsWriter(str(run_dir), state.iteration, is_rank_0(), config.log.tensorboard)
+    return Run(config, resolved, device, engine, datasets, state, timers, metrics, tokenizer, run_dir, parameters)
+
+
+def _prepare(config: Config, name: str) -> tuple[Config, Tokenizer, Path]:
+    """Load the tokenizer, settle the vocabulary size, make the run directory and write config.json there."""
+    if config.data.vocab_file is None:
+        raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
+    tokenizer = load_tokenizer(config.data.vocab_file)
+    given = config.model.vocab_size
+    if given is not None and given < tokenizer.vocab_size:
+        raise ValueError(f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}")
+    config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
+    run_dir = Path(config.log.run_dir or _default_run_dir(name))
+    if is_rank_0():
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            temporary = run_dir / f"config.json.{os.getpid()}.tmp"
+            temporary.write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
+            os.replace(temporary, run_dir / "config.json")
+        except OSError as error:
+            raise ValueError(f"cannot write to the run directory {run_dir}: {error.strerror}") from None
+    return config, tokenizer, run_dir
+
+
+def _default_run_dir(name: str) -> str:
+    """runs/<name>-<time>, the same on all ranks."""
+    stamp: list[Any] = [time.strftime("%Y%m%d-%H%M%S")]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(stamp)
+    return f"runs/{name}-{stamp[0]}"
+
+
+def _datasets(provider: Callable[[], Datasets], config: Config, tokenizer: Tokenizer) -> Datasets:
+    path = config.data.data_path
+    if path is not None and Path(f"{path}.json").is_file():
+        about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+        if about.get("fingerprint") != tokenizer.fingerprint:
+            raise ValueError(
+                f"{path}.bin was made with another tokenizer (SHA-256 {str(about.get('fingerprint'))[:12]}) than "
+                f"--vocab-file {config.data.vocab_file} ({tokenizer.fingerprint[:12]})"
+            )
+    return provider()
+
+
+def _say_what_runs(config: Config, resolved: Resolved, device: torch.device) -> None:
+    grid = mpu.get_topology()
+    mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
+    print_rank_0(
+        f"{grid.world_size()} ranks on {device.type}: pipe {grid.pipe} x data {grid.data} x model {grid.model} "
+        f"({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{config.train_batch_size(grid.world_size())}"
+    )
+
+
+def count_parameters(model: Any) -> int:
+    """Parameters of the whole model over all stages, tied ones once, padding left out."""
+    mesh = mpu.get_mesh()
+    mine = sum(
+        math.prod(full_shape(p)) for _, p in global_parameters(model) if not getattr(p, "ds_pipe_replicated", False)
+    )
+    total = torch.tensor(mine, dtype=torch.int64)
+    if mesh.pipe.size > 1:
+        total = total.to(device_module.current())
+        dist.all_reduce(total, group=mesh.pipe.group)
+    return int(total)
+
+
+def data_iterator(run: Run, dataset: Any, consumed_samples: int) -> Batches | None:
+    """Micro-batches for this rank; None where it gets its data from another rank or needs none."""
+    mesh = mpu.get_mesh()
+    reads = mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
+    if not reads:
+        return None
+    t = run.config.train
+    sampler = ConsecutiveSampler(t.batch_size, t.gas, mesh.data.rank, mesh.data.size, consumed_samples)
+    return iter(build_loader(dataset, sampler, run.config.data.num_workers))
+
+
+# ----------------------------------------------------------------------------------- the loop
+
+
+def train(run: Run) -> None:
+    """Train up to --train-iters, evaluating and saving on the way and at the end."""
+    state, config = run.state, run.config
+    last = config.train.train_iters
+    if state.iteration >= last:
+        print_rank_0(f"trained {state.iteration} of --train-iters {last} iterations already; raise it to go on")
+    batches = data_iterator(run, run.datasets[0], state.consumed_samples) if state.iteration < last else None
+    window = _Window(run)
+    saved = state.iteration
+    bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
+    with bar:
+        while state.iteration < last:
+            mpu.get_mesh().rng.begin(state.iteration)
+            step = run.engine.train_batch(batches, lr_at(state.iteration, config))
+            state.iteration += 1
+            state.consumed_samples += run.global_batch
+            state.consumed_tokens += run.global_batch * config.data.seq_length
+            bar.update()
+            if not math.isfinite(step.loss) and not step.skipped:
+                raise RunError(f"the loss became {step.loss} at iteration {state.iteration}; lower --lr or raise --warmup")
+            window.add(step.loss)
+            if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
+                window.report(step, lr_at(state.iteration - 1, config))
+            if due(state.iteration, config.train.eval_interval) and state.iteration < last:
+                evaluate(run, "valid")
+                window.restart()
+            if due(state.iteration, config.checkpoint.save_interval):
+                save(run)
+                saved = state.iteration
+                window.restart()
+    if state.iteration != saved:
+        save(run)
+    evaluate(run, "valid")
+    evaluate(run, "test")
+
+
+def due(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
+
+
+def save(run: Run) -> None:
+    path = save_checkpoint(run.save_dir, run.engine.deepspeed, run.state, run.config, run.tokenizer.fingerprint)
+    print_rank_0(f"saved {path}")
+
+
+def evaluate(run: Run, part: str) -> float | None:
+    """Mean loss per target token over --eval-iters global batches, always the same ones. None where the part is empty."""
+    dataset = run.datasets[("train", "valid", "test").index(part)]
+    iterations = run.config.train.eval_iters
+    if dataset is None or not iterations:
+        return None
+    batches = data_iterator(run, dataset, 0)
+    total = targets = 0.0
+    for _ in range(iterations):
+        batch_total, batch_targets = run.engine.eval_batch(batches)
+        total, targets = total + batch_total, targets + batch_targets
+    loss = total / targets
+    ppl = math.exp(min(loss, 700))
+    print_rank_0(f"iteration {run.state.iteration:7d} | {part} loss {loss:.4f} | ppl {ppl:.2f}")
+    run.metrics.write({"split": part, "iteration": run.state.iteration, "lm_loss": loss, "ppl": ppl})
+    return loss
+
+
+class _Window:
+    """The iterations since the last line: mean loss and speed."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.losses: list[float] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave what happened between two lines (an evaluation, a save) out of the speed."""
+        self.begin, self.timed = time.perf_counter(), 0
+
+    def add(self, loss: float) -> None:
+        self.losses.append(loss)
+        self.timed += 1
+
+    def report(self, step: Any, lr: float) -> None:
+        run, config = self.run, self.run.config
+        device_module.synchronize(run.device)
+        seconds = (time.perf_counter() - self.begin) / max(self.timed, 1)
+        tokens_per_second = run.global_batch * config.data.seq_length / seconds if seconds and self.timed else 0.0
+        ranks = dist.get_world_size()
+        tflops = flops_per_token(run.parameters, config) * tokens_per_second / ranks / 1e12
+        peak = device_module.peak_tflops(run.device)
+        loss = sum(self.losses) / len(self.losses)
+        row = {
+            "split": "train",
+            "iteration": run.state.iteration,
+            "consumed_samples": run.state.consumed_samples,
+            "consumed_tokens": run.state.consumed_tokens,
+            "lm_loss": loss,
+            "lr": lr,
+            "grad_norm": step.grad_norm,
+            "loss_scale": step.loss_scale,
+            "tokens_per_second": tokens_per_second,
+            "tflops": tflops,
+            "mfu": tflops / peak if peak else None,
+            "memory_mb": device_module.peak_memory_mb(run.device),
+        }
+        scale = "" if step.loss_scale is None else f" | loss scale {step.loss_scale:g}"
+        print_rank_0(
+            f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f} | lr {lr:.2e} | "
+            f"grad norm {step.grad_norm:.3f}{scale} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms"
+        )
+        timed = run.timers.take()
+        if run.resolved.wall_clock_breakdown and self.timed:
+            row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in timed.items()}
+            print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
+        run.metrics.write(row)
+        self.losses = []
+        self.restart()
+
+
+__all__ = ["Run", "evaluate", "pretrain", "set_up", "train"]

@@ -1,0 +1,47 @@
+"""Helpers for entry scripts, under the names that Megatron's tutorials use."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron import mpu
+
+
+def get_ltor_masks_and_position_ids(
+    tokens: Tensor, eod: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a left-to-right model needs beside its tokens [b, s].
+
+    An end-of-document token belongs to the document that it ends.
+    Returns (attention mask, loss mask, position ids):
+    the attention mask as document numbers, int32 [b, s] (`megatron.model.attention` makes the
+    s x s mask of them where it is used), empty unless `reset_attention_mask`;
+    the loss mask, fp32 [b, s], 0 where `eod_mask_loss` and the input is end of document;
+    positions, int64 [b, s], counted anew in each document if `reset_position_ids`.
+    """
+    b, s = tokens.shape
+    is_eod = tokens == eod
+    positions = torch.arange(s, device=tokens.device).expand(b, s)
+    documents = torch.zeros_like(tokens)
+    documents[:, 1:] = is_eod[:, :-1].cumsum(dim=1)
+    if reset_position_ids:
+        begins = torch.zeros_like(tokens)
+        begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
+        positions = positions - begins.cummax(dim=1).values
+    attention_mask = documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
+    loss_mask = torch.ones(b, s, dtype=torch.float32, device=tokens.device)
+    if eod_mask_loss:
+        loss_mask.masked_fill_(is_eod, 0.0)
+    return attention_mask, loss_mask, positions
+
+
+def reduce_losses(losses: Sequence[Tensor]) -> Tensor:
+    """[len(losses)] the mean of each scalar over the data-parallel ranks."""
+    reduced = torch.stack([loss.detach().float().view(()) for loss in losses])
+    data = mpu.get_mesh().data
+    if data.size > 1:
+        dist.all_reduce(reduced, group=data.group)
+        reduced /= data.size
+    return reduced

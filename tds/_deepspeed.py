@@ -1,0 +1,98 @@
+"""Everything of DeepSpeed's inside that this plugin touches, in one place (tested with 0.19.8).
+
+Public names are delegated in `__init__`; what stands here is not promised by DeepSpeed and is
+looked at anew for each release.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+TESTED_VERSION = "0.19.8"
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Run the block without the library's own lines on standard output; what fails still raises."""
+    held = io.StringIO()
+    with contextlib.redirect_stdout(held), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _import() -> Any:
+    # The level must be set before the import: looking for an accelerator logs while importing.
+    # DeepSpeed calls collectives by names that torch has just renamed; nothing that a user could change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    logger = logging.getLogger("DeepSpeed")
+    level = os.environ.get("TDS_LOG_LEVEL", "ERROR").upper()
+    os.environ.setdefault("DS_LOG_LEVEL", level.lower())
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it warns when it has to find that out itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        from deepspeed.utils import logging as ds_logging
+    for each in (logger, getattr(ds_logging, "logger", logger)):
+        each.setLevel(getattr(logging, level, logging.ERROR))
+    return deepspeed
+
+
+deepspeed = _import()
+
+from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine  # noqa: E402
+from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule  # noqa: E402
+
+
+def prepare() -> None:
+    """Set DeepSpeed right about what this device can do; before `init_distributed` and `initialize`.
+
+    On a CPU it would compile a shared-memory op (25-73 s, needs a compiler), and refuse fp16
+    where the CPU has no instructions of its own for it, though torch computes it. It refuses to
+    reduce fp64 gradients anywhere.
+    """
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        accelerator.is_fp16_supported = lambda: True
+    dtypes = accelerator.supported_dtypes()
+    if torch.float64 not in dtypes:
+        accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
+
+
+@contextlib.contextmanager
+def engine_class(cls: type) -> Iterator[None]:
+    """While inside, `deepspeed.initialize` builds `cls` for a PipelineModule."""
+    module = sys.modules["deepspeed"]
+    before = module.PipelineEngine
+    module.PipelineEngine = cls  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.PipelineEngine = before  # type: ignore[attr-defined]
+
+
+def optimizer_kind(engine: Any) -> str:
+    """`bf16`, `zero` or `plain`: which of DeepSpeed's wrappers holds the gradients."""
+    if engine.using_bf16_optimizer:
+        return "bf16"
+    return "zero" if engine.zero_optimization() else "plain"
+
+
+__all__ = [
+    "TESTED_VERSION",
+    "StockPipelineEngine",
+    "StockPipelineModule",
+    "deepspeed",
+    "engine_class",
+    "optimizer_kind",
+    "prepare",
+    "quietly",
+]

@@ -1,0 +1,126 @@
+"""The fp32 weights and optimizer moments of one parameter, whatever DeepSpeed has done to them.
+
+ZeRO flattens, cuts and hides them; here they are read and set whole (this rank's
+tensor-parallel part). Reading is a collective over the data-parallel ranks where ZeRO is on:
+all of them must ask for the same parameters in the same order.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._deepspeed import deepspeed
+
+_utils = deepspeed.utils
+
+
+def _wrapped(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def _inner(engine: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside DeepSpeed's wrapper."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    assert isinstance(inner, torch.optim.Optimizer)
+    return inner
+
+
+def _owners(engine: Any) -> list[Tensor]:
+    """The tensors that the torch optimizer steps: the parameters, or ZeRO's flat pieces of them."""
+    flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 swaps them in and out of groups
+    if flat is not None:
+        return list(flat)
+    return [p for group in _inner(engine).param_groups for p in group["params"]]
+
+
+def get_weight(parameter: nn.Parameter) -> Tensor:
+    """The fp32 master copy (the parameter itself where there is no other)."""
+    if _wrapped(parameter):
+        return _utils.safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
+    return parameter.detach()
+
+
+@torch.no_grad()
+def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set the master copy and what the forward pass reads."""
+    if not _wrapped(parameter):
+        parameter.copy_(value)
+        return
+    _utils.safe_set_full_fp32_param(parameter, value)
+    if not hasattr(parameter, "ds_id"):
+        parameter.copy_(value)
+        return
+    own = parameter.ds_tensor
+    import torch.distributed as dist
+
+    rank = dist.get_rank(parameter.ds_process_group)
+    flat = value.flatten()[rank * own.numel() : (rank + 1) * own.numel()]
+    own.view(-1)[: flat.numel()].copy_(flat)
+
+
+def moment_names(engine: Any) -> list[str]:
+    """Names of the optimizer's tensors of a parameter's size, e.g. exp_avg and exp_avg_sq; none before the first step."""
+    _link_moments(engine)
+    for owner in _owners(engine):
+        state = _inner(engine).state.get(owner, {})
+        return sorted(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == owner.shape)
+    return []
+
+
+def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
+    if _wrapped(parameter):
+        return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
+    return _inner(engine).state[parameter][name]  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+    if _wrapped(parameter):
+        _utils.safe_set_full_optimizer_state(parameter, value, name)
+    else:
+        _inner(engine).state[parameter][name].copy_(value)
+
+
+def get_step(engine: Any) -> int:
+    """How many times the optimizer has stepped (Adam's t)."""
+    for owner in _owners(engine):
+        step = _inner(engine).state.get(owner, {}).get("step")
+        if step is not None:
+            return int(step)
+    return 0
+
+
+def make_moments(engine: Any, names: list[str], step: int) -> None:
+    """Give every parameter the state that it would have after `step` steps, moments still zero."""
+    inner = _inner(engine)
+    for owner in _owners(engine):
+        state: dict[str, Any] = {name: torch.zeros_like(owner) for name in names}
+        if isinstance(inner, torch.optim.AdamW):
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        inner.state[owner] = state
+    _link_moments(engine)
+
+
+def _link_moments(engine: Any) -> None:
+    """Let ZeRO's parameters find their moments. DeepSpeed does so itself, but after the first group's first step alone."""
+    link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None:
+        engine.optimizer._hp_optimizer_states_linked = False
+        link()
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def get_loss_scaler(engine: Any) -> dict[str, float]:
+    """State of fp16's dynamic loss scale; empty without one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)} if engine.fp16_enabled() else {}
+
+
+def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    for key, value in state.items():
+        if hasattr(scaler, key):
+            setattr(scaler, key, value)

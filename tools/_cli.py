@@ -1,0 +1,49 @@
+"""What all command-line tools share: usage errors exit 2, failures exit 1, each in one sentence on stderr."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+# Tools are run as files (`python tools/x.py`); the packages stand one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one sentence; `--debug` shows the traceback of a failure."""
+
+    def __init__(self, description: str, examples: str) -> None:
+        super().__init__(
+            description=description,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(
+    main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> None:
+    """Run a tool: exit 0, or 1 after a sentence about what went wrong."""
+    args = parser.parse_args(argv)
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError, RuntimeError) as error:
+        if args.debug:
+            raise
+        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
