@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tds
+from tds import state as ds_state
 
 from . import mpu
 from .config import Config
@@ -60,7 +61,7 @@ def build_engine(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
     if resolved.precision == "fp64":
-        engine.module.double()  # DeepSpeed accepts fp32 alone, but steps whatever it then holds
+        ds_state.use_fp64(engine)
     if pipeline:
         return PipeEngine(engine, timers)
     return PlainEngine(engine, resolved, config.train.gas, forward_step, count_targets, timers)

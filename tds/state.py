@@ -124,3 +124,9 @@ def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
     for key, value in state.items():
         if hasattr(scaler, key):
             setattr(scaler, key, value)
+
+
+def use_fp64(engine: Any) -> None:
+    """Turn a new engine to fp64, for checking numbers. DeepSpeed accepts fp32 alone, but steps whatever it then holds."""
+    engine.module.double()
+    engine._config.communication_data_type = torch.float64  # or gradients would be summed in fp32

@@ -33,10 +33,10 @@ def main(argv: list[str]) -> int:
     try:
         run(parse_args(argv))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code < 0:
-            print(f"launch.py: rank {failure.global_rank} was ended by signal {-code}", file=sys.stderr)
+            print(f"launch.py: rank {rank} was ended by signal {-code}", file=sys.stderr)
         return code if code > 0 else 1
     except SignalException as error:
         return 128 + int(error.sigval)

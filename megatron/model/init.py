@@ -23,7 +23,7 @@ def own_rows(parameter: nn.Parameter) -> tuple[int, int, int]:
     dim, shape = getattr(parameter, "partition_dim", None), local_shape(parameter)
     if dim is None:
         return 0, 0, shape[0]
-    rank, _ = parameter.partition  # type: ignore[attr-defined]
+    rank = parameter.model_rank  # type: ignore[attr-defined]
     rows = shape[dim]
     full = parameter.full_size  # type: ignore[attr-defined]
     return dim, min(rank * rows, full), min((rank + 1) * rows, full)

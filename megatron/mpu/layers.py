@@ -39,7 +39,7 @@ def declare(
     parameter.init_std = init_std  # type: ignore[attr-defined]
     parameter.partition_dim = dim  # type: ignore[attr-defined]
     parameter.full_size = full_size  # type: ignore[attr-defined]
-    parameter.partition = (axis.rank, axis.size) if axis and dim is not None else (0, 1)  # type: ignore[attr-defined]
+    parameter.model_rank = axis.rank if axis and dim is not None else 0  # type: ignore[attr-defined]
     return parameter
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,19 @@ class SentencePieceTokenizer:
         return self._sp.decode([int(i) for i in ids if i != self.eod])  # type: ignore[no-any-return]
 
 
-def train(sentences: Iterable[str], model_file: str, vocab_size: int, model_type: str = "bpe") -> None:
-    """Train a lossless tokenizer on an iterator of texts and write it to `model_file`.
+def _coverage(lines: Sequence[str], vocab_size: int) -> float:
+    """Share of the characters of the text that get tokens of their own; the rest become bytes.
+
+    At most half of the vocabulary goes to single characters, or none would be left for words
+    in a script of thousands of them.
+    """
+    counts = Counter(char for line in lines for char in line)
+    common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
+    return max(0.98, min(0.9995, common / max(counts.total(), 1)))  # sentencepiece takes no less than 0.98
+
+
+def train(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "bpe") -> None:
+    """Train a lossless tokenizer on some texts and write it to `model_file`.
 
     Nothing is normalised, spaces and newlines are kept, and characters outside the vocabulary
     become bytes. Reproducible: the same texts give the same file.
@@ -57,15 +69,15 @@ def train(sentences: Iterable[str], model_file: str, vocab_size: int, model_type
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
-    pieces = (line for text in sentences for line in text.split("\n") if line)
+    lines = [line for text in texts for line in text.split("\n") if line]
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=pieces,
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
             byte_fallback=True,
-            character_coverage=0.9995,
+            character_coverage=_coverage(lines, vocab_size),
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Make .venv in this checkout and install what requirements.txt pins. Silent and instant when all is there.
+#   PYTHON=python3.12 bash scripts/setup.sh      choose the interpreter
+#   bash scripts/setup.sh dev                    what the tests need, too
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+files=(requirements.txt)
+[ "${1:-}" = dev ] && files+=(requirements-dev.txt)
+
+# One stamp per list of requirements; its content is the list it was installed from.
+fresh=1
+for file in "${files[@]}"; do
+    cmp -s "$file" ".venv/.installed-$file" || fresh=0
+done
+[ "$fresh" = 1 ] && exit 0
+
+if [ ! -x .venv/bin/python ]; then
+    python=${PYTHON:-}
+    if [ -z "$python" ]; then
+        for candidate in python3.11 python3.12 python3.13 python3; do
+            if command -v "$candidate" >/dev/null && "$candidate" -c '' 2>/dev/null; then python=$candidate; break; fi
+        done
+    fi
+    if [ -z "$python" ] || ! command -v "$python" >/dev/null; then
+        echo "setup.sh: no Python found${PYTHON:+ under PYTHON=$PYTHON}; install Python 3.11 or name one with PYTHON=" >&2
+        exit 2
+    fi
+    if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
+        echo "setup.sh: $python is $("$python" -V 2>&1), but Python 3.11 to 3.13 is needed; name one with PYTHON=" >&2
+        exit 2
+    fi
+    echo "setup.sh: making .venv with $("$python" -V 2>&1)"
+    if ! "$python" -m venv .venv; then
+        echo "setup.sh: $python cannot make a virtual environment; install its venv module" >&2
+        exit 2
+    fi
+fi
+
+log=.venv/setup.log
+: >"$log"
+for file in "${files[@]}"; do
+    cmp -s "$file" ".venv/.installed-$file" && continue
+    echo "setup.sh: installing what $file lists (once, a minute or more)"
+    # torch by itself first, so that no other package chooses a build of it; DeepSpeed compiles nothing here.
+    if [ "$file" = requirements.txt ]; then first=$(grep '^torch==' "$file"); else first=; fi
+    for what in ${first:+"$first"} "-r $file"; do
+        # shellcheck disable=SC2086  # "-r file" is two words
+        if ! DS_BUILD_OPS=0 .venv/bin/python -m pip install --disable-pip-version-check --no-input -q $what >>"$log" 2>&1; then
+            echo "setup.sh: pip install $what failed; its last lines, the rest is in $log:" >&2
+            tail -n 5 "$log" >&2
+            exit 1
+        fi
+    done
+    cp "$file" ".venv/.installed-$file"
+done
+echo "setup.sh: done"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Check style and types, then run the tests. Arguments go to pytest: bash scripts/test.sh tests/unit -k lr
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh dev
+# shellcheck disable=SC1091
+source .venv/bin/activate
+export OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
+if [ $# -eq 0 ]; then
+    ruff check .
+    ruff format --check .
+    mypy
+    set -- -n 2
+fi
+exec python -m pytest "$@"

@@ -1,0 +1,37 @@
+"""`pip install -e .`: the packages, and extras for what is optional.
+
+NVIDIA's apex is not on the package index (the package of that name there is something else):
+it is not needed, and where it was built from source it may stay.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+
+def pinned(file: str) -> list[str]:
+    lines = (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+REQUIRED = [line for line in pinned("requirements.txt") if not line.startswith("matplotlib")]
+PLOTS = [line for line in pinned("requirements.txt") if line.startswith("matplotlib")]
+HF = [line for line in pinned("requirements-dev.txt") if line.startswith("transformers")]
+
+setup(
+    name="megatron-tds",
+    version="0.1.0",
+    description="Pretraining of GPT-2 and T5 in any data x tensor x pipeline layout, from a laptop to a cluster",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron", "megatron.*", "tds", "tds.*", "data_utils", "data_utils.*"]),
+    install_requires=REQUIRED,
+    extras_require={
+        "apex": [],  # build it from NVIDIA's source; see the note above
+        "tensorboard": ["tensorboard==2.21.0"],
+        "plots": PLOTS,
+        "hf": HF,
+        "dev": pinned("requirements-dev.txt"),
+        "bench": HF,
+    },
+)

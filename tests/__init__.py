@@ -1,0 +1,1 @@
+"""What we promise, and the proof."""

@@ -1,0 +1,112 @@
+"""The layouts whose losses must agree, and how to train one of them."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.config import Config, ModelConfig, TrainConfig
+from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+from megatron.model import GPT2Model, global_parameters
+from megatron.tokenizer import load_tokenizer
+from tests.parity import reference
+from tests.support import losses, train_gpt2
+
+LAYERS, HIDDEN, HEADS, SEQ, GLOBAL_BATCH, STEPS, SEED = 4, 32, 4, 24, 8, 20, 7
+PER_DOCUMENT = ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask")
+
+
+class Layout(NamedTuple):
+    """pp 0 is no pipeline."""
+
+    pp: int
+    dp: int
+    tp: int
+    zero: int = 0
+
+    @property
+    def world(self) -> int:
+        return max(self.pp, 1) * self.dp * self.tp
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}-dp{self.dp}-tp{self.tp}" + (f"-zero{self.zero}" if self.zero else "")
+
+
+LAYOUTS = [
+    Layout(1, 1, 1),
+    Layout(1, 2, 1),
+    Layout(1, 1, 2),
+    Layout(2, 1, 1),
+    Layout(2, 1, 2),
+    Layout(2, 2, 1),
+    Layout(1, 2, 2),
+    Layout(2, 2, 2),
+    Layout(0, 2, 1, zero=1),
+    Layout(0, 2, 1, zero=2),
+    Layout(0, 2, 1, zero=3),
+]
+LR = {"sgd": 0.1, "adam": 1e-3}
+
+
+def ours(
+    layout: Layout,
+    run_dir: Path,
+    data: str,
+    vocab_file: str,
+    *more: str,
+    optimizer: str = "sgd",
+    precision: str = "fp32",
+    by_document: bool = False,
+) -> list[float]:
+    """Losses of 20 steps in `layout`, through the entry script's own functions."""
+    flags = {
+        "--data-path": data, "--vocab-file": vocab_file, "--split": "1", "--num-layers": LAYERS,
+        "--hidden-size": HIDDEN, "--num-attention-heads": HEADS, "--seq-length": SEQ, "--hidden-dropout": 0,
+        "--attention-dropout": 0, "--batch-size": 2, "--gas": GLOBAL_BATCH // 2 // layout.dp, "--train-iters": STEPS,
+        "--lr": LR[optimizer], "--lr-decay-style": "constant", "--warmup": 0, "--optimizer": optimizer,
+        "--seed": SEED, "--precision": precision, "--log-interval": 1, "--eval-iters": 0, "--save-interval": 0,
+        "--pipe-parallel-size": layout.pp, "--model-parallel-size": layout.tp, "--zero-stage": layout.zero,
+        "--make-vocab-size-divisible-by": 64,
+    }  # fmt: skip
+    argv = [str(part) for pair in flags.items() for part in pair]
+    rows = train_gpt2(layout.world, run_dir, *argv, "--no-tensorboard", *(PER_DOCUMENT if by_document else ()), *more)
+    return losses(rows)
+
+
+def initial_weights(vocab_size: int) -> dict[str, Tensor]:
+    config = Config(
+        model=ModelConfig(
+            num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, vocab_size=vocab_size,
+            max_position_embeddings=SEQ, make_vocab_size_divisible_by=1,
+        ),
+        train=TrainConfig(seed=SEED),
+        data=type(Config().data)(seq_length=SEQ),
+    )  # fmt: skip
+    return {name: p.detach().clone() for name, p in global_parameters(GPT2Model(config))}
+
+
+def plain(
+    data: str, vocab_file: str, optimizer: str = "sgd", dtype: torch.dtype = torch.float32, by_document: bool = False
+) -> list[float]:
+    """Losses of the same 20 steps in one process of plain torch."""
+    tokenizer = load_tokenizer(vocab_file)
+    (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
+    assert train is not None
+    batches = [
+        np.stack([train[n]["text"].numpy() for n in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)])
+        for step in range(STEPS)
+    ]
+    return reference.train(
+        initial_weights(tokenizer.vocab_size),
+        batches,
+        layers=LAYERS,
+        heads=HEADS,
+        eod=tokenizer.eod,
+        by_document=by_document,
+        lr=LR[optimizer],
+        optimizer=optimizer,
+        clip=1.0,
+        dtype=dtype,
+    )

@@ -1,0 +1,87 @@
+"""GPT-2 training in one process and plain torch, written without our model, mpu, engine or optimizer code.
+
+Only weights (as numbers) and samples come from the code under test.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def logits(w: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, allowed: Tensor, layers: int, heads: int) -> Tensor:
+    """tokens [b, s], positions [b, s], allowed bool [b, s, s] -> [b, s, v]"""
+    b, s = tokens.shape
+    x = w["embedding.word_embeddings.weight"][tokens] + w["position_embedding.weight"][positions]
+    h = x.shape[-1]
+    for i in range(layers):
+        p = f"layers.{i}."
+        y = F.layer_norm(x, (h,), w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"])
+        qkv = y @ w[p + "attention.query_key_value.weight"].T + w[p + "attention.query_key_value.bias"]
+        q, k, v = (each.transpose(1, 2) for each in qkv.view(b, s, heads, 3, -1).unbind(3))  # [b, n, s, d]
+        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(~allowed[:, None], -math.inf).softmax(-1)
+        context = (weights @ v).transpose(1, 2).reshape(b, s, -1)
+        x = x + context @ w[p + "attention.dense.weight"].T + w[p + "attention.dense.bias"]
+        y = F.layer_norm(x, (h,), w[p + "post_attention_layernorm.weight"], w[p + "post_attention_layernorm.bias"])
+        y = y @ w[p + "mlp.dense_h_to_4h.weight"].T + w[p + "mlp.dense_h_to_4h.bias"]
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + y @ w[p + "mlp.dense_4h_to_h.weight"].T + w[p + "mlp.dense_4h_to_h.bias"]
+    x = F.layer_norm(x, (h,), w["final_norm.norm.weight"], w["final_norm.norm.bias"])
+    return x @ w["embedding.word_embeddings.weight"].T
+
+
+def masks(tokens: Tensor, eod: int, by_document: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(positions, allowed, loss mask) token by token; by_document: all three flags on, else all off."""
+    b, s = tokens.shape
+    positions, allowed, loss = torch.zeros(b, s, dtype=torch.long), torch.zeros(b, s, s, dtype=torch.bool), torch.ones(b, s)
+    for row in range(b):
+        begin = 0
+        for i in range(s):
+            positions[row, i] = i - begin
+            allowed[row, i, begin : i + 1] = True
+            if by_document and tokens[row, i] == eod:
+                loss[row, i] = 0
+                begin = i + 1
+    return positions, allowed, loss
+
+
+def train(
+    weights: Mapping[str, Tensor],
+    batches: list[np.ndarray],
+    *,
+    layers: int,
+    heads: int,
+    eod: int,
+    by_document: bool,
+    lr: float,
+    optimizer: str,
+    clip: float,
+    dtype: torch.dtype,
+) -> list[float]:
+    """Train on whole global batches [b, s + 1] at a constant rate; the loss of every step."""
+    w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
+    decay = [p for p in w.values() if p.dim() > 1]
+    other = [p for p in w.values() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}]
+    if optimizer == "sgd":
+        steps: torch.optim.Optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    else:
+        steps = torch.optim.AdamW(groups, lr=lr, foreach=False)
+    found = []
+    for batch in batches:
+        text = torch.from_numpy(batch)
+        tokens, labels = text[:, :-1], text[:, 1:]
+        positions, allowed, loss_mask = masks(tokens, eod, by_document)
+        out = logits(w, tokens, positions, allowed, layers, heads)
+        each = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")
+        loss = (each * loss_mask.flatten()).sum() / loss_mask.sum()
+        steps.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(w.values()), clip)
+        steps.step()
+        found.append(loss.item())
+    return found

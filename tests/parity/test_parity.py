@@ -1,0 +1,89 @@
+"""The layout never shows in the numbers: every layout against one process of plain torch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from .layouts import LAYOUTS, Layout, ours, plain
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_data: str, vocab_file: str) -> list[float]:
+    return plain(tiny_data, vocab_file)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_losses_equal_one_process(
+    layout: Layout, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    np.testing.assert_allclose(ours(layout, tmp_path, tiny_data, vocab_file), expected, rtol=1e-5)
+
+
+def test_the_reference_learns(expected: list[float]) -> None:
+    """A curve that stands still would agree with anything."""
+    assert expected[0] - expected[-1] > 0.3
+
+
+@pytest.mark.parametrize("layout", [Layout(0, 1, 1), Layout(0, 2, 2), Layout(2, 1, 2), Layout(2, 2, 1)], ids=str)
+def test_in_fp64_nothing_but_the_order_of_sums_differs(
+    layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64")
+    np.testing.assert_allclose(found, plain(tiny_data, vocab_file, dtype=torch.float64), rtol=1e-10)
+
+
+@pytest.mark.parametrize("layout", [Layout(0, 1, 2), Layout(2, 2, 1), Layout(4, 1, 2)], ids=str)
+def test_documents_apart_and_uneven_target_counts(layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """With masked losses every micro-batch has another number of targets; the global mean must not notice."""
+    found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64", by_document=True)
+    expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("layout", [Layout(0, 2, 1, zero=1), Layout(2, 1, 2), Layout(2, 1, 1, zero=1)], ids=str)
+def test_with_adam(layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    found = ours(layout, tmp_path, tiny_data, vocab_file, optimizer="adam")
+    np.testing.assert_allclose(found, plain(tiny_data, vocab_file, optimizer="adam"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout(0, 1, 1), Layout(2, 1, 1)], ids=str)
+@pytest.mark.parametrize("interval", ["1", "2"])
+def test_recomputed_activations(
+    layout: Layout, interval: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    more = ("--checkpoint-activations", "--checkpoint-num-layers", interval)
+    np.testing.assert_allclose(ours(layout, tmp_path, tiny_data, vocab_file, *more), expected, rtol=1e-5)
+
+
+def test_dropout_does_not_depend_on_stages_nor_on_recomputing(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Masks come from named streams: another cut of the layers must draw the same ones."""
+    dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    whole = ours(Layout(0, 1, 1), tmp_path / "a", tiny_data, vocab_file, *dropout, precision="fp64")
+    cut = ours(Layout(2, 1, 1), tmp_path / "b", tiny_data, vocab_file, *dropout, precision="fp64")
+    again = ours(
+        Layout(2, 1, 1), tmp_path / "c", tiny_data, vocab_file, *dropout, "--checkpoint-activations", precision="fp64"
+    )
+    without = ours(Layout(0, 1, 1), tmp_path / "d", tiny_data, vocab_file, precision="fp64")
+    np.testing.assert_allclose(cut, whole, rtol=1e-10)
+    np.testing.assert_allclose(again, whole, rtol=1e-10)
+    assert abs(whole[0] - without[0]) > 1e-6
+
+
+@pytest.mark.parametrize("cuts", ["0,1,8", "0,3,8", "0,7,8"])
+def test_any_cut(cuts: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Between the two embeddings, in the middle of the layers, and before the logits."""
+    found = ours(Layout(2, 1, 1), tmp_path, tiny_data, vocab_file, "--partition-method", cuts)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [Layout(0, 2, 1, zero=1), Layout(0, 2, 1, zero=2), Layout(0, 2, 1, zero=3),
+                                    Layout(2, 1, 2, zero=1)], ids=str)  # fmt: skip
+def test_mixed_precision_follows_fp32(
+    layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """bf16 keeps 8 bits: the curve may leave that of fp32 by the rounding of activations, about 1 in 256 of a logit."""
+    found = ours(layout, tmp_path, tiny_data, vocab_file, precision=precision)
+    np.testing.assert_allclose(found, expected, rtol=2e-3)

@@ -1,0 +1,142 @@
+"""Real gloo ranks for tests: a hang is a failure that shows every rank's stack, never a stuck suite."""
+
+import contextlib
+import faulthandler
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 120.0
+
+# Ranks are forked from one process that has imported the heavy libraries already.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "tds", "tests.support"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish."""
+
+
+def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    where = Path(folder)
+    stacks = open(where / f"stack{rank}", "w")  # noqa: SIM115  # stays open for the signal handler
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        OMP_NUM_THREADS="1",
+        TORCH_EXTENSIONS_DIR=str(where / "extensions"),
+    )
+    try:
+        import torch
+        import torch.distributed as dist
+
+        import tds
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        tds.init_distributed("gloo", auto_mpi_discovery=False)
+        result = body(*args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        (where / f"result{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        (where / f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)  # gloo's threads have nothing left to say
+
+
+def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """Run `body(*args)` on `world` gloo ranks; return what each returned, by rank.
+
+    Raises RankFailure with the traceback of every rank that raised, or after `timeout` seconds
+    with the stack of every rank that still runs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            _context.Process(target=_rank_main, args=(rank, world, folder, body, args), daemon=True)
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout
+        try:
+            while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                if any(p.exitcode not in (None, 0) for p in ranks):
+                    deadline = min(deadline, time.monotonic() + 2)  # the others cannot finish without it
+            stuck = [rank for rank, p in enumerate(ranks) if p.is_alive()]
+            for rank in stuck:
+                os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
+            if stuck:
+                time.sleep(0.5)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        where = Path(folder)
+        problems = [f"--- rank {r}\n{f.read_text()}" for r in range(world) if (f := where / f"error{r}").exists()]
+        if not problems:
+            problems = [f"--- rank {r} did not finish\n{(where / f'stack{r}').read_text()}" for r in stuck]
+            problems += [
+                f"--- rank {r} ended with code {p.exitcode}" for r, p in enumerate(ranks) if r not in stuck and p.exitcode
+            ]
+        if problems:
+            raise RankFailure("\n".join(problems))
+        return [pickle.loads((where / f"result{rank}").read_bytes()) for rank in range(world)]
+
+
+def _pretrain(argv: list[str]) -> None:
+    import pretrain_gpt2 as entry
+    from megatron.training import pretrain
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        pretrain(
+            entry.train_valid_test_datasets_provider,
+            entry.model_provider,
+            entry.forward_step,
+            count_targets=entry.count_targets,
+            name="gpt2",
+            argv=argv,
+        )
+
+
+def train_gpt2(world: int, run_dir: Path, *argv: str) -> list[dict[str, Any]]:
+    """Train through the entry script's own functions on `world` ranks; the rows of metrics.jsonl."""
+    on_ranks(world, _pretrain, ["--run-dir", str(run_dir), *argv])
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:
+    return [row["lm_loss"] for row in rows if row["split"] == split]
+
+
+def command(*argv: str, env: dict[str, str] | None = None, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Run a command in the checkout as a user would; Python is the one that runs the tests."""
+    full = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
+    return subprocess.run(
+        full,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
