@@ -75,6 +75,4 @@ def model_provider() -> nn.Module:
 
 
 if __name__ == "__main__":
-    pretrain(
-        train_valid_test_datasets_provider, model_provider, forward_step, count_targets=count_targets, name="gpt2"
-    )
+    pretrain(train_valid_test_datasets_provider, model_provider, forward_step, count_targets=count_targets, name="gpt2")

@@ -105,7 +105,9 @@ def _own_tensors(engine: Any) -> tuple[dict[str, Tensor], dict[str, dict[str, An
     return tensors, places
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], places: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+def _write_tensors(
+    folder: Path, tensors: dict[str, Tensor], places: dict[str, dict[str, Any]]
+) -> dict[str, Any] | None:
     if not tensors:
         return None
     mesh = mpu.get_mesh()
@@ -258,7 +260,9 @@ class CheckpointReader:
         dim, begin, end = own_rows(parameter)
         shape = full_shape(parameter)
         if key in self.tensors and tuple(self.tensors[key]["shape"]) != shape:
-            raise CheckpointError(f"{self.path}: {key!r} has shape {self.tensors[key]['shape']}, the model needs {list(shape)}")
+            raise CheckpointError(
+                f"{self.path}: {key!r} has shape {self.tensors[key]['shape']}, the model needs {list(shape)}"
+            )
         rows = self.read(key, dim, begin, end)
         value = torch.zeros(local_shape(parameter), dtype=rows.dtype)
         value.narrow(dim, 0, end - begin).copy_(rows)
@@ -343,7 +347,9 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config) -> Callable[[
         for name, parameter, value in each_weight(reader, engine.module):
             ds_state.set_weight(parameter, value.to(engine.device))
             for moment in moments:
-                ds_state.set_moment(engine, parameter, moment, reader.local(f"{moment}.{name}", parameter).to(engine.device))
+                ds_state.set_moment(
+                    engine, parameter, moment, reader.local(f"{moment}.{name}", parameter).to(engine.device)
+                )
         ds_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
 
     return load

@@ -67,7 +67,9 @@ class ModelConfig(Section):
     num_layers: int = opt(12, "transformer layers", _at_least(1))
     hidden_size: int = opt(768, "width of the residual stream", _at_least(1))
     num_attention_heads: int = opt(12, "attention heads", _at_least(1))
-    kv_hidden_size: int | None = opt(None, "width of one attention head; hidden size / heads if not given", _at_least(1))
+    kv_hidden_size: int | None = opt(
+        None, "width of one attention head; hidden size / heads if not given", _at_least(1)
+    )
     ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", _at_least(1))
     hidden_bias: bool = opt(True, "biases in the linear layers")
     max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
@@ -107,7 +109,9 @@ class ParallelConfig(Section):
     zero_stage: int | None = opt(
         None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", _between(0, 3)
     )
-    checkpoint_activations: bool = opt(False, "keep only layer inputs and compute activations again in the backward pass")
+    checkpoint_activations: bool = opt(
+        False, "keep only layer inputs and compute activations again in the backward pass"
+    )
     checkpoint_num_layers: int = opt(1, "layers between two kept inputs", _at_least(1))
     distributed_timeout_minutes: float = opt(10.0, "a collective that takes longer ends the run", _at_least(0.01))
 
@@ -161,7 +165,9 @@ class OptimConfig(Section):
     lr: float = opt(1.5e-4, "peak learning rate", _at_least(0))
     min_lr: float = opt(0.0, "learning rate at the end of the decay", _at_least(0))
     lr_decay_style: str = opt("cosine", "how it falls after the warm-up", _one_of("cosine", "linear", "constant"))
-    lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", _at_least(1))
+    lr_decay_iters: int | None = opt(
+        None, "iteration at which the decay ends; --train-iters if not given", _at_least(1)
+    )
     warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", _between(0, 1))
     weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", _at_least(0))
     clip_grad: float | None = opt(

@@ -126,7 +126,9 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
             f"gradients again; use --zero-stage 1 or --pipe-parallel-size 0"
         )
     if mixed and stage == 0:
-        raise ConfigError(f"{precision} needs fp32 master weights and gradients, which come with --zero-stage 1 or more")
+        raise ConfigError(
+            f"{precision} needs fp32 master weights and gradients, which come with --zero-stage 1 or more"
+        )
     if precision == "fp64" and stage > 0:
         raise ConfigError(f"fp64 is for checking numbers and runs with --zero-stage 0 alone, not {stage}")
     return int(stage)

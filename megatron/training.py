@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ def pretrain(
     args_defaults: Mapping[str, Any] | None = None,
     name: str = "model",
     argv: Sequence[str] | None = None,
+    exit: bool = True,
 ) -> None:
     """Train as the command line says; a second call with the same run directory continues.
 
@@ -78,38 +79,49 @@ def pretrain(
     `count_targets` the sum of the loss over target tokens, otherwise its mean.
     count_targets(batch) -> how many target tokens a micro-batch has.
     args_defaults: settings whose default is another for this script; flags still win.
-    A user's mistake ends the process with one sentence: exit code 2 for the command line, 1 for the rest.
+    exit: end the process when done, as `unittest.main` does: with code 0, or after one sentence
+    about a user's mistake 2 for the command line and 1 for the rest. False returns or raises.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
         build_parser(f"Pretrain a {name} model.").parse_args(["--help"])
-    script = Path(sys.argv[0]).name
+    code = 2
     try:
         config = parse(argv, args_defaults)
         resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
-    except ValueError as error:
-        _leave(script, error, 2)
-    try:
-        run = set_up(config, resolved, train_valid_test_datasets_provider, model_provider, forward_step, count_targets, name)
+        code = 1
+        providers = (train_valid_test_datasets_provider, model_provider, forward_step, count_targets)
+        run = set_up(config, resolved, *providers, name)
         train(run)
     except (RunError, ValueError, OSError) as error:
-        if os.environ.get("MEGATRON_DEBUG"):
+        if not exit or os.environ.get("MEGATRON_DEBUG"):
             raise
-        _leave(script, error, 1)
+        _complain(error, everywhere=code == 2 or isinstance(error, RunError))
+        _leave(code)
     run.metrics.close()
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    if exit:
+        _leave(0)
+    dist.destroy_process_group()
 
 
-def _leave(script: str, error: Exception, code: int) -> Any:
-    """End with one sentence on stderr, from rank 0 if all ranks know of it."""
+def _complain(error: Exception, everywhere: bool) -> None:
+    """One sentence on stderr, from rank 0 alone if all ranks know of it."""
     rank = int(os.environ.get("RANK", "0"))
-    everywhere = code == 2 or isinstance(error, RunError)
     if rank == 0 or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
-        print(f"{script}{where}: {describe(error)}", file=sys.stderr, flush=True)
-    sys.exit(code)
+        print(f"{Path(sys.argv[0]).name}{where}: {describe(error)}", file=sys.stderr)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once.
+
+    While Python shuts down, a thread of gloo's that lets go of a tensor aborts the process
+    (about one exit in thirty), so nothing of the shut-down is left to do: files are closed here.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 # ------------------------------------------------------------------------------------- set-up
@@ -153,7 +165,9 @@ def _prepare(config: Config, name: str) -> tuple[Config, Tokenizer, Path]:
     tokenizer = load_tokenizer(config.data.vocab_file)
     given = config.model.vocab_size
     if given is not None and given < tokenizer.vocab_size:
-        raise ValueError(f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}")
+        raise ValueError(
+            f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}"
+        )
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
     run_dir = Path(config.log.run_dir or _default_run_dir(name))
     if is_rank_0():
@@ -243,7 +257,9 @@ def train(run: Run) -> None:
             state.consumed_tokens += run.global_batch * config.data.seq_length
             bar.update()
             if not math.isfinite(step.loss) and not step.skipped:
-                raise RunError(f"the loss became {step.loss} at iteration {state.iteration}; lower --lr or raise --warmup")
+                raise RunError(
+                    f"the loss became {step.loss} at iteration {state.iteration}; lower --lr or raise --warmup"
+                )
             window.add(step.loss)
             if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
                 window.report(step, lr_at(state.iteration - 1, config))

@@ -30,7 +30,9 @@ def get_ltor_masks_and_position_ids(
         begins = torch.zeros_like(tokens)
         begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
         positions = positions - begins.cummax(dim=1).values
-    attention_mask = documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
+    attention_mask = (
+        documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
+    )
     loss_mask = torch.ones(b, s, dtype=torch.float32, device=tokens.device)
     if eod_mask_loss:
         loss_mask.masked_fill_(is_eod, 0.0)

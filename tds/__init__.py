@@ -1,12 +1,13 @@
 """DeepSpeed with its pipeline engine replaced: `import tds as deepspeed`, and all else is still there.
 
-    schedule.py   when each stage computes and talks, as data
-    boundary.py   which tensors cross from one stage to the next
-    channel.py    how they travel
-    engine.py     the interpreter: schedule x boundary x channel = one training step
-    pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
+schedule.py   when each stage computes and talks, as data
+boundary.py   which tensors cross from one stage to the next
+channel.py    how they travel
+engine.py     the interpreter: schedule x boundary x channel = one training step
+pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
+import importlib
 from typing import Any
 
 from . import _deepspeed, pipe
@@ -36,7 +37,12 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
 
 def __getattr__(name: str) -> Any:
-    """Every other name is DeepSpeed's own."""
+    """Every other name is DeepSpeed's own, submodules included."""
+    if not hasattr(_ds, name) and not name.startswith("_"):
+        try:
+            return importlib.import_module(f"deepspeed.{name}")
+        except ModuleNotFoundError:
+            pass
     return getattr(_ds, name)
 
 

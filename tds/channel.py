@@ -68,7 +68,7 @@ class Channel:
         payload = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         if payload.numel():
             dist.recv(payload, self.peer, group=self.group)
-        parts = payload.split(sizes)
+        parts = torch.split(payload, sizes)
         return [self._unpack(part, *one) for part, one in zip(parts, layout, strict=True)]
 
     def flush(self) -> None:

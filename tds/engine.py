@@ -39,7 +39,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.fp16_enabled() and not self.zero_optimization():
             raise ValueError(
-                'fp16 under a pipeline needs ZeRO stage 1 (without it DeepSpeed takes a wrong gradient norm): '
+                "fp16 under a pipeline needs ZeRO stage 1 (without it DeepSpeed takes a wrong gradient norm): "
                 'set "zero_optimization": {"stage": 1}'
             )
         batch_fn = getattr(self.module, "_megatron_batch_fn", None)
@@ -118,7 +118,11 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             p.grad
             for p in params
             if not getattr(p, "ds_pipe_replicated", False)
-            and (not copies_elsewhere or getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False))
+            and (
+                not copies_elsewhere
+                or getattr(p, "tensor_model_parallel", False)
+                or getattr(p, "model_parallel", False)
+            )
         ]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if mine:

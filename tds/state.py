@@ -8,6 +8,7 @@ all of them must ask for the same parameters in the same order.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import deepspeed
@@ -51,10 +52,8 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     if not hasattr(parameter, "ds_id"):
         parameter.copy_(value)
         return
-    own = parameter.ds_tensor
-    import torch.distributed as dist
-
-    rank = dist.get_rank(parameter.ds_process_group)
+    own: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+    rank = dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
     flat = value.flatten()[rank * own.numel() : (rank + 1) * own.numel()]
     own.view(-1)[: flat.numel()].copy_(flat)
 

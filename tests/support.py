@@ -96,7 +96,9 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
         if not problems:
             problems = [f"--- rank {r} did not finish\n{(where / f'stack{r}').read_text()}" for r in stuck]
             problems += [
-                f"--- rank {r} ended with code {p.exitcode}" for r, p in enumerate(ranks) if r not in stuck and p.exitcode
+                f"--- rank {r} ended with code {p.exitcode}"
+                for r, p in enumerate(ranks)
+                if r not in stuck and p.exitcode
             ]
         if problems:
             raise RankFailure("\n".join(problems))
@@ -115,6 +117,7 @@ def _pretrain(argv: list[str]) -> None:
             count_targets=entry.count_targets,
             name="gpt2",
             argv=argv,
+            exit=False,
         )
 
 

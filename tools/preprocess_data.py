@@ -119,9 +119,10 @@ def main(args: argparse.Namespace) -> None:
             raise InputError(f"no text in {', '.join(args.input)}")
         _write_sidecar(prefix, tokenizer, args.append_eod, count)
     left_out = f", {count['bad_lines']} bad and {count['empty']} empty left out"
-    print(f"{count['documents']} documents, {count['tokens']} tokens -> {prefix}.bin" + left_out * bool(
-        count["bad_lines"] or count["empty"]
-    ))
+    print(
+        f"{count['documents']} documents, {count['tokens']} tokens -> {prefix}.bin"
+        + left_out * bool(count["bad_lines"] or count["empty"])
+    )
 
 
 def _write_sidecar(prefix: str, tokenizer: Tokenizer, append_eod: bool, count: dict[str, int]) -> None:

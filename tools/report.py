@@ -106,7 +106,12 @@ def main(args: argparse.Namespace) -> None:
             ("best", f"{best['lm_loss']:.3f} at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"),
         ]
     if baseline is not None:
-        facts.append(("unigram entropy of the validation text", f"{baseline:.3f} nats/token (perplexity {math.exp(baseline):.1f})"))
+        facts.append(
+            (
+                "unigram entropy of the validation text",
+                f"{baseline:.3f} nats/token (perplexity {math.exp(baseline):.1f})",
+            )
+        )
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         print(f"{name:{width}}  {value}")

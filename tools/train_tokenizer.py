@@ -19,9 +19,8 @@ EXAMPLES = """\
 def sample(inputs: list[str], key: str, max_bytes: int, seed: int) -> list[str]:
     """Documents of the corpus, at most about `max_bytes`, every one as likely (reservoir by size)."""
     kept: list[str] = []
-    rng, size, seen = random.Random(seed), 0, 0
-    for text in texts(inputs, key):
-        seen += 1
+    rng, size = random.Random(seed), 0
+    for seen, text in enumerate(texts(inputs, key), start=1):
         if size < max_bytes:
             kept.append(text)
             size += len(text.encode())

@@ -83,7 +83,9 @@ class IndexedDataset:
         if found != needed:
             raise DatasetError(f"{data_path} has {found} bytes, but {self.prefix}.idx describes {needed}")
         if not len(self.document_index) or self.document_index[0] != 0 or self.document_index[-1] != len(self.sizes):
-            raise DatasetError(f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences")
+            raise DatasetError(
+                f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences"
+            )
 
     def __getstate__(self) -> str:
         return self.prefix
@@ -116,7 +118,9 @@ class IndexedDataset:
         size = int(self.sizes[i])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"tokens {offset} to {offset + length} of sequence {i}, which has {size}, in {self.prefix}")
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {i}, which has {size}, in {self.prefix}"
+            )
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
@@ -167,7 +171,9 @@ class IndexedDatasetBuilder:
         limits = np.iinfo(self.dtype)
         low, high = int(ids.min()), int(ids.max())
         if low < limits.min or high > limits.max:
-            raise ValueError(f"token id {low if low < limits.min else high} does not fit {self.dtype} in {self.prefix}.bin")
+            raise ValueError(
+                f"token id {low if low < limits.min else high} does not fit {self.dtype} in {self.prefix}.bin"
+            )
         return ids.astype(self.dtype)
 
     def finalize(self) -> None:

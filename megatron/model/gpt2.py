@@ -35,7 +35,9 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding")),
         *(Layer(f"layers.{i}", Block, (m, f"layers.{i}"), repeated=True) for i in range(m.num_layers)),
         Layer("final_norm", FinalNorm, (m,)),
-        Layer("head", WordEmbedding, (m, vocab_size), tied="embedding", call=WordEmbedding.logits, puts_out=("logits",)),
+        Layer(
+            "head", WordEmbedding, (m, vocab_size), tied="embedding", call=WordEmbedding.logits, puts_out=("logits",)
+        ),
     ]
 
 

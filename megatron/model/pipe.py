@@ -16,7 +16,6 @@ from .init import init_weights
 from .layers import Layer, run
 from .loss import TokenLoss
 
-
 # Hidden states are the same on all model-parallel ranks, so each carries its share of them.
 TRAVELLERS = {
     "hidden": Boundary("hidden", grad=True, split=True),

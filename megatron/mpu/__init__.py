@@ -28,9 +28,7 @@ from .random import RngStreams, checkpoint, derive_seed
 from .topology import Coord, Topology
 
 
-def initialize_model_parallel(
-    model_parallel_size: int = 1, pipe_parallel_size: int = 1, seed: int = 1234
-) -> Mesh:
+def initialize_model_parallel(model_parallel_size: int = 1, pipe_parallel_size: int = 1, seed: int = 1234) -> Mesh:
     """Lay the running ranks out as pipe x data x model and make their groups.
 
     Raises ValueError if the product of the two sizes does not divide the number of ranks.

@@ -56,7 +56,7 @@ def broadcast_data(
     else:
         flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=datatype, device=device)
     dist.broadcast(flat, axis.first, group=axis.group)
-    parts = flat.split([shape.numel() for shape in shapes])
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 
 

@@ -94,6 +94,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams) -> Any
     The repeat draws the very dropout masks of the first run (Chen et al. 2016, with the
     replay of Megatron-LM). Not re-entrant, so inputs without gradient are fine.
     """
-    return torch_checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=rng.contexts
-    )
+    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=rng.contexts)

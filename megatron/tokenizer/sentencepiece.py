@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from .base import TokenizerError
 
 EOD = "<eod>"
+LONGEST_LINE = 16384  # characters given to the trainer at once
 
 
 class SentencePieceTokenizer:
@@ -25,6 +26,8 @@ class SentencePieceTokenizer:
         from sentencepiece import SentencePieceProcessor
 
         content = Path(model_file).read_bytes()
+        if not content:
+            raise TokenizerError(f"{model_file} is empty, not a sentencepiece model")
         try:
             self._sp: Any = SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError, TypeError):
@@ -69,7 +72,13 @@ def train(texts: Iterable[str], model_file: str, vocab_size: int, model_type: st
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
-    lines = [line for text in texts for line in text.split("\n") if line]
+    # The trainer drops longer lines without a word.
+    lines = [
+        line[at : at + LONGEST_LINE]
+        for text in texts
+        for line in text.split("\n")
+        for at in range(0, len(line), LONGEST_LINE)
+    ]
     try:
         SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -82,7 +91,7 @@ def train(texts: Iterable[str], model_file: str, vocab_size: int, model_type: st
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             split_digits=True,
-            max_sentence_length=1 << 20,
+            max_sentence_length=4 * LONGEST_LINE,
             bos_id=-1,
             eos_id=-1,
             pad_id=-1,
@@ -94,7 +103,9 @@ def train(texts: Iterable[str], model_file: str, vocab_size: int, model_type: st
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1][:200]
-        raise TokenizerError(f"cannot train {vocab_size} tokens on this text; try a smaller --vocab-size ({reason})") from None
+        raise TokenizerError(
+            f"cannot train {vocab_size} tokens on this text; try a smaller --vocab-size ({reason})"
+        ) from None
     temporary = f"{model_file}.{os.getpid()}.tmp"
     Path(model_file).parent.mkdir(parents=True, exist_ok=True)
     Path(temporary).write_bytes(model.getvalue())

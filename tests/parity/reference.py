@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def logits(w: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, allowed: Tensor, layers: int, heads: int) -> Tensor:
+def logits(
+    w: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, allowed: Tensor, layers: int, heads: int
+) -> Tensor:
     """tokens [b, s], positions [b, s], allowed bool [b, s, s] -> [b, s, v]"""
     b, s = tokens.shape
     x = w["embedding.word_embeddings.weight"][tokens] + w["position_embedding.weight"][positions]
@@ -37,7 +39,11 @@ def logits(w: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, allowed: 
 def masks(tokens: Tensor, eod: int, by_document: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(positions, allowed, loss mask) token by token; by_document: all three flags on, else all off."""
     b, s = tokens.shape
-    positions, allowed, loss = torch.zeros(b, s, dtype=torch.long), torch.zeros(b, s, s, dtype=torch.bool), torch.ones(b, s)
+    positions, allowed, loss = (
+        torch.zeros(b, s, dtype=torch.long),
+        torch.zeros(b, s, s, dtype=torch.bool),
+        torch.ones(b, s),
+    )
     for row in range(b):
         begin = 0
         for i in range(s):

@@ -35,7 +35,9 @@ def test_in_fp64_nothing_but_the_order_of_sums_differs(
 
 
 @pytest.mark.parametrize("layout", [Layout(0, 1, 2), Layout(2, 2, 1), Layout(4, 1, 2)], ids=str)
-def test_documents_apart_and_uneven_target_counts(layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+def test_documents_apart_and_uneven_target_counts(
+    layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
     """With masked losses every micro-batch has another number of targets; the global mean must not notice."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64", by_document=True)
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=True)

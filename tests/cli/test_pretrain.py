@@ -1,0 +1,240 @@
+"""`pretrain_gpt2.py` as users run it: settings, resuming, and one sentence for every mistake."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from tests.support import ROOT, command, losses, train_gpt2
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_data: str, vocab_file: str) -> list[str]:
+    return [
+        "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "2", "--hidden-size", "16",
+        "--num-attention-heads", "2", "--seq-length", "16", "--batch-size", "2", "--log-interval", "1", "--eval-iters", "2",
+        "--precision", "fp32", "--no-tensorboard", "--train-iters", "6", "--save-interval", "2", "--lr", "1e-2",
+    ]  # fmt: skip
+
+
+def launch(world: int, *argv: str) -> Any:
+    return command(
+        "python", "tools/launch.py", "--standalone", "--nproc-per-node", str(world), "pretrain_gpt2.py", *argv
+    )
+
+
+def said(done: Any, code: int) -> str:
+    """What a run that must fail says: one sentence, no traceback."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return str(lines[0])
+
+
+def test_a_run_says_what_it_does_and_leaves_what_it_promises(tmp_path: Path, flags: list[str]) -> None:
+    done = launch(2, *flags, "--pipe-parallel-size", "2", "--run-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "", "libraries' warnings leak through"
+    assert "2 ranks on cpu: pipe 2 x data 1 x model 1 (pipeline), fp32, ZeRO 0, global batch 2" in done.stdout
+    assert "iteration       6/6 | loss" in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows if row["split"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert {"lr", "grad_norm", "consumed_samples", "consumed_tokens", "tokens_per_second", "tflops", "mfu", "memory_mb",
+            "loss_scale"} <= rows[0].keys()  # fmt: skip
+    (valid,) = (row for row in rows if row["split"] == "valid")
+    assert valid["ppl"] == pytest.approx(np.exp(valid["lm_loss"]))
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000006\n"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, []), (2, ["--pipe-parallel-size", "2"]), (2, ["--zero-stage", "2", "--precision", "bf16"])],
+)
+def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int, layout: list[str]) -> None:
+    """With dropout on: a run cut in two is the run that was never cut."""
+    flags = [*flags, *layout, "--lr-decay-iters", "6"]
+    whole = losses(train_gpt2(world, tmp_path / "whole", *flags))
+    first = losses(train_gpt2(world, tmp_path / "cut", *flags, "--train-iters", "4"))
+    both = losses(train_gpt2(world, tmp_path / "cut", *flags))
+    assert first == whole[:4]
+    assert both == whole
+    assert losses(train_gpt2(world, tmp_path / "cut", *flags)) == whole  # nothing left to do
+
+
+def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
+    """Weights, moments and position, through ZeRO, stages and model-parallel ranks; without dropout, which layouts draw apart."""
+    flags = [*flags, "--lr-decay-iters", "6", "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
+    halves = [*flags, "--gas", "1"]
+    layouts = [
+        (1, flags),
+        (2, [*halves, "--zero-stage", "3"]),
+        (2, [*flags, "--pipe-parallel-size", "2"]),
+        (4, [*halves, "--model-parallel-size", "2", "--zero-stage", "1"]),
+        (4, [*flags, "--pipe-parallel-size", "2", "--model-parallel-size", "2"]),
+        (2, [*halves, "--zero-stage", "2"]),
+    ]
+    whole = losses(train_gpt2(1, tmp_path / "whole", *flags))
+    for iteration, (world, argv) in enumerate(layouts, start=1):
+        found = losses(train_gpt2(world, tmp_path / "relay", *argv, "--train-iters", str(iteration)))
+    np.testing.assert_allclose(found, whole, rtol=1e-5)
+
+
+def test_flags_after_the_defaults_win_and_show_in_config_json(tmp_path: Path, flags: list[str]) -> None:
+    train_gpt2(1, tmp_path, *flags, "--lr", "1e-3", "--train-iters", "1")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["optim"]["lr"], config["train"]["train_iters"], config["model"]["vocab_size"]) == (1e-3, 1, 3000)
+
+
+def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"wall_clock_breakdown": true, "steps_per_print": 3}')
+    flags = [*flags, "--deepspeed-config", str(path)]
+    at = flags.index("--log-interval")
+    del flags[at : at + 2]
+    for world, layout in ((1, []), (2, ["--pipe-parallel-size", "2"])):
+        rows = train_gpt2(world, tmp_path / f"run{world}", *flags, *layout)
+        assert [row["iteration"] for row in rows if row["split"] == "train"] == [3, 6]
+        assert all(ms > 0 for row in rows if row["split"] == "train" for ms in row["timers_ms"].values())
+
+
+# ------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("world", "argv", "message"),
+    [
+        (1, ["--hiden-size", "3"], "unknown argument --hiden-size; did you mean --hidden-size?"),
+        (
+            2,
+            ["--model-parallel-size", "2", "--num-attention-heads", "1"],
+            "--num-attention-heads 1 cannot be split over",
+        ),
+        (2, ["--pipe-parallel-size", "2", "--num-layers", "1"], "--pipe-parallel-size 2 is more than --num-layers 1"),
+        (3, ["--pipe-parallel-size", "2"], "3 ranks cannot be divided into replicas"),
+        (1, ["--deepspeed-config", "/no/ds.json"], "cannot read /no/ds.json"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_exits_2(
+    tmp_path: Path, flags: list[str], world: int, argv: list[str], message: str
+) -> None:
+    assert message in said(launch(world, *flags, *argv, "--run-dir", str(tmp_path / "run")), 2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_contradicting_ds_config(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 7}')
+    sentence = said(launch(2, *flags, "--deepspeed-config", str(tmp_path / "ds.json")), 2)
+    assert "train_batch_size = 7" in sentence
+    assert "--batch-size 2 x --gas 1 x (2 ranks" in sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data-path", "/no/corpus"], "there is no /no/corpus.idx"),
+        (["--vocab-file", "/no/file.model"], "there is no vocabulary file /no/file.model"),
+        (["--vocab-file", str(ROOT / "README.md")], "README.md is not a sentencepiece model"),
+        (["--seq-length", "100000"], "do not fill one sample of 100000 + 1"),
+        (["--split", "x"], "--split 'x' must be one to three"),
+        (["--load", "/no/checkpoints"], "--load /no/checkpoints holds no checkpoint"),
+        (["--vocab-size", "10"], "--vocab-size 10 is less than the 3000 tokens"),
+    ],
+)
+def test_what_is_wrong_with_the_input_exits_1(tmp_path: Path, flags: list[str], argv: list[str], message: str) -> None:
+    assert message in said(launch(2, *flags, "--pipe-parallel-size", "2", "--run-dir", str(tmp_path), *argv), 1)
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_a_truncated_corpus(tmp_path: Path, flags: list[str], tiny_data: str, ending: str) -> None:
+    for each in ("bin", "idx"):
+        shutil.copy(f"{tiny_data}.{each}", tmp_path / f"x.{each}")
+    os.truncate(tmp_path / f"x.{ending}", 1000)
+    assert f"x.{ending}" in said(
+        launch(1, *flags, "--data-path", str(tmp_path / "x"), "--run-dir", str(tmp_path / "r")), 1
+    )
+
+
+def test_data_of_another_tokenizer(tmp_path: Path, flags: list[str], tiny_data: str) -> None:
+    for each in ("bin", "idx"):
+        shutil.copy(f"{tiny_data}.{each}", tmp_path / f"x.{each}")
+    (tmp_path / "x.json").write_text('{"fingerprint": "another"}')
+    sentence = said(launch(1, *flags, "--data-path", str(tmp_path / "x"), "--run-dir", str(tmp_path / "r")), 1)
+    assert "was made with another tokenizer" in sentence
+    with IndexedDatasetBuilder(tmp_path / "y", np.uint16) as builder:
+        builder.add_document(np.full(500, 60000))
+    sentence = said(launch(1, *flags, "--data-path", str(tmp_path / "y"), "--run-dir", str(tmp_path / "r")), 1)
+    assert "token id 60000, outside the vocabulary of 3000" in sentence
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    sentence = said(launch(2, *flags, "--run-dir", str(tmp_path / "file" / "run")), 1)
+    assert "cannot write to the run directory" in sentence
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "json", "latest"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, flags: list[str], damage: str) -> None:
+    layout = ["--pipe-parallel-size", "2", "--run-dir", str(tmp_path)]
+    train_gpt2(2, tmp_path, *flags, *layout, "--train-iters", "2")
+    folder = tmp_path / "checkpoints" / "iter_0000002"
+    victim = folder / "pipe01-model00.safetensors"
+    if damage == "flip":
+        content = bytearray(victim.read_bytes())
+        content[-5] ^= 1
+        victim.write_bytes(bytes(content))
+    elif damage == "cut":
+        os.truncate(victim, victim.stat().st_size - 1)
+    elif damage == "remove":
+        victim.unlink()
+    elif damage == "json":
+        os.truncate(folder / "checkpoint.json", 100)
+    else:
+        (tmp_path / "checkpoints" / "latest").write_text("iter_0000009\n")
+    sentence = said(launch(2, *flags, *layout), 1)
+    named = {"json": "checkpoint.json", "latest": "iter_0000009"}.get(damage, victim.name)
+    assert named in sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hidden-size", "32"], "hidden_size is 16 there and 32 here"),
+        (["--num-layers", "3"], "num_layers is 2 there and 3 here"),
+        (["--seq-length", "8"], "max_position_embeddings is 16 there and 8 here"),
+        (["--optimizer", "sgd"], "has the state of --optimizer adam, this run uses sgd"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, flags: list[str], argv: list[str], message: str
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("other")
+    train_gpt2(1, tmp_path, *flags, "--train-iters", "1")
+    assert message in said(launch(1, *flags, *argv, "--run-dir", str(tmp_path)), 1)
+
+
+def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str]) -> None:
+    train_gpt2(2, tmp_path, *flags, "--pipe-parallel-size", "2", "--train-iters", "1")
+    argv = [
+        "tools/generate.py",
+        "--load",
+        str(tmp_path),
+        "--prompt",
+        "春天",
+        "--num-samples",
+        "2",
+        "--max-new-tokens",
+        "20",
+    ]
+    first, again = command("python", *argv, "--json"), command("python", *argv, "--json")
+    assert first.returncode == 0, first.stderr
+    texts = [json.loads(line)["text"] for line in first.stdout.splitlines()]
+    assert len(texts) == 2
+    assert all(text.startswith("春天") for text in texts)
+    assert first.stdout == again.stdout

@@ -1,0 +1,312 @@
+"""mpu layers on 1, 2 and 4 gloo ranks against plain torch in fp64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.mpu.mappings import own_part
+from tests.support import on_ranks
+
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 4])
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def start(ranks: int) -> mpu.Axis:
+    mpu.initialize_model_parallel(ranks)
+    return mpu.get_mesh().model
+
+
+def _linear(ranks: int, skip: bool) -> None:
+    axis = start(ranks)
+    column = mpu.ColumnParallelLinear(8, 16, gather_output=False, skip_bias_add=skip).double()
+    row = mpu.RowParallelLinear(16, 4, input_is_parallel=True, skip_bias_add=skip).double()
+    w1, b1, w2, b2 = draw(16, 8, seed=1), draw(16, seed=2), draw(4, 16, seed=3), draw(4, seed=4)
+    with torch.no_grad():
+        for parameter, whole, dim in (
+            (column.weight, w1, 0),
+            (column.bias, b1, 0),
+            (row.weight, w2, 1),
+            (row.bias, b2, None),
+        ):
+            parameter.copy_(whole if dim is None else whole.chunk(axis.size, dim)[axis.rank])
+    x = draw(5, 3, 8).requires_grad_()
+    y, bias = column(x)
+    assert (bias is not None) == skip
+    z, bias2 = row(torch.tanh(y if bias is None else y + bias))
+    z = z if bias2 is None else z + bias2
+    z.square().sum().backward()
+
+    plain = [t.clone().requires_grad_() for t in (x.detach(), w1, b1, w2, b2)]
+    expected = F.linear(torch.tanh(F.linear(plain[0], plain[1], plain[2])), plain[3], plain[4])
+    expected.square().sum().backward()
+    torch.testing.assert_close(z, expected)
+    torch.testing.assert_close(x.grad, plain[0].grad)
+    torch.testing.assert_close(column.weight.grad, plain[1].grad.chunk(axis.size)[axis.rank])
+    torch.testing.assert_close(column.bias.grad, plain[2].grad.chunk(axis.size)[axis.rank])
+    torch.testing.assert_close(row.weight.grad, plain[3].grad.chunk(axis.size, 1)[axis.rank])
+    torch.testing.assert_close(row.bias.grad, plain[4].grad)
+
+
+@RANKS
+@pytest.mark.parametrize("skip", [False, True])
+def test_column_then_row_equals_two_linears(ranks: int, skip: bool) -> None:
+    on_ranks(ranks, _linear, ranks, skip)
+
+
+def _gathered(ranks: int) -> None:
+    axis = start(ranks)
+    column = mpu.ColumnParallelLinear(8, 16, bias=False).double()
+    row = mpu.RowParallelLinear(16, 4, bias=False).double()
+    w1, w2 = draw(16, 8, seed=1), draw(4, 16, seed=3)
+    with torch.no_grad():
+        column.weight.copy_(w1.chunk(axis.size)[axis.rank])
+        row.weight.copy_(w2.chunk(axis.size, 1)[axis.rank])
+    x = draw(5, 8).requires_grad_()
+    y, _ = column(x)
+    torch.testing.assert_close(y, F.linear(x, w1))
+    z, _ = row(y)
+    z.sum().backward()
+    torch.testing.assert_close(z, F.linear(F.linear(x, w1), w2))
+    torch.testing.assert_close(x.grad, (torch.ones(5, 4, dtype=torch.float64) @ w2 @ w1))
+
+
+@RANKS
+def test_gathered_output_and_whole_input(ranks: int) -> None:
+    on_ranks(ranks, _gathered, ranks)
+
+
+def _mappings(ranks: int) -> None:
+    axis = start(ranks)
+    x = draw(3, 8).requires_grad_()
+    y = mpu.gather_from_model_parallel_region(mpu.scatter_to_model_parallel_region(x))
+    torch.testing.assert_close(y, x)
+    (y * draw(3, 8, seed=5)).sum().backward()
+    torch.testing.assert_close(x.grad, draw(3, 8, seed=5))
+    part = draw(3, 4, seed=10 + axis.rank).requires_grad_()
+    total = mpu.reduce_from_model_parallel_region(part)
+    torch.testing.assert_close(total, sum(draw(3, 4, seed=10 + r) for r in range(axis.size)))
+    total.sum().backward()
+    torch.testing.assert_close(part.grad, torch.ones_like(part))
+    copy = draw(3, 4).requires_grad_()
+    (mpu.copy_to_model_parallel_region(copy) * (axis.rank + 1)).sum().backward()
+    torch.testing.assert_close(copy.grad, torch.full_like(copy, sum(range(1, axis.size + 1))))
+    if axis.size > 1:
+        with pytest.raises(ValueError, match="last dimension of 7 cannot be split"):
+            own_part(draw(2, 7), axis)
+        with pytest.raises(ValueError, match="output size of 7 cannot be split"):
+            mpu.ColumnParallelLinear(4, 7)
+
+
+@RANKS
+def test_mappings_and_their_mirror_images(ranks: int) -> None:
+    on_ranks(ranks, _mappings, ranks)
+
+
+def _embedding(ranks: int) -> None:
+    axis = start(ranks)
+    layer = mpu.VocabParallelEmbedding(50, 6, multiple=8).double()
+    assert layer.rows * axis.size == mpu.padded_vocab_size(50, 8, axis.size)
+    whole = draw(layer.rows * axis.size, 6)
+    whole[50:] = 0
+    with torch.no_grad():
+        layer.weight.copy_(whole.chunk(axis.size)[axis.rank])
+    ids = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(0))
+    ids[0, 0], ids[0, 1] = 0, 49
+    out = layer(ids)
+    plain = whole.clone().requires_grad_()
+    expected = F.embedding(ids, plain)
+    torch.testing.assert_close(out, expected)
+    hidden = draw(4, 7, 6, seed=3)
+    ((out * hidden).sum() + layer.logits(hidden).square().sum()).backward()
+    ((expected * hidden).sum() + (hidden @ plain.T).square().sum()).backward()
+    torch.testing.assert_close(layer.weight.grad, plain.grad.chunk(axis.size)[axis.rank])
+
+
+@RANKS
+def test_vocab_parallel_embedding_and_its_logits(ranks: int) -> None:
+    on_ranks(ranks, _embedding, ranks)
+
+
+def _cross_entropy(ranks: int, smoothing: float) -> None:
+    axis = start(ranks)
+    rows, vocab = 16 // ranks, 13  # three rows of padding, on the last rank or ranks
+    whole = draw(4, 5, 16).mul(3)
+    whole[..., vocab:] = 50.0  # padding would win if it took part
+    logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
+    before = logits.detach().clone()
+    target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))
+    loss = mpu.vocab_parallel_cross_entropy(logits, target, vocab, smoothing)
+    weight = draw(4, 5, seed=9)
+    (loss * weight).sum().backward()
+    plain = whole.clone().requires_grad_()
+    expected = F.cross_entropy(
+        plain[..., :vocab].flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing
+    ).view(4, 5)
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(logits.grad, plain.grad[..., axis.rank * rows : (axis.rank + 1) * rows])
+    assert torch.equal(logits, before)
+
+
+@RANKS
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_equals_torch(ranks: int, smoothing: float) -> None:
+    on_ranks(ranks, _cross_entropy, ranks, smoothing)
+
+
+def _half(ranks: int) -> None:
+    axis = start(ranks)
+    whole = draw(64, 16).to(torch.bfloat16)
+    logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
+    target = torch.randint(16, (64,), generator=torch.Generator().manual_seed(0))
+    loss = mpu.vocab_parallel_cross_entropy(logits, target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(whole.float(), target, reduction="none"))
+    loss.sum().backward()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_cross_entropy_of_bf16_logits_is_summed_in_fp32() -> None:
+    on_ranks(2, _half, 2)
+
+
+def _broadcast() -> None:
+    axis = start(2)
+    data = None
+    if axis.rank == 0:
+        data = {"text": torch.arange(12).view(3, 4), "length": torch.tensor([5]), "empty": torch.empty(0, 2).long()}
+    found = mpu.broadcast_data(["text", "length", "empty"], data, torch.int64)
+    assert found["text"].tolist() == torch.arange(12).view(3, 4).tolist()
+    assert found["length"].tolist() == [5]
+    assert found["empty"].shape == (0, 2)
+    for keys, wrong, message in (
+        (["other"], data, "no 'other' in the data|has no valid data"),
+        (["text"], {"text": torch.zeros(2)}, "is torch.float32, expected torch.int64|has no valid data"),
+        (["text"], None, "must be given data|has no valid data"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mpu.broadcast_data(keys, wrong if axis.rank == 0 else None, torch.int64)
+
+
+def test_broadcast_data_and_its_errors_reach_every_rank() -> None:
+    on_ranks(2, _broadcast)
+
+
+def _streams() -> list[list[float]]:
+    mesh = mpu.initialize_model_parallel(2, seed=5)
+    mesh.rng.begin(3)
+    cpu = torch.device("cpu")
+    torch.manual_seed(0)
+    outside = torch.rand(1).item()
+
+    def numbers(name: str, split: bool) -> list[float]:
+        with mesh.rng.fork(name, cpu, split):
+            return torch.rand(4).tolist()
+
+    torch.manual_seed(0)
+    found = [numbers("a", False), numbers("a", True), numbers("b", False), numbers("a", False)]
+    assert torch.rand(1).item() == outside  # torch's own generator was not touched
+    mesh.rng.begin(3)
+    assert numbers("b", False) == found[2]
+    assert numbers("a", False) == found[0]
+    mesh.rng.begin(4)
+    assert numbers("a", False) != found[0]
+    return found
+
+
+def test_streams_agree_where_replicated_and_differ_where_split() -> None:
+    """4 ranks, 2 replicas of 2 model-parallel ranks."""
+    a, b, c, d = on_ranks(4, _streams)
+    assert a[0] == b[0] != c[0] == d[0]  # ranks of a replica share; replicas differ
+    assert a[2] == b[2]
+    first_draws = [tuple(each[2]) for each in (a, c)] + [tuple(a[0]), tuple(c[0])]
+    assert len(set(first_draws)) == 4
+
+
+def _split_streams() -> list[float]:
+    mesh = mpu.initialize_model_parallel(2, seed=5)
+    with mesh.rng.fork("attention", torch.device("cpu"), split=True):
+        return torch.rand(4).tolist()
+
+
+def test_split_streams_differ_between_model_parallel_ranks() -> None:
+    a, b = on_ranks(2, _split_streams)
+    assert a != b
+
+
+def test_checkpointing_replays_dropout_even_after_later_draws() -> None:
+    mesh = mpu.get_mesh()
+    mesh.rng.begin(0)
+    x = draw(64, 8).requires_grad_()
+
+    def block(inputs: Tensor) -> Tensor:
+        with mesh.rng.fork("d", inputs.device):
+            return F.dropout(inputs, 0.5) * inputs
+
+    first = mpu.checkpoint(block, x, rng=mesh.rng)
+    second = mpu.checkpoint(block, x, rng=mesh.rng)  # the stream has moved on when `first` is computed again
+    kept = first.detach() != 0
+    assert not torch.equal(kept, second.detach() != 0)
+    (grad,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(grad, torch.where(kept, 4 * x, 0.0).detach())
+
+
+def _norm(shape: tuple[int, int, int]) -> None:
+    pipe, data, model = shape
+    mesh = mpu.initialize_model_parallel(model, pipe)
+    stage, part = mesh.pipe.rank, mesh.model.rank
+    split, copied, tied = (nn.Parameter(torch.zeros(8, dtype=torch.float64)) for _ in range(3))
+    mpu.declare(split, dim=0, full_size=8 * model, axis=mesh.model)
+    mpu.declare(copied)
+    mpu.declare(tied)
+    tied.ds_pipe_replicated = stage > 0
+    whole = (
+        [draw(8 * model, seed=20 + s) for s in range(pipe)],
+        [draw(8, seed=40 + s) for s in range(pipe)],
+        draw(8, seed=60),
+    )
+    split.grad = whole[0][stage].chunk(model)[part].clone()
+    copied.grad, tied.grad = whole[1][stage].clone(), whole[2].clone()
+    everything = torch.cat([*whole[0], *whole[1], whole[2]])
+    norm = mpu.clip_grad_norm([split, copied, tied], 0.5)
+    torch.testing.assert_close(norm, everything.norm())
+    factor = 0.5 / (everything.norm() + 1e-6)
+    torch.testing.assert_close(copied.grad, whole[1][stage] * factor)
+    torch.testing.assert_close(split.grad, whole[0][stage].chunk(model)[part] * factor)
+    torch.testing.assert_close(mpu.clip_grad_norm([split, copied, tied], 0.0), torch.tensor(0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)], ids=str)
+def test_the_norm_counts_every_parameter_once(shape: tuple[int, int, int]) -> None:
+    on_ranks(shape[0] * shape[1] * shape[2], _norm, shape)
+
+
+def _grid() -> tuple[int, ...]:
+    mesh = mpu.initialize_model_parallel(2, 2)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=mpu.get_model_parallel_group())
+    assert x.item() == 2
+    assert dist.get_world_size(mpu.get_data_parallel_group()) == 2
+    return (mesh.pipe.rank, mesh.data.rank, mesh.model.rank, mpu.get_model_parallel_src_rank(), *mesh.pipe.ranks)
+
+
+def test_the_grid_on_eight_ranks() -> None:
+    found = on_ranks(8, _grid)
+    assert found[0] == (0, 0, 0, 0, 0, 4)
+    assert found[5] == (1, 0, 1, 4, 1, 5)
+    assert found[7] == (1, 1, 1, 6, 3, 7)
+
+
+def _refused() -> None:
+    with pytest.raises(ValueError, match="3 ranks cannot be laid out"):
+        mpu.initialize_model_parallel(2)
+
+
+def test_a_grid_that_does_not_fit_is_refused() -> None:
+    on_ranks(3, _refused)

@@ -1,0 +1,113 @@
+import json
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.arguments import Args, parse
+from megatron.config import SECTIONS, ConfigError
+
+
+def write(path: Path, content: Any) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_defaults_then_file_then_flags_and_the_last_flag_wins(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", {"model": {"hidden_size": 64, "num_attention_heads": 4}, "lr": 3e-4})
+    config = parse(["--lr", "1e-3", "--config", path, "--num-attention-heads", "8", "--lr", "5e-4"], {"gas": 3})
+    assert (config.model.hidden_size, config.model.num_attention_heads, config.model.num_layers) == (64, 8, 12)
+    assert (config.optim.lr, config.train.gas, config.model.head_size, config.model.ff_size) == (5e-4, 3, 8, 256)
+
+
+def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.json", {"seed": 1, "gas": 2}), write(tmp_path / "b.json", {"train": {"seed": 5}})
+    config = parse(["--config", a, "--config", b])
+    assert (config.train.seed, config.train.gas) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hiden-size", "3"], r"unknown argument --hiden-size; did you mean --hidden-size\?"),
+        (["--hidden-size", "x"], "invalid int value"),
+        (["--hidden-size", "10"], "--hidden-size 10 cannot be split among --num-attention-heads 12"),
+        (["--gas", "0"], "--gas 0 must be at least 1"),
+        (["--lr-decay-style", "cos"], "--lr-decay-style cos must be one of cosine, linear, constant"),
+        (["--hidden-dropout", "1.5"], "must lie between 0 and 1"),
+        (["--model-parallel-size", "5"], "--num-attention-heads 12 cannot be split over --model-parallel-size 5"),
+        (["--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
+        (["--max-position-embeddings", "8"], "--seq-length 1024 is longer than --max-position-embeddings 8"),
+        (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
+    ],
+)
+def test_mistakes_are_named(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model": {"hiden_size": 3}}, "section 'model' has no setting 'hiden_size'; did you mean hidden_size?"),
+        ({"hiden_size": 3}, "unknown setting 'hiden_size'; did you mean hidden_size?"),
+        ({"model": {"hidden_size": "64"}}, "--hidden-size must be int, got '64'"),
+        ({"num_layers": True}, "--num-layers must be int, got True"),
+        ([1], "must hold a JSON object, found list"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, content: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["--config", write(tmp_path / "a.json", content)])
+    assert message in str(error.value)
+
+
+def test_bad_json_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{\n "lr": \n}')
+    with pytest.raises(ConfigError, match="a.json, line 3"):
+        parse(["--config", str(path)])
+
+
+def test_args_are_a_flat_read_only_view() -> None:
+    config = parse(["--hidden-size", "24", "--num-attention-heads", "2"])
+    args = Args(config)
+    assert (args.hidden_size, args.pipe_parallel_size, args.config) == (24, 0, config)
+    with pytest.raises(AttributeError, match="fixed"):
+        args.hidden_size = 3
+    with pytest.raises(AttributeError, match="did you mean hidden_size"):
+        _ = args.hiden_size
+    with pytest.raises(FrozenInstanceError):
+        config.model.hidden_size = 3  # type: ignore[misc]
+
+
+def test_names_are_unique_and_all_have_help() -> None:
+    found = [f for section in SECTIONS.values() for f in fields(section)]
+    assert len({f.name for f in found}) == len(found)
+    assert all(f.metadata["help"] for f in found)
+
+
+def test_config_json_reads_back(tmp_path: Path) -> None:
+    config = parse(["--hidden-size", "24", "--num-attention-heads", "2", "--no-hidden-bias", "--split", "8,1,1"])
+    assert parse(["--config", write(tmp_path / "config.json", config.to_dict())]) == config
+
+
+def test_every_setting_is_read_by_something() -> None:
+    """A flag that nothing reads is a defect."""
+    root = Path(__file__).resolve().parents[2]
+    source = (
+        "".join(
+            path.read_text()
+            for folder in ("megatron", "tools")
+            for path in (root / folder).rglob("*.py")
+            if path.name not in ("config.py", "arguments.py")
+        )
+        + (root / "pretrain_gpt2.py").read_text()
+        + (root / "megatron/config.py").read_text().split("class Config:")[1]
+    )
+    derived = {"kv_hidden_size": "head_size", "ff_hidden_size": "ff_size", "max_position_embeddings": "positions"}
+    derived |= {"pipe_parallel_size": "stages"}
+    for section in SECTIONS.values():
+        for f in fields(section):
+            assert f".{derived.get(f.name, f.name)}" in source, f.name

@@ -1,0 +1,118 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.arguments import parse
+from megatron.config import ConfigError
+from megatron.ds_config import Resolved, resolve
+from tests.support import ROOT
+
+
+def settle(tmp_path: Path, content: dict[str, Any], *argv: str, world: int = 4, fast_bf16: bool = False) -> Resolved:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    return resolve(parse([*argv, "--deepspeed-config", str(path)]), world, fast_bf16)
+
+
+def test_batch_sizes_come_from_the_flags(tmp_path: Path) -> None:
+    found = settle(
+        tmp_path, {"train_batch_size": "auto"}, "--batch-size", "2", "--gas", "3", "--pipe-parallel-size", "2"
+    )
+    assert found.deepspeed["train_batch_size"] == 2 * 3 * 2
+    assert found.deepspeed["train_micro_batch_size_per_gpu"] == 2
+    assert found.deepspeed["gradient_accumulation_steps"] == 3
+
+
+def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        settle(tmp_path, {"train_batch_size": 64}, "--batch-size", "2", "--gas", "3", "--model-parallel-size", "2")
+    text = str(error.value)
+    assert "train_batch_size = 64" in text
+    assert (
+        "train_batch_size 12 = --batch-size 2 x --gas 3 x (4 ranks / --pipe-parallel-size 1 / --model-parallel-size 2)"
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "argv", "message"),
+    [
+        ({"train_batchsize": 1}, (), "unknown key 'train_batchsize'; did you mean train_batch_size?"),
+        ({"optimizer": {}}, (), "'optimizer' has no effect here; remove it and use --optimizer, --lr"),
+        ({"gradient_clipping": 0.5}, ("--clip-grad", "1"), "gradient_clipping = 0.5, --clip-grad says 1.0"),
+        ({"steps_per_print": 5}, ("--log-interval", "7"), "steps_per_print = 5, --log-interval says 7"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, (), "enables both fp16 and bf16"),
+        ({"fp16": {"enabled": True}}, ("--precision", "fp32"), "enables fp16, but --precision says fp32"),
+        ({"zero_optimization": {"stage": 2}}, ("--zero-stage", "1"), "ZeRO stage 2, --zero-stage says 1"),
+        (
+            {"zero_optimization": {"stage": 2}},
+            ("--pipe-parallel-size", "2"),
+            "ZeRO stage 2 cannot run under a pipeline",
+        ),
+        ({}, ("--precision", "fp16", "--zero-stage", "0"), "fp16 needs fp32 master weights"),
+        ({}, ("--precision", "fp64", "--zero-stage", "1"), "fp64 is for checking numbers"),
+        ({}, ("--model-parallel-size", "3"), "4 ranks cannot be divided"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, content: dict[str, Any], argv: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        settle(tmp_path, content, *argv)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "argv", "fast", "precision", "zero"),
+    [
+        ({}, (), False, "fp32", 0),
+        ({}, (), True, "bf16", 1),
+        ({"fp16": {"enabled": True}}, (), True, "fp16", 1),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, ("--precision", "bf16"), False, "bf16", 1),
+        ({"zero_optimization": {"stage": "auto"}}, ("--zero-stage", "3"), False, "fp32", 3),
+        ({"zero_optimization": {"stage": 2}}, (), True, "bf16", 2),
+    ],
+)
+def test_precision_and_zero_stage(
+    tmp_path: Path, content: dict[str, Any], argv: tuple[str, ...], fast: bool, precision: str, zero: int
+) -> None:
+    found = settle(tmp_path, content, *argv, fast_bf16=fast)
+    assert (found.precision, found.zero_stage) == (precision, zero)
+    assert found.deepspeed["zero_optimization"]["stage"] == zero
+    for name in ("fp16", "bf16"):
+        assert (found.deepspeed.get(name, {}).get("enabled") is True) == (name == precision)
+
+
+def test_options_of_a_precision_reach_deepspeed(tmp_path: Path) -> None:
+    found = settle(tmp_path, {"fp16": {"enabled": True, "initial_scale_power": 8}})
+    assert found.deepspeed["fp16"] == {"enabled": True, "initial_scale_power": 8}
+
+
+def test_the_file_in_the_repository_is_accepted() -> None:
+    path = str(ROOT / "configs" / "ds_config_gpt2.json")
+    found = resolve(parse(["--deepspeed-config", path]), 2, fast_bf16=False)
+    assert (found.precision, found.clip_grad, found.log_interval, found.wall_clock_breakdown) == (
+        "fp32",
+        1.0,
+        10,
+        False,
+    )
+
+
+def test_the_file_of_the_original_is_accepted(tmp_path: Path) -> None:
+    """The ds_config that CPM's README shows, with batch sizes that fit."""
+    content = {
+        "train_batch_size": 128, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
+        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},
+        "zero_allow_untested_optimizer": True, "wall_clock_breakdown": True,
+    }  # fmt: skip
+    argv = ("--batch-size", "4", "--gas", "16", "--pipe-parallel-size", "2", "--model-parallel-size", "2")
+    found = settle(tmp_path, content, *argv, world=8)
+    assert (found.precision, found.log_interval, found.wall_clock_breakdown) == ("fp16", 10, True)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.json")), ids=lambda p: p.stem)
+def test_model_presets_are_valid(path: Path) -> None:
+    assert parse(["--config", str(path)]).model.num_layers > 0

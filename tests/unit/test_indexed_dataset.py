@@ -1,0 +1,148 @@
+import gc
+import json
+import pickle
+import struct
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetBuilder, best_dtype
+from tests.support import ROOT
+
+
+def build(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint16) -> IndexedDataset:
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for sequences in documents:
+            builder.add_document([t for s in sequences for t in s], [len(s) for s in sequences])
+    return IndexedDataset(prefix)
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    """Two tiny documents, the first of two sequences, byte by byte as the format says."""
+    build(tmp_path / "x", [[[1, 2, 3], [4]], [[5, 65535]]])
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 65535)
+    expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
+    expected += struct.pack("<3i", 3, 1, 2) + struct.pack("<3q", 0, 6, 8) + struct.pack("<3q", 0, 2, 3)
+    assert (tmp_path / "x.idx").read_bytes() == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
+def test_reads_what_it_wrote(tmp_path: Path, dtype: type) -> None:
+    documents = [[[1, 2, 3], []], [[4]], [[5, 6], [7, 8, 9]]]
+    dataset = build(tmp_path / "x", documents, dtype)
+    assert dataset.dtype == dtype
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [s for d in documents for s in d]
+    assert dataset.document_index.tolist() == [0, 2, 3, 5]
+    assert dataset.document_ends().tolist() == [3, 4, 9]
+    assert dataset[np.int64(2)].tolist() == [4]
+    assert dataset[-1].tolist() == [7, 8, 9]
+    assert dataset.get(4, offset=1, length=1).tolist() == [8]
+
+
+CORE = """
+import json, sys
+sys.path[:] = [p for p in sys.path if p not in ("", sys.argv[1])]  # our package has the same name
+import numpy, torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+documents, dtype = json.loads(sys.argv[2]), getattr(numpy, sys.argv[3])
+builder = IndexedDatasetBuilder("theirs.bin", dtype=dtype)
+for sequences in documents:
+    builder.add_document(torch.tensor([t for s in sequences for t in s]), [len(s) for s in sequences])
+builder.finalize("theirs.idx")
+ours = IndexedDataset("ours")
+print(json.dumps([[ours[i].tolist() for i in range(len(ours))], ours.document_indices.tolist()]))
+"""
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16])
+def test_megatron_core_reads_ours_and_we_read_theirs(tmp_path: Path, dtype: type) -> None:
+    try:
+        version("megatron-core")
+    except PackageNotFoundError:
+        pytest.skip("needs megatron-core")
+    documents = [[[1, 2, 3]], [[4, 5], [6]], [[7] * 50]]
+    sequences = [s for d in documents for s in d]
+    build(tmp_path / "ours", documents, dtype)
+    argv = [sys.executable, "-c", CORE, str(ROOT), json.dumps(documents), np.dtype(dtype).name]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [sequences, [0, 1, 3, 4]]
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"theirs{ending}").read_bytes() == (tmp_path / f"ours{ending}").read_bytes()
+    theirs = IndexedDataset(tmp_path / "theirs")
+    assert [theirs[i].tolist() for i in range(len(theirs))] == sequences
+
+
+def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
+    """Two sequences of 1.2 G tokens each in a sparse file: pointers must not wrap at 2^31 or 2^32."""
+    sizes = np.array([1_200_000_000, 1_200_000_000, 3], np.int32)
+    pointers = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)[:-1] * 2])
+    with open(tmp_path / "x.bin", "wb") as file:
+        file.truncate(int(sizes.sum(dtype=np.int64)) * 2)
+        file.seek(int(pointers[2]))
+        file.write(np.array([7, 8, 9], np.uint16).tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 3, 4)
+    tail = np.array([0, 1, 2, 3], np.int64).tobytes()
+    (tmp_path / "x.idx").write_bytes(header + sizes.tobytes() + pointers.astype(np.int64).tobytes() + tail)
+    dataset = IndexedDataset(tmp_path / "x")
+    assert dataset[2].tolist() == [7, 8, 9]
+    assert dataset.document_ends().tolist() == [1_200_000_000, 2_400_000_000, 2_400_000_003]
+
+
+def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="token id 70000 does not fit uint16"),
+        IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder,
+    ):
+        builder.add_document([1, 70000])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_outside_is_refused(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "x", [[[1, 2]], [[3]]])
+    with pytest.raises(IndexError, match="sequence 2 of 2"):
+        dataset[2]
+    with pytest.raises(IndexError, match="tokens 1 to 3 of sequence 0, which has 2"):
+        dataset.get(0, offset=1, length=2)
+
+
+def test_survives_pickling_and_outlives_the_dataset(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "x", [[[1, 2]], [[3]]])
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[1].tolist() == [3]
+    kept = dataset[0]
+    del dataset
+    gc.collect()
+    assert kept.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "empty"])
+def test_damaged_files_are_named(tmp_path: Path, ending: str, damage: str) -> None:
+    build(tmp_path / "x", [[[1, 2]], [[3]]])
+    path = tmp_path / f"x.{ending}"
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else b"")
+    with pytest.raises(DatasetError) as error:
+        IndexedDataset(tmp_path / "x")
+    assert f"x.{ending}" in str(error.value)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    build(tmp_path / "x", [[[1, 2]]])
+    content = (tmp_path / "x.idx").read_bytes()
+    (tmp_path / "x.idx").write_bytes(b"TNTIDX\x00\x00\x00" + content[9:])
+    with pytest.raises(DatasetError, match="not an index of Megatron's MMIDIDX format"):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_dtype_is_chosen_as_megatron_does() -> None:
+    assert best_dtype(65499) is np.uint16
+    assert best_dtype(65500) is np.int32

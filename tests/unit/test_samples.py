@@ -1,0 +1,114 @@
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetBuilder
+from megatron.data.sample_order import SampleOrder
+from megatron.data.sampler import ConsecutiveSampler, build_loader
+from megatron.data.splits import parse_split, split_documents
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> IndexedDataset:
+    """100 documents; token k of document d is 100 d + k, so that every token is known by its value."""
+    rng = np.random.default_rng(3)
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
+        for d in range(100):
+            builder.add_document(100 * d + np.arange(int(rng.integers(0, 60))))
+    return IndexedDataset(tmp_path / "x")
+
+
+def test_an_epoch_is_the_documents_once(indexed: IndexedDataset) -> None:
+    """Against a loop that lays the documents end to end."""
+    dataset = GPT2Dataset(indexed, range(10, 90), seq_length=16, seed=1, part="train")
+    for number in (0, 1, 5):
+        epoch = dataset.order.epoch(number)
+        line = np.concatenate([indexed[10 + int(d)] for d in epoch.order])
+        first = number * dataset.samples_per_epoch
+        for at in range(dataset.samples_per_epoch):
+            begin = int(epoch.samples[at]) * 16
+            assert dataset[first + at]["text"].tolist() == line[begin : begin + 17].tolist()
+        assert sorted(epoch.samples.tolist()) == list(range(dataset.samples_per_epoch))
+        assert sorted(epoch.order.tolist()) == list(range(80))
+        assert len(line) - dataset.samples_per_epoch * 16 - 1 < 16
+
+
+def test_every_token_is_a_target_at_most_once(indexed: IndexedDataset) -> None:
+    dataset = GPT2Dataset(indexed, range(100), seq_length=16, seed=1, part="train")
+    seen = Counter(int(t) for n in range(dataset.samples_per_epoch) for t in dataset[n]["text"][1:])
+    assert max(seen.values()) == 1
+
+
+def test_a_sample_is_a_pure_function_of_its_number(indexed: IndexedDataset) -> None:
+    dataset = GPT2Dataset(indexed, range(100), seq_length=16, seed=1, part="train")
+    numbers = np.random.default_rng(0).integers(0, 20 * dataset.samples_per_epoch, 200)
+    first = {int(n): dataset[int(n)]["text"].tolist() for n in numbers}
+    again = GPT2Dataset(indexed, range(100), seq_length=16, seed=1, part="train")
+    assert {n: again[n]["text"].tolist() for n in sorted(first)} == first
+
+
+def test_epochs_seeds_and_parts_are_shuffled_differently(indexed: IndexedDataset) -> None:
+    def first(seed: int, part: str, epoch: int) -> list[int]:
+        dataset = GPT2Dataset(indexed, range(100), seq_length=16, seed=seed, part=part)
+        return dataset[epoch * dataset.samples_per_epoch]["text"].tolist()
+
+    found = [first(1, "train", 0), first(1, "train", 1), first(2, "train", 0), first(1, "valid", 0)]
+    assert len({tuple(each) for each in found}) == 4
+
+
+def test_too_few_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="16 tokens do not fill one sample of 16"):
+        SampleOrder(np.array([10, 6]), 16, seed=1, stream="train")
+    assert SampleOrder(np.array([10, 7]), 16, seed=1, stream="train").per_epoch == 1
+
+
+@pytest.mark.parametrize("documents", [0, 1, 2, 3, 10, 19, 20, 1000])
+@pytest.mark.parametrize("split", ["949,50,1", "1", "98,2", "0,1,1", "1,1,1"])
+def test_splits_cover_every_document_once(split: str, documents: int) -> None:
+    shares = parse_split(split)
+    ranges = split_documents(shares, documents)
+    assert [d for part in ranges for d in part] == list(range(documents))
+    for share, part in zip(shares, ranges, strict=True):
+        assert abs(len(part) - share * documents) <= 2
+        assert share or not part
+    if documents >= 10:
+        assert all(part for share, part in zip(shares, ranges, strict=True) if share)
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "-1,2", "0,0", "1,2,3,4", "inf"])
+def test_bad_splits_are_refused(split: str) -> None:
+    with pytest.raises(ValueError, match="--split"):
+        parse_split(split)
+
+
+def test_a_part_that_stays_empty_says_so(indexed: IndexedDataset) -> None:
+    (train, valid, test), notes = build_train_valid_test_datasets(indexed.prefix, "97,2,1", 64, seed=1)
+    assert train is not None
+    assert valid is None or test is None
+    assert any("stays empty" in note for note in notes)
+
+
+def test_ids_outside_the_vocabulary_are_refused(indexed: IndexedDataset) -> None:
+    with pytest.raises(DatasetError, match="outside the vocabulary of 500"):
+        build_train_valid_test_datasets(indexed.prefix, "1", 16, seed=1, vocab_size=500)
+
+
+@pytest.mark.parametrize(("ranks", "batch", "gas"), [(1, 8, 1), (1, 2, 4), (2, 2, 2), (4, 2, 1), (8, 1, 1)])
+def test_an_iteration_has_the_same_samples_in_every_layout(ranks: int, batch: int, gas: int) -> None:
+    iterators = [iter(ConsecutiveSampler(batch, gas, rank, ranks, consumed_samples=16)) for rank in range(ranks)]
+    for iteration in range(2, 5):
+        found = [n for it in iterators for _ in range(gas) for n in next(it)]
+        assert found == list(range(8 * iteration, 8 * iteration + 8))
+
+
+def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
+    dataset = GPT2Dataset(indexed, range(100), seq_length=16, seed=1, part="train")
+
+    def first(workers: int) -> list[list[list[int]]]:
+        iterator = iter(build_loader(dataset, ConsecutiveSampler(2, 2, 0, 1), workers))
+        return [next(iterator)["text"].tolist() for _ in range(6)]
+
+    assert first(0) == first(2)

@@ -1,0 +1,39 @@
+from itertools import product
+
+import pytest
+
+from megatron.mpu import Topology
+
+
+@pytest.mark.parametrize("shape", list(product([1, 2, 3], repeat=3)), ids=str)
+def test_same_answers_as_deepspeeds_own_topology(shape: tuple[int, int, int]) -> None:
+    """The reference is DeepSpeed's class, for which ours stands in."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    pipe, data, model = shape
+    ours, theirs = Topology(pipe, data, model), PipeModelDataParallelTopology(num_pp=pipe, num_mp=model, num_dp=data)
+    assert ours.world_size() == theirs.world_size()
+    assert ours.get_axis_names() == theirs.get_axis_names()
+    for rank in range(ours.world_size()):
+        coord, other = ours.get_coord(rank), theirs.get_coord(rank)
+        assert (coord.pipe, coord.data, coord.model) == (other.pipe, other.data, other.model)
+        assert ours.get_rank(**coord._asdict()) == rank
+        assert ours.get_rank_repr(rank) == theirs.get_rank_repr(rank)
+    for axis in ("pipe", "data", "model"):
+        assert ours.get_dim(axis) == theirs.get_dim(axis)
+        assert sorted(ours.get_axis_comm_lists(axis)) == sorted(theirs.get_axis_comm_lists(axis))
+        assert ours.get_axis_list(axis, 0) == sorted(theirs.get_axis_list(axis, 0))
+    assert ours.filter_match(pipe=0, data=data - 1) == sorted(theirs.filter_match(pipe=0, data=data - 1))
+
+
+def test_lines_over_two_axes_hold_one_copy_of_the_model() -> None:
+    assert Topology(pipe=2, data=2, model=2).lines("pipe", "model") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_places_outside_the_grid_are_refused() -> None:
+    with pytest.raises(ValueError, match="pipe=2 lies outside"):
+        Topology(pipe=2).get_rank(pipe=2, data=0, model=0)
+    with pytest.raises(ValueError, match="rank 2 lies outside"):
+        Topology(pipe=2).get_coord(2)
+    with pytest.raises(ValueError, match="data axis of the grid has size 0"):
+        Topology(data=0)
