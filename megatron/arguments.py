@@ -23,9 +23,25 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def build_parser(description: str | None = None) -> argparse.ArgumentParser:
+EXAMPLES = """\
+examples:
+  python {script} --data-path data/corpus_text_document --vocab-file tokenizer.model --run-dir runs/a
+      one process, no pipeline; the same command again continues
+  python tools/launch.py --standalone --nproc-per-node 4 {script} --pipe-parallel-size 2 \\
+      --model-parallel-size 2 --config configs/models/gpt2_345M.json --data-path ... --vocab-file ...
+      four ranks: two stages of two model-parallel ranks
+"""
+
+
+def build_parser(script: str | None = None) -> argparse.ArgumentParser:
     """A parser with one flag per setting; what is not given does not appear in the result."""
-    parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        prog=script,
+        epilog=EXAMPLES.format(script=script) if script else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
     parser.add_argument(
         "--config", action="append", metavar="FILE", help="JSON with settings by section; may be given several times"
     )

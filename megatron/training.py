@@ -84,7 +84,7 @@ def pretrain(
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
-        build_parser(f"Pretrain a {name} model.").parse_args(["--help"])
+        build_parser(Path(sys.argv[0]).name).parse_args(["--help"])
     code = 2
     try:
         config = parse(argv, args_defaults)

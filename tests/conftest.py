@@ -4,44 +4,26 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from data_utils.documents import texts
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
-from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.sentencepiece import train
-
-from .support import ROOT
+from .materials import SAMPLE, random_corpus, small_tokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def sample_corpus() -> Path:
-    return ROOT / "corpus" / "sample.jsonl"
+    return SAMPLE
 
 
 @pytest.fixture(scope="session")
-def vocab_file(tmp_path_factory: pytest.TempPathFactory, sample_corpus: Path) -> str:
-    """A tokenizer of 3000 tokens, trained on the bundled corpus."""
-    path = str(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
-    train(texts([str(sample_corpus)]), path, 3000)
-    return path
+def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory, vocab_file: str) -> str:
-    """Prefix of a corpus of random ids: 60 documents of 5 to 200 tokens, each ended by <eod>."""
-    prefix = str(tmp_path_factory.mktemp("data") / "tiny")
-    eod = load_tokenizer(vocab_file).eod
-    rng = np.random.default_rng(0)
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        for _ in range(60):
-            # A skewed distribution, so that there is something to learn.
-            ids = (300 + 60 * rng.standard_exponential(int(rng.integers(5, 200)))).astype(np.int64) % 2900 + 3
-            builder.add_document(np.append(ids, eod))
-    return prefix
+    return random_corpus(tmp_path_factory.mktemp("data"), vocab_file)
 
 
 @pytest.fixture

@@ -86,6 +86,21 @@ def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) ->
     np.testing.assert_allclose(found, whole, rtol=1e-5)
 
 
+def test_tensorboard_events_without_its_chatter(tmp_path: Path, flags: list[str]) -> None:
+    pytest.importorskip("tensorboard")
+    kept = [flag for flag in flags if flag != "--no-tensorboard"]
+    done = launch(1, *kept, "--train-iters", "1", "--run-dir", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_help_lists_every_setting_with_examples() -> None:
+    done = command("python", "pretrain_gpt2.py", "--help")
+    assert done.returncode == 0
+    assert "--pipe-parallel-size" in done.stdout
+    assert "examples:" in done.stdout
+
+
 def test_flags_after_the_defaults_win_and_show_in_config_json(tmp_path: Path, flags: list[str]) -> None:
     train_gpt2(1, tmp_path, *flags, "--lr", "1e-3", "--train-iters", "1")
     config = json.loads((tmp_path / "config.json").read_text())

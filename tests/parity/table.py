@@ -1,0 +1,36 @@
+"""Print the parity table of the README: python -m tests.parity.table"""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tests.materials import random_corpus, small_tokenizer
+
+from .layouts import LAYOUTS, ours, plain
+
+SHOWN = (1, 5, 10, 20)
+
+
+def row(name: str, found: list[float], expected: list[float]) -> str:
+    worst = np.abs(np.array(found) / np.array(expected) - 1).max()
+    cells = [name, *(f"{found[step - 1]:.6f}" for step in SHOWN), f"{worst:.1e}" if worst else "0"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder)
+        vocab_file = small_tokenizer(where)
+        data = random_corpus(where, vocab_file)
+        expected = plain(data, vocab_file)
+        print("| layout | " + " | ".join(f"step {step}" for step in SHOWN) + " | largest relative difference of 20 |")
+        print("| --- |" + " --- |" * (len(SHOWN) + 1))
+        print(row("plain torch, one process", expected, expected))
+        for layout in LAYOUTS:
+            name = f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", ZeRO {layout.zero}" if layout.zero else "")
+            print(row(name, ours(layout, where / str(layout), data, vocab_file), expected), flush=True)
+
+
+if __name__ == "__main__":
+    main()
