@@ -38,7 +38,7 @@ if [ -n "$MODEL_SIZE" ]; then
 else
     NLAYERS=${NLAYERS:-4} NHIDDEN=${NHIDDEN:-256} NHEADS=${NHEADS:-4} SEQ_LENGTH=${SEQ_LENGTH:-128}
     LR=${LR:-1e-3} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1}
-    EVERY=100
+    EVERY=50
     model+=(--hidden-dropout 0.2 --attention-dropout 0)  # the corpus is small, and a CPU slow at dropping attention
 fi
 [ -n "$NLAYERS" ] && model+=(--num-layers "$NLAYERS")
@@ -73,7 +73,7 @@ command=(pretrain_gpt2.py
     --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"
     --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS"
     --lr "$LR" --lr-decay-style cosine --min-lr 1e-5 --warmup "$WARMUP" --weight-decay 0.1
-    --eval-interval "$EVERY" --eval-iters 10 --save-interval "$EVERY"
+    --eval-interval "$EVERY" --eval-iters 10 --save-interval $((2 * EVERY))
     --deepspeed-config "$CONFIG_JSON" "$@")
 if [ -n "$HOSTFILE" ]; then
     deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} "${command[@]}"

@@ -107,6 +107,13 @@ def test_flags_after_the_defaults_win_and_show_in_config_json(tmp_path: Path, fl
     assert (config["optim"]["lr"], config["train"]["train_iters"], config["model"]["vocab_size"]) == (1e-3, 1, 3000)
 
 
+def test_reading_ahead_in_worker_processes_changes_nothing(tmp_path: Path, flags: list[str]) -> None:
+    done = launch(2, *flags, "--pipe-parallel-size", "2", "--num-workers", "2", "--run-dir", str(tmp_path / "workers"))
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [json.loads(line) for line in (tmp_path / "workers" / "metrics.jsonl").read_text().splitlines()]
+    assert losses(rows) == losses(train_gpt2(2, tmp_path / "none", *flags, "--pipe-parallel-size", "2"))
+
+
 def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"wall_clock_breakdown": true, "steps_per_print": 3}')
