@@ -86,9 +86,9 @@ class PipeEngine:
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         _set_lr(self.deepspeed, lr)
-        self.deepspeed.set_dataiterator(batches)
         with self.timers("train batch"):
-            loss = self.deepspeed.train_batch()
+            loss = self.deepspeed.train_batch(batches)
+        self.deepspeed.set_dataiterator(None)  # or it would keep worker processes alive
         return _result(self.deepspeed, loss.item(), self.deepspeed.get_global_grad_norm())
 
     def eval_batch(self, batches: Batches | None) -> tuple[float, float]:

@@ -1,7 +1,9 @@
 """The training loop: `pretrain()` is the whole of a run, from a command line to a trained checkpoint."""
 
+import gc
 import json
 import math
+import multiprocessing
 import os
 import sys
 import time
@@ -99,6 +101,7 @@ def pretrain(
         _complain(error, everywhere=code == 2 or isinstance(error, RunError))
         _leave(code)
     run.metrics.close()
+    gc.collect()  # ends worker processes that read data
     dist.barrier()
     if exit:
         _leave(0)
@@ -119,6 +122,8 @@ def _leave(code: int) -> NoReturn:
     While Python shuts down, a thread of gloo's that lets go of a tensor aborts the process
     (about one exit in thirty), so nothing of the shut-down is left to do: files are closed here.
     """
+    for worker in multiprocessing.active_children():
+        worker.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -37,7 +37,8 @@ def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        # Worker processes are started without the parent's threads and accelerator state.
-        multiprocessing_context="forkserver" if num_workers else None,
+        # Started without the parent's threads and accelerator state, and as its own children, so that
+        # they notice when it dies (those of a forkserver do not).
+        multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
     )
