@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import tds
 
@@ -40,6 +41,9 @@ def initialize_megatron(config: Config) -> torch.device:
     os.environ.setdefault("LOCAL_RANK", "0")
     device = device_module.current()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    # Groups made later, DeepSpeed's among them, take torch's default, which has no public setter.
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, timeout)
     if not dist.is_initialized():
         tds.init_distributed(device_module.backend(device), auto_mpi_discovery=False, timeout=timeout)
     if dist.get_world_size() != world_size():

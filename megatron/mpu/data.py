@@ -76,4 +76,4 @@ def _problem(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: t
 def _default_device(axis: Axis) -> torch.device:
     if axis.group is not None and dist.get_backend(axis.group) == "gloo":
         return torch.device("cpu")
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
