@@ -106,6 +106,12 @@ class ParallelConfig(Section):
     partition_method: str = opt(
         "type:Block", "how layers are cut into stages: type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8"
     )
+    pipeline_schedule: str = opt(
+        "1f1b", "order of forward and backward passes: 1f1b or gpipe", _one_of("1f1b", "gpipe")
+    )
+    pipeline_extra_warmup: int = opt(
+        0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", _at_least(0)
+    )
     zero_stage: int | None = opt(
         None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", _between(0, 3)
     )
@@ -114,6 +120,13 @@ class ParallelConfig(Section):
     )
     checkpoint_num_layers: int = opt(1, "layers between two kept inputs", _at_least(1))
     distributed_timeout_minutes: float = opt(10.0, "a collective that takes longer ends the run", _at_least(0.01))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pipeline_extra_warmup and self.pipeline_schedule != "1f1b":
+            raise ConfigError(
+                f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {self.pipeline_schedule}"
+            )
 
     @property
     def stages(self) -> int:

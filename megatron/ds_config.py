@@ -26,7 +26,7 @@ INSTEAD = {
     "activation_checkpointing": "--checkpoint-activations and --checkpoint-num-layers",
     "sparse_attention": "no flag: it is not supported",
     "amp": "--precision",
-    "pipeline": "--pipe-parallel-size, --partition-method and --checkpoint-activations",
+    "pipeline": "--pipeline-schedule, --partition-method and --checkpoint-activations",
 }
 
 
@@ -61,11 +61,13 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds = {key: given[key] for key in PASSED_ON if key in given}
     ds |= batch
     ds["zero_optimization"] = {**given.get("zero_optimization", {}), "stage": zero}
+    p = config.parallel
+    ds["pipeline"] = {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}
     ds.setdefault("zero_allow_untested_optimizer", True)
     # Ours do their own progress lines; DeepSpeed's would need its logger, which is kept quiet.
     ds["steps_per_print"] = 10**9
     # Without a wrapper of its own DeepSpeed's plain engine clips by a norm that it does not report; see engine.py.
-    plain = zero == 0 and config.parallel.pipe_parallel_size == 0
+    plain = zero == 0 and p.pipe_parallel_size == 0
     ds["gradient_clipping"] = 0.0 if plain else clip
     if precision in ("fp16", "bf16"):
         ds[precision] = {**given.get(precision, {}), "enabled": True}

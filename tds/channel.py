@@ -1,9 +1,11 @@
-"""How a tuple of tensors travels to a neighbouring stage: one header, one message, nothing cast.
+"""How a tuple of tensors travels to a neighbouring stage: one message, nothing cast, nobody waits for a send.
 
-The header (shapes, dtypes, flags) goes with every message, so shapes may change from one
-micro-batch to the next without notice. Sends never block: the buffers are kept until the
-transfer is done. Activations and gradients use process groups of their own, so the two
-directions cannot wait for each other.
+The first activation of a step is preceded by a header (shapes, dtypes, flags). If all
+micro-batches of the step have the same shapes, the others come without, so the receiver can
+have their buffers posted before it computes; otherwise each has its own header. Gradients need
+none: they look like the activations that went the other way. Shapes may change from step to
+step without notice. Activations and gradients use process groups of their own, so the two
+directions cannot wait for each other, whatever the backend.
 """
 
 from collections import deque
@@ -22,6 +24,9 @@ DTYPES = (
 )  # fmt: skip
 HEADER_SIZE = 256  # int64 numbers: room for 36 tensors of 4 dimensions
 GRAD, SPLIT = 1, 2
+POSTED_AHEAD = 2  # receives that wait in the background; each holds a buffer
+
+Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and shape of each tensor of a message
 
 
 class Parcel(NamedTuple):
@@ -30,6 +35,10 @@ class Parcel(NamedTuple):
     tensor: Tensor
     grad: bool = False
     split: bool = False
+
+
+def layout_of(parcels: Sequence[Parcel]) -> Layout:
+    return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in parcels)
 
 
 class Channel:
@@ -46,30 +55,53 @@ class Channel:
         self.slice_group, self.slice_rank, self.slice_size = slice_group, slice_rank, slice_size
         self.bytes_sent = 0
         self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._expected: deque[Layout] = deque()
+        self._posted: deque[tuple[Any, Tensor, Layout]] = deque()
 
-    def send(self, parcels: Sequence[Parcel], what: str) -> None:
-        """Start sending; returns at once."""
-        self._start(self._header(parcels, what))
+    def send(self, parcels: Sequence[Parcel], what: str, header: bool, uniform: bool = False) -> None:
+        """Start sending; returns at once.
+
+        header: let the layout go first. uniform: and promise that the rest of the step has it, too.
+        """
+        if header:
+            self._start(self._header(parcels, what, uniform))
         payload = [self._bytes(self._part(p)) for p in parcels if p.tensor.numel()]
         if payload:
             self._start(payload[0] if len(payload) == 1 else torch.cat(payload))
 
-    def recv(self) -> list[Parcel]:
-        """Wait for the next message of the peer."""
+    def recv_header(self) -> tuple[Layout, bool]:
+        """Wait for a header: the layout of the message behind it, and whether the rest of the step has it, too."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         dist.recv(header, self.peer, group=self.group)
         numbers = header.tolist()
-        layout, at = [], 1
+        layout, at = [], 2
         for _ in range(numbers[0]):
             dtype, flags, dims = DTYPES[numbers[at]], numbers[at + 1], numbers[at + 2]
             layout.append((dtype, flags, torch.Size(numbers[at + 3 : at + 3 + dims])))
             at += 3 + dims
-        sizes = [self._part_bytes(dtype, flags, shape) for dtype, flags, shape in layout]
-        payload = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        if payload.numel():
-            dist.recv(payload, self.peer, group=self.group)
-        parts = torch.split(payload, sizes)
+        return tuple(layout), bool(numbers[1])
+
+    def expect(self, layout: Layout) -> None:
+        """A message of this layout will come; be ready for it. Messages come in the order they are expected in."""
+        self._expected.append(layout)
+        self._post()
+
+    def take(self) -> list[Parcel]:
+        """Wait for the first of the messages that are expected."""
+        work, payload, layout = self._posted.popleft()
+        if work is not None:
+            work.wait()
+        self._post()
+        parts = torch.split(payload, [self._part_bytes(*one) for one in layout])
         return [self._unpack(part, *one) for part, one in zip(parts, layout, strict=True)]
+
+    def _post(self) -> None:
+        while self._expected and len(self._posted) < POSTED_AHEAD:
+            layout = self._expected.popleft()
+            size = sum(self._part_bytes(*one) for one in layout)
+            payload = torch.empty(size, dtype=torch.uint8, device=self.device)
+            work = dist.irecv(payload, self.peer, group=self.group) if size else None
+            self._posted.append((work, payload, layout))
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""
@@ -82,13 +114,12 @@ class Channel:
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
 
-    def _header(self, parcels: Sequence[Parcel], what: str) -> Tensor:
-        numbers = [len(parcels)]
-        for parcel in parcels:
-            if parcel.tensor.dtype not in DTYPES:
-                raise BoundaryError(f"{what}: a tensor of {parcel.tensor.dtype} cannot cross a stage boundary")
-            flags = GRAD * parcel.grad + SPLIT * parcel.split
-            numbers += [DTYPES.index(parcel.tensor.dtype), flags, parcel.tensor.dim(), *parcel.tensor.shape]
+    def _header(self, parcels: Sequence[Parcel], what: str, uniform: bool) -> Tensor:
+        numbers = [len(parcels), int(uniform)]
+        for dtype, flags, shape in layout_of(parcels):
+            if dtype not in DTYPES:
+                raise BoundaryError(f"{what}: a tensor of {dtype} cannot cross a stage boundary")
+            numbers += [DTYPES.index(dtype), flags, len(shape), *shape]
         if len(numbers) > HEADER_SIZE:
             raise BoundaryError(f"{what}: {len(parcels)} tensors are too many for one boundary; stack some of them")
         return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)), dtype=torch.int64, device=self.device)

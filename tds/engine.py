@@ -13,8 +13,9 @@ from torch import Tensor
 
 from . import schedule
 from ._deepspeed import StockPipelineEngine, optimizer_kind, quietly
-from .boundary import boundaries_of, check
-from .channel import Channel, Parcel
+from .boundary import BoundaryError, boundaries_of, check
+from .channel import Channel, Layout, Parcel, layout_of
+from .timetable import check as check_schedule
 
 
 def _as_tuple(x: Any) -> tuple[Tensor, ...]:
@@ -46,6 +47,9 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         if batch_fn is not None:
             self.set_batch_fn(batch_fn)
         self.boundaries = boundaries_of(self.module)
+        self.schedule = schedule.schedule_of(self._config.pipeline)
+        plan = [list(self.schedule(stage, self.num_stages, self.micro_batches)) for stage in range(self.num_stages)]
+        check_schedule(plan, self.micro_batches)
         self.num_targets = 0.0  # targets of the last batch, over the whole global batch
         self._open_channels()
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
@@ -53,6 +57,8 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         self._grads: dict[int, list[Tensor]] = {}
         self._received: dict[int, list[Parcel]] = {}
         self._batches: list[tuple[Any, Any]] = []
+        self._micros, self._uniform = self.micro_batches, True  # of this step, and whether they have the same shapes
+        self._sent_layout: Layout | None = None
         self._losses: list[Tensor] = []
         self._logits: list[Any] = []
         self._scale = torch.ones((), device=self.device)
@@ -71,7 +77,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             self.set_dataiterator(data_iter)
         self.module.train()
         self._begin(self.micro_batches)
-        self._run(schedule.one_forward_one_backward(self.stage_id, self.num_stages, self.micro_batches))
+        self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
         self._exec_reduce_tied_grads()
         self._exec_reduce_grads()
         with quietly():
@@ -149,6 +155,9 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         if not self.is_last_stage():
             self._outputs[micro] = _as_tuple(outputs)
             check(self._outputs[micro], self.boundaries, self.stage_id)
+            due = [Parcel(p.tensor, split=p.split) for p in self._parcels(micro) if p.grad]
+            if due:
+                self._below.expect(layout_of(due))
             return
         if self._keep_logits:
             self._logits.append(outputs)
@@ -176,14 +185,31 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         if bf16 and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
-    def _send_activation(self, micro: int) -> None:
-        outputs = self._outputs[micro] if self.module.training else self._outputs.pop(micro)
+    def _parcels(self, micro: int) -> list[Parcel]:
+        """The outputs of a micro-batch, with what was declared of them."""
+        outputs = self._outputs[micro]
         split = [each.split for each in self.boundaries] if self.boundaries else [False] * len(outputs)
-        parcels = [Parcel(t, t.requires_grad, s) for t, s in zip(outputs, split, strict=True)]
-        self._down.send(parcels, f"stage {self.stage_id}")
+        return [Parcel(t, t.requires_grad, s) for t, s in zip(outputs, split, strict=True)]
+
+    def _send_activation(self, micro: int) -> None:
+        parcels = self._parcels(micro)
+        if not self.module.training:
+            self._outputs.pop(micro)
+        before, self._sent_layout = self._sent_layout, layout_of(parcels)
+        first = before is None
+        if self._uniform and not first and before != self._sent_layout:
+            raise BoundaryError(
+                f"stage {self.stage_id} puts out other shapes for micro-batch {micro} than for the one before, though the "
+                f"inputs of the step have the same: what crosses a boundary may depend on their shapes alone"
+            )
+        self._down.send(parcels, f"stage {self.stage_id}", header=first or not self._uniform, uniform=self._uniform)
 
     def _recv_activation(self, micro: int) -> None:
-        parcels = self._above.recv()
+        if micro == 0 or not self._uniform:
+            layout, self._uniform = self._above.recv_header()
+            for _ in range(self._micros if self._uniform else 1):
+                self._above.expect(layout)
+        parcels = self._above.take()
         for parcel in parcels:
             parcel.tensor.requires_grad_(parcel.grad and torch.is_grad_enabled())
         self._inputs[micro] = tuple(p.tensor for p in parcels)
@@ -194,11 +220,12 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         due = [p for p in self._received.pop(micro) if p.grad]
         grads = [p.tensor.grad if p.tensor.grad is not None else torch.zeros_like(p.tensor) for p in due]
         if due:
-            self._up.send([Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)], f"stage {self.stage_id}")
+            parcels = [Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)]
+            self._up.send(parcels, f"stage {self.stage_id}", header=False)
 
     def _recv_grad(self, micro: int) -> None:
         if any(t.requires_grad for t in self._outputs[micro]):
-            self._grads[micro] = [p.tensor for p in self._below.recv()]
+            self._grads[micro] = [p.tensor for p in self._below.take()]
 
     _DO = {
         schedule.Forward: _forward,
@@ -245,6 +272,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         """Read the micro-batches of this step where they are needed, and find the scale of the loss."""
         self._compute_loss, self._keep_logits = compute_loss, keep_logits
         self._losses, self._logits = [], []
+        self._micros, self._uniform, self._sent_layout = micros, True, None
         self._batches = []
         if self.is_first_stage() or self.is_last_stage():
             for micro in range(micros):
@@ -257,6 +285,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
                 self._batches.append((self._to_device(inputs), self._to_device(labels)))
         if self.is_first_stage():
             self._inputs = {micro: _as_tuple(inputs) for micro, (inputs, _) in enumerate(self._batches)}
+            self._uniform = len({layout_of([Parcel(t) for t in inputs]) for inputs in self._inputs.values()}) == 1
         count = getattr(self.module.loss_fn, "count_targets", None)
         self.num_targets = float(micros * self.dp_world_size)
         if self.is_last_stage():

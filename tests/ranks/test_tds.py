@@ -106,13 +106,15 @@ def reference(kinds: str, ranks: int, loss: Any, clip: float, rows: Callable[[in
     return found
 
 
-def _train(kinds: str, stages: int, ranks: int, loss: Any, clip: float, rows: list[int]) -> list[float]:
+def _train(
+    kinds: str, stages: int, ranks: int, loss: Any, clip: float, rows: list[int], pipeline: dict[str, Any] | None = None
+) -> list[float]:
     import tds
 
     model = tds.PipelineModule(layers(kinds), num_stages=stages, loss_fn=loss, partition_method="uniform")
     config = {
         "train_batch_size": 4 * MICROS * ranks, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": clip,
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True, "pipeline": pipeline or {},
     }  # fmt: skip
     parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]  # a stage may have none
     engine, *_ = tds.initialize(model=model, optimizer=torch.optim.SGD(parameters, lr=0.5), config=config)
@@ -143,6 +145,30 @@ def test_loss_is_per_target_and_clipping_by_the_global_norm(stages: int, ranks: 
     found = on_ranks(stages * ranks, _train, "grad grad2", stages, ranks, SumLoss(), 0.05, [4] * STEPS)
     expected = reference("grad grad2", ranks, SumLoss(), 0.05, lambda step: 4)
     assert all(each == pytest.approx(expected, rel=1e-5) for each in found)
+
+
+@pytest.mark.parametrize("pipeline", [{"schedule": "gpipe"}, {"extra_warmup": 1}, {"extra_warmup": 4}], ids=str)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_schedule_gives_the_same_numbers(pipeline: dict[str, Any], stages: int) -> None:
+    found = on_ranks(stages, _train, "grad bool float", stages, 1, SumLoss(), 0.0, [4] * STEPS, pipeline)
+    expected = reference("grad bool float", 1, SumLoss(), 0.0, lambda step: 4)
+    assert all(each == pytest.approx(expected, rel=1e-5) for each in found)
+
+
+def _uneven(stages: int) -> list[float]:
+    """Micro-batches of one step with other numbers of rows each."""
+    import tds
+
+    model = tds.PipelineModule(layers("grad bool"), num_stages=stages, loss_fn=SumLoss(), partition_method="uniform")
+    config = {"train_batch_size": 4 * MICROS, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    engine, *_ = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=config)
+    return [engine.train_batch(iter([next(batches(rows=r)) for r in (1, 3, 2, 3)])).item() for _ in range(STEPS)]
+
+
+def test_shapes_may_change_within_a_step() -> None:
+    one, *_ = on_ranks(1, _uneven, 1)
+    for found in on_ranks(2, _uneven, 2):
+        assert found == pytest.approx(one, rel=1e-5)
 
 
 def test_shapes_may_change_from_step_to_step() -> None:
