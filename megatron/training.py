@@ -114,6 +114,9 @@ def _complain(error: Exception, everywhere: bool) -> None:
     if rank == 0 or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
         print(f"{Path(sys.argv[0]).name}{where}: {describe(error)}", file=sys.stderr)
+    else:
+        # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
+        time.sleep(10)
 
 
 def _leave(code: int) -> NoReturn:
