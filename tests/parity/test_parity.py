@@ -44,7 +44,7 @@ def test_documents_apart_and_uneven_target_counts(
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("layout", [Layout(0, 2, 1, zero=1), Layout(2, 1, 2), Layout(2, 1, 1, zero=1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(0, 2, 1, zero=1), Layout(2, 1, 2), Layout(2, 2, 1, zero=1)], ids=str)
 def test_with_adam(layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = ours(layout, tmp_path, tiny_data, vocab_file, optimizer="adam")
     np.testing.assert_allclose(found, plain(tiny_data, vocab_file, optimizer="adam"), rtol=1e-5)
@@ -71,6 +71,16 @@ def test_dropout_does_not_depend_on_stages_nor_on_recomputing(tmp_path: Path, ti
     np.testing.assert_allclose(cut, whole, rtol=1e-10)
     np.testing.assert_allclose(again, whole, rtol=1e-10)
     assert abs(whole[0] - without[0]) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "schedule", [("--pipeline-schedule", "gpipe"), ("--pipeline-extra-warmup", "1")], ids=lambda flags: flags[0]
+)
+def test_every_schedule(
+    schedule: tuple[str, ...], expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    found = ours(Layout(4, 1, 1), tmp_path, tiny_data, vocab_file, *schedule)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cuts", ["0,1,8", "0,3,8", "0,7,8"])

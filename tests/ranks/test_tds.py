@@ -190,6 +190,19 @@ def test_an_iterator_that_ends_says_so() -> None:
         on_ranks(1, _ends_early)
 
 
+def _fp16() -> None:
+    import tds
+
+    model = tds.PipelineModule(layers("grad"), num_stages=1, loss_fn=loss_fn)
+    config = {"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+    tds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+
+
+def test_fp16_without_zero_is_refused() -> None:
+    with pytest.raises(RankFailure, match="fp16 under a pipeline needs ZeRO stage 1"):
+        on_ranks(1, _fp16)
+
+
 def _cuts() -> None:
     import tds
 
