@@ -112,6 +112,11 @@ class ParallelConfig(Section):
     pipeline_extra_warmup: int = opt(
         0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", _at_least(0)
     )
+    pipeline_timeout: float = opt(
+        600.0,
+        "seconds that one pass or message of a pipeline may take before all ranks end with a report",
+        _at_least(0.1),
+    )
     zero_stage: int | None = opt(
         None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", _between(0, 3)
     )

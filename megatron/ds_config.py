@@ -62,7 +62,11 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds |= batch
     ds["zero_optimization"] = {**given.get("zero_optimization", {}), "stage": zero}
     p = config.parallel
-    ds["pipeline"] = {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}
+    ds["pipeline"] = {
+        "schedule": p.pipeline_schedule,
+        "extra_warmup": p.pipeline_extra_warmup,
+        "timeout": p.pipeline_timeout,
+    }
     ds.setdefault("zero_allow_untested_optimizer", True)
     # Ours do their own progress lines; DeepSpeed's would need its logger, which is kept quiet.
     ds["steps_per_print"] = 10**9

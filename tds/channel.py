@@ -88,12 +88,20 @@ class Channel:
 
     def take(self) -> list[Parcel]:
         """Wait for the first of the messages that are expected."""
-        work, payload, layout = self._posted.popleft()
+        work, payload, layout = self._posted[0]
         if work is not None:
             work.wait()
+        self._posted.popleft()
         self._post()
         parts = torch.split(payload, [self._part_bytes(*one) for one in layout])
         return [self._unpack(part, *one) for part, one in zip(parts, layout, strict=True)]
+
+    def waiting_for(self) -> str:
+        """The tensors of the next message that is expected, in words."""
+        if not self._posted:
+            return ""
+        layout = self._posted[0][2]
+        return ": " + ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, _, shape in layout)
 
     def _post(self) -> None:
         while self._expected and len(self._posted) < POSTED_AHEAD:

@@ -5,6 +5,7 @@ checkpoints and monitors, and replaces the step: what is loaded, computed, sent 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from . import schedule
 from ._deepspeed import StockPipelineEngine, optimizer_kind, quietly
 from .boundary import BoundaryError, boundaries_of, check
 from .channel import Channel, Layout, Parcel, layout_of
+from .diagnose import Watchdog
 from .timetable import check as check_schedule
 
 
@@ -52,6 +54,8 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         check_schedule(plan, self.micro_batches)
         self.num_targets = 0.0  # targets of the last batch, over the whole global batch
         self._open_channels()
+        timeout = float(self._config.pipeline.get("timeout", 600.0))
+        self.watchdog = Watchdog(timeout, self._describe) if dist.get_world_size() > 1 else None
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._grads: dict[int, list[Tensor]] = {}
@@ -76,13 +80,16 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        self._begin(self.micro_batches)
-        self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
-        self._exec_reduce_tied_grads()
-        self._exec_reduce_grads()
-        with quietly():
-            self._exec_optimizer_step()
-        self.agg_train_loss = self._mean_loss()
+        with self._watched():
+            self._begin(self.micro_batches)
+            self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
+            self._at("reducing gradients over tied layers and replicas")
+            self._exec_reduce_tied_grads()
+            self._exec_reduce_grads()
+            self._at("in the optimizer step")
+            with quietly():
+                self._exec_optimizer_step()
+            self.agg_train_loss = self._mean_loss()
         self._report("train_loss", self.agg_train_loss)
         return self.agg_train_loss
 
@@ -105,11 +112,11 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         training_iterator = self.data_iterator
         self.set_dataiterator(data_iter)
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._watched():
             self._begin(micros, compute_loss, keep_logits=return_logits)
             self._run(schedule.forward_only(self.stage_id, self.num_stages, micros))
+            loss = self._mean_loss() if compute_loss else None
         self.set_dataiterator(training_iterator)
-        loss = self._mean_loss() if compute_loss else None
         if loss is not None:
             self._report("eval_loss", loss)
         if not return_logits:
@@ -145,9 +152,44 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     def _run(self, instructions: Iterator[schedule.Instruction]) -> None:
         for instruction in instructions:
+            self._at(instruction)
             self._DO[type(instruction)](self, instruction.micro)
+        self._at("waiting until its last messages have left")
         for channel in self._channels:
             channel.flush()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around what other ranks depend on: a failure here ends all of them, with a report."""
+        try:
+            yield
+        except BaseException as error:
+            if self.watchdog:
+                self.watchdog.fail(error)
+            raise
+        self._at(None)
+
+    def _at(self, what: Any) -> None:
+        if self.watchdog:
+            self.watchdog.at(what)
+
+    def _describe(self, what: Any) -> str:
+        """What this rank is doing, in words."""
+        where = f"stage {self.stage_id}"
+        if not isinstance(what, schedule.Instruction):
+            return f"{where}, {what}"
+        peers = {
+            schedule.RecvActivation: ("from", "_above"),
+            schedule.SendActivation: ("to", "_down"),
+            schedule.RecvGrad: ("from", "_below"),
+            schedule.SendGrad: ("to", "_up"),
+        }
+        text = f"{where}, in {type(what).__name__} of micro-batch {what.micro}"
+        if type(what) in peers:
+            word, name = peers[type(what)]
+            channel = getattr(self, name)
+            text += f", {word} rank {channel.peer}{channel.waiting_for()}"
+        return text
 
     def _forward(self, micro: int) -> None:
         inputs = self._inputs[micro]
@@ -274,6 +316,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         self._losses, self._logits = [], []
         self._micros, self._uniform, self._sent_layout = micros, True, None
         self._batches = []
+        self._at("reading its micro-batches")
         if self.is_first_stage() or self.is_last_stage():
             for micro in range(micros):
                 try:
@@ -307,6 +350,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     def _mean_loss(self) -> Tensor:
         """Sum of the losses over replicas / number of targets, told to all stages."""
+        self._at("sharing the loss")
         numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage():
             numbers[0] = torch.stack([loss.double() for loss in self._losses]).sum()

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
@@ -31,6 +31,9 @@ class RankFailure(AssertionError):
 
 def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     where = Path(folder)
+    words = os.open(where / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
+    if (where / "capture").exists():
+        os.dup2(words, 2)
     stacks = open(where / f"stack{rank}", "w")  # noqa: SIM115  # stays open for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.update(
@@ -103,6 +106,42 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
         if problems:
             raise RankFailure("\n".join(problems))
         return [pickle.loads((where / f"result{rank}").read_bytes()) for rank in range(world)]
+
+
+class End(NamedTuple):
+    """How a rank ended."""
+
+    code: int | None  # negative: the signal that killed it; None: it never ended by itself
+    stderr: str
+    seconds: float
+
+
+def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[End]:
+    """Run a body that is meant to fail on `world` gloo ranks, and tell how each of them ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder)
+        (where / "capture").touch()
+        ranks = [
+            _context.Process(target=_rank_main, args=(rank, world, folder, body, args), daemon=True)
+            for rank in range(world)
+        ]
+        begin = time.monotonic()
+        for process in ranks:
+            process.start()
+        took = [timeout] * world
+        while any(p.is_alive() for p in ranks) and time.monotonic() - begin < timeout:
+            time.sleep(0.02)
+            took = [
+                min(t, time.monotonic() - begin) if not p.is_alive() else timeout
+                for t, p in zip(took, ranks, strict=True)
+            ]
+        codes = [p.exitcode for p in ranks]
+        for process in ranks:
+            process.kill()
+            process.join()
+        errors = [(where / f"error{r}").read_text() if (where / f"error{r}").exists() else "" for r in range(world)]
+        words = [(where / f"stderr{r}").read_text() for r in range(world)]
+        return [End(c, w + e, t) for c, w, e, t in zip(codes, words, errors, took, strict=True)]
 
 
 def _pretrain(argv: list[str]) -> None:

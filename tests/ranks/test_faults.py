@@ -1,0 +1,100 @@
+"""Errors instead of hangs: whatever befalls one rank, all of them end in time, and somebody says where each stood."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tds import schedule
+from tests.support import End, ends_of_ranks
+
+STAGES, MICROS, TIMEOUT, TRIALS = 3, 4, 2.0, 30
+INSTRUCTIONS = {
+    0: ["Forward", "SendActivation", "RecvGrad", "Backward"],
+    1: ["RecvActivation", "Forward", "SendActivation", "RecvGrad", "Backward", "SendGrad"],
+    2: ["RecvActivation", "Forward", "Backward", "SendGrad"],
+}
+
+
+def _strike(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "raise":
+        raise ArithmeticError("the layer broke")
+    time.sleep(60)
+
+
+def _train(kind: str, victim: int, instruction: str, micro: int) -> None:
+    import tds
+
+    torch.manual_seed(0)
+    model = tds.PipelineModule(
+        [nn.Linear(4, 4) for _ in range(STAGES)], num_stages=STAGES, loss_fn=nn.MSELoss(), partition_method="uniform"
+    )
+    config = {"train_batch_size": 2 * MICROS, "train_micro_batch_size_per_gpu": 2, "pipeline": {"timeout": TIMEOUT}}
+    engine, *_ = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+
+    def batches(count: int) -> Iterator[Any]:
+        for _ in range(count):
+            yield torch.ones(2, 4), torch.zeros(2, 4)
+
+    engine.train_batch(batches(MICROS))
+    if engine.stage_id == victim and kind != "end":
+        name = getattr(schedule, instruction)
+        honest = engine._DO[name]
+
+        def dishonest(self: Any, at: int) -> None:
+            if at == micro:
+                _strike(kind)
+            honest(self, at)
+
+        engine._DO = {**engine._DO, name: dishonest}
+    engine.train_batch(batches(MICROS - 1 if kind == "end" and engine.stage_id == victim else MICROS))
+
+
+def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int) -> None:
+    words = "\n".join(f"[rank {r}] code {e.code} after {e.seconds:.1f} s\n{e.stderr}" for r, e in enumerate(ends))
+    for rank, end in enumerate(ends):
+        expected = -signal.SIGKILL if kind == "kill" and rank == victim else 1
+        assert end.code == expected, words
+        assert end.seconds < 30, words
+    if kind == "kill" and victim == 0:
+        assert all("pipeline stopped" in end.stderr for end in ends[1:]), words
+        return
+    report = ends[0].stderr
+    assert "pipeline stopped: rank" in report, words
+    for rank in range(STAGES):
+        if kind == "kill" and rank == victim:
+            assert f"--- rank {rank} does not answer" in report, words
+        else:
+            assert f"--- rank {rank}, stage {rank}, " in report, words
+    if kind in ("raise", "sleep"):
+        assert f"stage {victim}, in {instruction} of micro-batch {micro}" in report, words
+        assert "_strike" in report, words
+    if kind == "raise":
+        assert f"rank {victim} raised ArithmeticError: the layer broke" in report, words
+    if kind == "end":
+        assert f"data iterator of stage {victim} ended after {MICROS - 1} of {MICROS}" in report, words
+
+
+def trials() -> list[tuple[str, int, str, int]]:
+    """Every kind of fault in every kind of instruction, victims and micro-batches drawn with a fixed seed."""
+    rng = random.Random(11)
+    found: list[tuple[str, int, str, int]] = [("end", 0, "", 0), ("end", STAGES - 1, "", 0)]
+    places = [(victim, name) for victim, names in INSTRUCTIONS.items() for name in names]
+    for number in range(TRIALS - len(found)):
+        kind = ("kill", "raise", "sleep")[number % 3]
+        victim, name = places[(number // 3 + 5 * number) % len(places)]
+        found.append((kind, victim, name, rng.randrange(MICROS)))
+    return found
+
+
+@pytest.mark.parametrize("trial", trials(), ids=lambda t: "-".join(map(str, t)))
+def test_all_ranks_end_with_a_report(trial: tuple[str, int, str, int]) -> None:
+    check(ends_of_ranks(STAGES, _train, *trial, timeout=40), *trial)
