@@ -59,11 +59,16 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_EXTENSIONS_DIR=${TORCH_EXTENS
 # ---- 1. text to tokens, once
 if [ -z "${DATA_PATH:-}" ]; then
     DATA_PATH=$RUN_DIR/data/corpus_text_document
+    if [ -f "$RUN_DIR/data/source" ] && [ "$(cat "$RUN_DIR/data/source")" != "$CORPUS" ]; then
+        echo "run_gpt2.sh: $RUN_DIR holds a run on $(cat "$RUN_DIR/data/source"), not on $CORPUS; give another RUN_DIR=" >&2
+        exit 2
+    fi
     if [ ! -f "$VOCAB_FILE" ]; then
         python tools/train_tokenizer.py --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
     fi
     if [ ! -f "$DATA_PATH.idx" ]; then
         python tools/preprocess_data.py --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "${DATA_PATH%_text_document}"
+        echo "$CORPUS" >"$RUN_DIR/data/source"
     fi
 fi
 
