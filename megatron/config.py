@@ -13,6 +13,13 @@ class ConfigError(ValueError):
     """The run was described in a way that cannot work; the message says what to change."""
 
 
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def flag(name: str) -> str:
     """How a user spells the field `name`."""
     return "--" + name.replace("_", "-")

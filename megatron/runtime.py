@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from .arguments import Args
-from .config import Config
+from .config import Config, describe
 from .metrics import Timers
 from .tokenizer import Tokenizer
 
@@ -80,10 +80,3 @@ def together(action: Callable[[], T]) -> T:
         if text is not None:
             raise RunError(text if rank == 0 else f"rank {rank}: {text}")
     return result  # type: ignore[return-value]
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__

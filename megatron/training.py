@@ -21,7 +21,7 @@ from . import device as device_module
 from . import mpu
 from .arguments import build_parser, parse, with_values
 from .checkpointing import TrainState, load_checkpoint, save_checkpoint
-from .config import Config
+from .config import Config, describe
 from .data.sampler import ConsecutiveSampler, build_loader
 from .ds_config import Resolved, resolve
 from .engine import Batches, CountTargets, Engine, ForwardStep, build_engine
@@ -30,7 +30,7 @@ from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.init import full_shape
 from .model.layers import global_parameters
 from .optim import lr_at
-from .runtime import RunError, describe, is_rank_0, print_rank_0, start, together
+from .runtime import RunError, is_rank_0, print_rank_0, start, together
 from .tokenizer import Tokenizer, load_tokenizer
 
 Datasets = tuple[Any, Any, Any]

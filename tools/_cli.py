@@ -9,6 +9,8 @@ from typing import NoReturn
 # Tools are run as files (`python tools/x.py`); the packages stand one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.config import describe  # noqa: E402
+
 
 class Parser(argparse.ArgumentParser):
     """Errors in one sentence; `--debug` shows the traceback of a failure."""
@@ -39,11 +41,5 @@ def run(
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
             raise
-        print(f"{parser.prog}: {one_line(error)}", file=sys.stderr)
+        print(f"{parser.prog}: {describe(error)}", file=sys.stderr)
         sys.exit(1)
-
-
-def one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
