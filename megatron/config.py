@@ -111,10 +111,16 @@ class ParallelConfig(Section):
     model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", _at_least(1))
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", _at_least(0))
     partition_method: str = opt(
-        "type:Block", "how layers are cut into stages: type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8"
+        "type:Block",
+        "how layers are cut into stages: type:REGEX, uniform, parameters, balanced (by measured time), or the cuts, e.g. 0,4,8",
     )
     pipeline_schedule: str = opt(
-        "1f1b", "order of forward and backward passes: 1f1b or gpipe", _one_of("1f1b", "gpipe")
+        "1f1b",
+        "order of forward and backward passes: 1f1b, gpipe, interleaved or zb-h1 (tools/draw_schedule.py draws them)",
+        _one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
+    )
+    virtual_pipeline_size: int = opt(
+        1, "stretches of layers on each pipeline stage, for --pipeline-schedule interleaved", _at_least(1)
     )
     pipeline_extra_warmup: int = opt(
         0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", _at_least(0)
@@ -138,6 +144,16 @@ class ParallelConfig(Section):
         if self.pipeline_extra_warmup and self.pipeline_schedule != "1f1b":
             raise ConfigError(
                 f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {self.pipeline_schedule}"
+            )
+        if (self.virtual_pipeline_size > 1) != (self.pipeline_schedule == "interleaved"):
+            raise ConfigError(
+                f"--virtual-pipeline-size {self.virtual_pipeline_size} does not fit --pipeline-schedule "
+                f"{self.pipeline_schedule}: interleaved needs 2 or more, the others 1"
+            )
+        if self.pipeline_schedule == "zb-h1" and self.checkpoint_activations:
+            raise ConfigError(
+                "--pipeline-schedule zb-h1 would compute activations again for either half of the backward pass; "
+                "use 1f1b with --checkpoint-activations"
             )
 
     @property

@@ -26,7 +26,7 @@ INSTEAD = {
     "activation_checkpointing": "--checkpoint-activations and --checkpoint-num-layers",
     "sparse_attention": "no flag: it is not supported",
     "amp": "--precision",
-    "pipeline": "--pipeline-schedule, --partition-method and --checkpoint-activations",
+    "pipeline": "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations",
 }
 
 

@@ -67,6 +67,12 @@ def prepare() -> None:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
 
 
+def this_device() -> torch.device:
+    """The device that DeepSpeed puts this rank's layers on."""
+    name = deepspeed.accelerator.get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device(name)
+
+
 @contextlib.contextmanager
 def engine_class(cls: type) -> Iterator[None]:
     """While inside, `deepspeed.initialize` builds `cls` for a PipelineModule."""
@@ -77,6 +83,23 @@ def engine_class(cls: type) -> Iterator[None]:
         yield
     finally:
         module.PipelineEngine = before  # type: ignore[attr-defined]
+
+
+def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: Any) -> None:
+    """Before an engine is made: recompute activations the way that works whatever the inputs are.
+
+    DeepSpeed's default is re-entrant, through which a stage that begins with an embedding learns
+    nothing. `"pipeline": {"use_reentrant": true}`, or a function given to the PipelineModule, stays.
+    """
+    default = deepspeed.checkpointing.checkpoint
+    if config_class is not None and getattr(model, "activation_checkpoint_func", default) is default:
+        config_class.pipeline.setdefault("use_reentrant", False)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def optimizer_kind(engine: Any) -> str:
@@ -91,8 +114,11 @@ __all__ = [
     "StockPipelineEngine",
     "StockPipelineModule",
     "deepspeed",
+    "default_to_non_reentrant",
     "engine_class",
+    "finish",
     "optimizer_kind",
     "prepare",
     "quietly",
+    "this_device",
 ]

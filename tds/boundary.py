@@ -44,15 +44,39 @@ def kind_of(tensor: Tensor) -> str:
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"
 
 
-def boundaries_of(model: Any) -> tuple[Boundary, ...] | None:
-    """The declaration of `model`: its `boundaries`, or the three lists of the original TDS.
+Tensors = tuple[Boundary, ...] | None  # the declaration of one border; None: nothing is declared
 
-    `_input_grad`, `_input_type` and `_input_pipe_partitioned` are parallel lists with one item
-    per tensor. None where the model declares nothing.
+
+@dataclass(frozen=True)
+class Contract:
+    """What a stage says of itself before the first step. puts_out, takes_in: one item a chunk."""
+
+    puts_out: tuple[Tensors, ...]
+    takes_in: tuple[Tensors, ...]
+    settings: dict[str, Any]
+
+
+def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
+    """The declarations of `model`: its `boundaries` (what it puts out) and `receives` (what it takes in).
+
+    Both are optional; with several chunks they hold one sequence a chunk. The three lists of the
+    original TDS, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, are parallel, with
+    one item a tensor, and declare both ends of every border.
     """
-    declared = getattr(model, "boundaries", None)
-    if declared is not None:
-        return tuple(declared)
+    legacy = _legacy(model)
+    ends: list[tuple[Tensors, ...]] = []
+    for name in ("boundaries", "receives"):
+        given = getattr(model, name, None)
+        if given is None:
+            ends.append((legacy,) * chunks)
+        elif chunks == 1:
+            ends.append((tuple(given),))
+        else:
+            ends.append(tuple(None if each is None else tuple(each) for each in given))
+    return Contract(ends[0], ends[1], settings)
+
+
+def _legacy(model: Any) -> Tensors:
     lists = {name: getattr(model, name, None) for name in ("_input_grad", "_input_type", "_input_pipe_partitioned")}
     given: dict[str, Sequence[Any]] = {name: value for name, value in lists.items() if value is not None}
     if not given:
@@ -71,21 +95,48 @@ def boundaries_of(model: Any) -> tuple[Boundary, ...] | None:
     )
 
 
-def check(outputs: tuple[Tensor, ...], declared: tuple[Boundary, ...] | None, stage: int) -> None:
-    """Raise BoundaryError if what `stage` puts out differs from the declaration."""
-    for i, tensor in enumerate(outputs):
+def agree(contracts: Sequence[Contract]) -> None:
+    """Raise BoundaryError, on every stage alike, unless the stages fit together. contracts: by stage."""
+    stages = len(contracts)
+    for stage, contract in enumerate(contracts):
+        for key, value in contract.settings.items():
+            if contracts[0].settings.get(key) != value:
+                raise BoundaryError(
+                    f"stage {stage} runs with {key} = {value}, stage 0 with {contracts[0].settings.get(key)}; "
+                    f"give all ranks the same configuration"
+                )
+    chunks = len(contracts[0].puts_out)
+    for place in range(stages * chunks - 1):
+        here, there = place % stages, (place + 1) % stages
+        put, taken = contracts[here].puts_out[place // stages], contracts[there].takes_in[(place + 1) // stages]
+        if put is None or taken is None:
+            continue
+        names = [", ".join(each.name for each in end) for end in (taken, put)]
+        if len(put) != len(taken):
+            raise BoundaryError(
+                f"stage {there} expects {len(taken)} tensors ({names[0]}) of stage {here}, which puts out "
+                f"{len(put)} ({names[1]})"
+            )
+        for expected, got in zip(taken, put, strict=True):
+            if expected != got:
+                raise BoundaryError(f"stage {there} expects {expected} of stage {here}, which puts out {got}")
+
+
+def check(tensors: tuple[Any, ...], declared: Tensors, who: str) -> None:
+    """Raise BoundaryError if what `who` puts out or is given differs from the declaration."""
+    for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise BoundaryError(f"stage {stage}: output {i} is {type(tensor).__name__}; only tensors cross a boundary")
+            raise BoundaryError(f"{who}: tensor {i} is {type(tensor).__name__}; only tensors cross a boundary")
     if declared is None:
         return
-    if len(outputs) != len(declared):
+    if len(tensors) != len(declared):
         names = ", ".join(each.name for each in declared)
-        raise BoundaryError(f"stage {stage} puts out {len(outputs)} tensors, declared are {len(declared)}: {names}")
-    for tensor, each in zip(outputs, declared, strict=True):
+        raise BoundaryError(f"{who}: got {len(tensors)} tensors, declared are {len(declared)}: {names}")
+    for tensor, each in zip(tensors, declared, strict=True):
         if kind_of(tensor) != each.kind:
-            raise BoundaryError(f"stage {stage}: {each.name!r} is declared {each.kind}, got {tensor.dtype}")
+            raise BoundaryError(f"{who}: {each.name!r} is declared {each.kind}, got {tensor.dtype}")
         if tensor.requires_grad and not each.grad:
             raise BoundaryError(
-                f"stage {stage}: {each.name!r} is declared without gradient but has one; "
+                f"{who}: {each.name!r} is declared without gradient but has one; "
                 f"declare grad=True or detach it, or what lies before it will not learn"
             )

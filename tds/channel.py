@@ -1,11 +1,12 @@
-"""How a tuple of tensors travels to a neighbouring stage: one message, nothing cast, nobody waits for a send.
+"""How a tuple of tensors travels over one border between two stages: one message, nothing cast, nobody waits for a send.
 
 The first activation of a step is preceded by a header (shapes, dtypes, flags). If all
 micro-batches of the step have the same shapes, the others come without, so the receiver can
 have their buffers posted before it computes; otherwise each has its own header. Gradients need
 none: they look like the activations that went the other way. Shapes may change from step to
-step without notice. Activations and gradients use process groups of their own, so the two
-directions cannot wait for each other, whatever the backend.
+step without notice. Each direction of each border has a process group of its own: one end only
+sends there, the other only receives, in the same order (see timetable.py), so no message waits
+for another, whatever the backend.
 """
 
 from collections import deque
@@ -41,17 +42,57 @@ def layout_of(parcels: Sequence[Parcel]) -> Layout:
     return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in parcels)
 
 
-class Channel:
-    """The link of this rank to the same place in a neighbouring stage.
+def _users(buffer: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))  # type: ignore[attr-defined]
 
-    peer: global rank there. slice_group: the tensor-parallel ranks of this stage, over which
-    split tensors are gathered; slice_rank and slice_size: this rank's place among them.
+
+class Pool:
+    """Buffers by size, handed out again only when no tensor looks into them any more.
+
+    A received tensor may live on in autograd's graph, in another message or in a user's
+    variable, so nobody gives a buffer back: torch's count of a storage's users tells.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle = _users(torch.empty(1, device=device))
+        self._buffers: dict[int, list[Tensor]] = {}
+        self._wanted: set[int] = set()
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes, as a uint8 tensor."""
+        self._wanted.add(size)
+        buffers = self._buffers.setdefault(size, [])
+        for buffer in buffers:
+            if _users(buffer) == self._idle:
+                return buffer.view(-1)
+        buffers.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        return buffers[-1].view(-1)
+
+    def trim(self) -> None:
+        """Forget the sizes that nobody has asked for since the last call."""
+        self._buffers = {size: buffers for size, buffers in self._buffers.items() if size in self._wanted}
+        self._wanted.clear()
+
+
+class Channel:
+    """One direction of one border.
+
+    peer: global rank at the other end. slice_group: the tensor-parallel ranks of this stage, over
+    which split tensors are gathered; slice_rank and slice_size: this rank's place among them.
     """
 
     def __init__(
-        self, peer: int, group: Any, device: torch.device, slice_group: Any, slice_rank: int, slice_size: int
+        self,
+        peer: int,
+        group: Any,
+        device: torch.device,
+        pool: Pool,
+        slice_group: Any,
+        slice_rank: int,
+        slice_size: int,
     ) -> None:
-        self.peer, self.group, self.device = peer, group, device
+        self.peer, self.group, self.device, self.pool = peer, group, device, pool
         self.slice_group, self.slice_rank, self.slice_size = slice_group, slice_rank, slice_size
         self.bytes_sent = 0
         self._under_way: deque[tuple[Any, Tensor]] = deque()
@@ -66,8 +107,11 @@ class Channel:
         if header:
             self._start(self._header(parcels, what, uniform))
         payload = [self._bytes(self._part(p)) for p in parcels if p.tensor.numel()]
-        if payload:
-            self._start(payload[0] if len(payload) == 1 else torch.cat(payload))
+        if len(payload) > 1:
+            together = self.pool.take(sum(part.numel() for part in payload))
+            self._start(torch.cat(payload, out=together))
+        elif payload:
+            self._start(payload[0])
 
     def recv_header(self) -> tuple[Layout, bool]:
         """Wait for a header: the layout of the message behind it, and whether the rest of the step has it, too."""
@@ -107,7 +151,7 @@ class Channel:
         while self._expected and len(self._posted) < POSTED_AHEAD:
             layout = self._expected.popleft()
             size = sum(self._part_bytes(*one) for one in layout)
-            payload = torch.empty(size, dtype=torch.uint8, device=self.device)
+            payload = self.pool.take(size)
             work = dist.irecv(payload, self.peer, group=self.group) if size else None
             self._posted.append((work, payload, layout))
 
@@ -161,3 +205,47 @@ class Channel:
             part = torch.cat(parts)
         tensor = part[: shape.numel()].view(shape)
         return Parcel(tensor, bool(flags & GRAD), bool(flags & SPLIT))
+
+
+Borders = dict[str, dict[int, Channel]]
+
+
+def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
+    """The channels of this rank by role and chunk. Collective: every rank must call it.
+
+    Roles: `above` brings activations in, `up` takes their gradients back; `down` takes
+    activations out, `below` brings their gradients in.
+    """
+    stages, stage = grid.pipe_parallel_size, grid.get_stage_id()
+    rank = dist.get_rank()
+    pool = Pool(device)
+    slice_ = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
+    pipes = grid._topo.get_axis_comm_lists("pipe") or [[each] for each in range(dist.get_world_size())]
+    borders: Borders = {role: {} for role in ("above", "up", "down", "below")}
+
+    def group() -> Any:
+        mine = None
+        for ranks in pipes:
+            made = dist.new_group(ranks)
+            mine = made if rank in ranks else mine
+        return mine
+
+    for chunk in range(chunks):
+        # Between the chunks runs a border from the last stage to the first. With two stages it joins the same
+        # pair of ranks the other way round, so it has groups of its own.
+        inside = group(), group()
+        around = (group(), group()) if chunk < chunks - 1 else None
+        for first in range(stages):
+            second = (first + 1) % stages
+            groups, at = (inside, chunk) if second else (around, chunk + 1)
+            if groups is None or stages == 1:
+                continue
+            if stage == first:
+                peer = grid.stage_to_global(stage_id=second)
+                borders["down"][chunk] = Channel(peer, groups[0], device, pool, *slice_)
+                borders["below"][chunk] = Channel(peer, groups[1], device, pool, *slice_)
+            if stage == second:
+                peer = grid.stage_to_global(stage_id=first)
+                borders["above"][at] = Channel(peer, groups[0], device, pool, *slice_)
+                borders["up"][at] = Channel(peer, groups[1], device, pool, *slice_)
+    return borders

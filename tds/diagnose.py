@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -33,21 +34,27 @@ class Watchdog:
     """Knows what this rank is doing, and ends it when any rank is in trouble.
 
     timeout: seconds that one thing may take. describe: turns what was given to `at` into words,
-    called only for a report.
+    called only for a report; it is not kept alive. Of several in one process, e.g. of two engines,
+    the one that was told something last is the one that looks out.
     """
 
+    _latest: "Watchdog | None" = None
+
     def __init__(self, timeout: float, describe: Callable[[Any], str]) -> None:
-        self.timeout, self.describe = timeout, describe
+        self.timeout, self._describe = timeout, weakref.WeakMethod(describe)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._doing: tuple[Any, float] | None = None
         self._main = threading.main_thread().ident or 0
         self._store = _store()
         self._ending = threading.Lock()
+        Watchdog._latest = self
         threading.Thread(target=self._watch, name="tds-watchdog", daemon=True).start()
 
     def at(self, what: Any) -> None:
         """From now on this rank does `what`; None: nothing that others could wait for."""
         self._doing = None if what is None else (what, time.monotonic())
+        if what is not None:
+            Watchdog._latest = self
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one failed; returns when rank 0 has printed the report."""
@@ -58,9 +65,11 @@ class Watchdog:
         self._report(text)
 
     def _watch(self) -> None:
-        while True:
+        while self._describe() is not None:  # as long as there is an engine
             time.sleep(POLL_SECONDS)
             doing = self._doing
+            if Watchdog._latest is not self:
+                continue
             try:
                 fault = bool(self._store.check([FAULT]))
             except Exception:
@@ -86,7 +95,8 @@ class Watchdog:
     def _report(self, stack: str) -> None:
         """Write where this rank stands; rank 0 prints what all have written, the others wait for it."""
         doing = self._doing
-        what = "between two steps" if doing is None else self.describe(doing[0])
+        describe = self._describe()
+        what = "between two steps" if doing is None or describe is None else describe(doing[0])
         since = 0.0 if doing is None else time.monotonic() - doing[1]
         content = json.dumps({"what": what, "since": since, "stack": stack})
         try:

@@ -4,7 +4,9 @@ Built on DeepSpeed's own engine, of which it keeps the optimizer wrappers, gradi
 checkpoints and monitors, and replaces the step: what is loaded, computed, sent and averaged.
 """
 
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import schedule
-from ._deepspeed import StockPipelineEngine, optimizer_kind, quietly
-from .boundary import BoundaryError, boundaries_of, check
-from .channel import Channel, Layout, Parcel, layout_of
+from ._deepspeed import StockPipelineEngine, default_to_non_reentrant, finish, optimizer_kind, quietly
+from .boundary import BoundaryError, agree, check, contract_of
+from .channel import Channel, Layout, Parcel, layout_of, open_borders
 from .diagnose import Watchdog
+from .losses import Losses
+from .schedule import Instruction
+from .split_backward import Rest, backward_input
 from .timetable import check as check_schedule
 
+At = tuple[int, int]  # micro-batch and chunk
+PEERS = {
+    schedule.RecvActivation: ("from", "above"),
+    schedule.SendActivation: ("to", "down"),
+    schedule.RecvGrad: ("from", "below"),
+    schedule.SendGrad: ("to", "up"),
+}
 
-def _as_tuple(x: Any) -> tuple[Tensor, ...]:
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
@@ -33,47 +46,50 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs,
-    labels)` returns. If `loss_fn` has a method `count_targets(labels)`, then it returns sums,
+    labels)` returns: a tensor, or a dict of named ones, whose sum is learned from and which
+    `named_losses` keeps apart. If `loss_fn` has a method `count_targets(labels)`, then it returns sums,
     and the loss is their total over the whole global batch divided by the total of the counts:
     the number is the same however the batch is cut into micro-batches and replicas.
     """
 
+    data_iterator: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        default_to_non_reentrant(**kwargs)
         super().__init__(*args, **kwargs)
-        if self.fp16_enabled() and not self.zero_optimization():
-            raise ValueError(
-                "fp16 under a pipeline needs ZeRO stage 1 (without it DeepSpeed takes a wrong gradient norm): "
-                'set "zero_optimization": {"stage": 1}'
-            )
         batch_fn = getattr(self.module, "_megatron_batch_fn", None)
         if batch_fn is not None:
             self.set_batch_fn(batch_fn)
-        self.boundaries = boundaries_of(self.module)
-        self.schedule = schedule.schedule_of(self._config.pipeline)
+        self._chunks: int = getattr(self.module, "chunks", 1)
+        settings = dict(self._config.pipeline)
+        self._refuse_what_cannot_be(settings)
+        self.schedule = schedule.schedule_of(settings, self._chunks)
         plan = [list(self.schedule(stage, self.num_stages, self.micro_batches)) for stage in range(self.num_stages)]
         check_schedule(plan, self.micro_batches)
-        self.num_targets = 0.0  # targets of the last batch, over the whole global batch
-        self._open_channels()
-        timeout = float(self._config.pipeline.get("timeout", 600.0))
+        self._borders = open_borders(self.grid, self.device, self._chunks)
+        self._channels = [channel for role in self._borders.values() for channel in role.values()]
+        self._shake_hands(settings)
+        timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe) if dist.get_world_size() > 1 else None
-        self._inputs: dict[int, tuple[Tensor, ...]] = {}
-        self._outputs: dict[int, tuple[Tensor, ...]] = {}
-        self._grads: dict[int, list[Tensor]] = {}
-        self._received: dict[int, list[Parcel]] = {}
+        self._inputs: dict[At, tuple[Tensor, ...]] = {}
+        self._outputs: dict[At, tuple[Tensor, ...]] = {}
+        self._grads: dict[At, list[Tensor]] = {}
+        self._received: dict[At, list[Parcel]] = {}
+        self._rests: dict[At, Rest] = {}
         self._batches: list[tuple[Any, Any]] = []
-        self._micros, self._uniform = self.micro_batches, True  # of this step, and whether they have the same shapes
-        self._sent_layout: Layout | None = None
-        self._losses: list[Tensor] = []
+        self._losses = Losses(self.device)
         self._logits: list[Any] = []
         self._scale = torch.ones((), device=self.device)
+        self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last report
+        self._since = time.perf_counter()
 
     # ---------------------------------------------------------------- public
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
-        Returns the loss over the global batch, a scalar, the same on every rank.
-        Raises RuntimeError if the iterator ends early.
+        Without one, of the loader of `training_data` or `set_dataloader`. Returns the loss over
+        the global batch, a scalar, the same on every rank. Raises RuntimeError if the data end early.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients; use eval_batch() under no_grad()")
@@ -83,14 +99,16 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         with self._watched():
             self._begin(self.micro_batches)
             self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
-            self._at("reducing gradients over tied layers and replicas")
-            self._exec_reduce_tied_grads()
-            self._exec_reduce_grads()
-            self._at("in the optimizer step")
-            with quietly():
+            with self._timed("Reduce"):
+                self._at("reducing gradients over tied layers and replicas")
+                self._exec_reduce_tied_grads()
+                self._exec_reduce_grads()
+            with self._timed("Step"), quietly():
+                self._at("in the optimizer step")
                 self._exec_optimizer_step()
-            self.agg_train_loss = self._mean_loss()
+            self.agg_train_loss = self._share_losses()
         self._report("train_loss", self.agg_train_loss)
+        self._print_progress()
         return self.agg_train_loss
 
     def eval_batch(
@@ -109,19 +127,35 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         """
         del reduce_output, bcast_loss  # the loss is always the mean, and every rank gets it
         micros = num_micro_batches or self.micro_batches
-        training_iterator = self.data_iterator
-        self.set_dataiterator(data_iter)
+        training, self.data_iterator = self.data_iterator, data_iter
         self.module.eval()
-        with torch.no_grad(), self._watched():
-            self._begin(micros, compute_loss, keep_logits=return_logits)
-            self._run(schedule.forward_only(self.stage_id, self.num_stages, micros))
-            loss = self._mean_loss() if compute_loss else None
-        self.set_dataiterator(training_iterator)
+        try:
+            with torch.no_grad(), self._watched():
+                self._begin(micros, compute_loss, keep_logits=return_logits)
+                self._run(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks))
+                loss = self._share_losses() if compute_loss else None
+        finally:
+            self.data_iterator = training
         if loss is not None:
             self._report("eval_loss", loss)
         if not return_logits:
             return loss
         return loss, (self._logits if self.is_last_stage() else None)
+
+    @property
+    def named_losses(self) -> dict[str, Tensor]:
+        """The named losses of the last batch, over the global batch, the same on every rank."""
+        return self._losses.means
+
+    @property
+    def num_targets(self) -> float:
+        """Targets of the last batch, over the whole global batch; of micro-batches, if nothing counts targets."""
+        return self._losses.targets
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent over stage boundaries since it was made."""
+        return sum(channel.bytes_sent for channel in self._channels)
 
     def clip_fp32_gradients(self) -> None:
         """Scale the gradients to the global norm; DeepSpeed's own counts the first stage alone."""
@@ -150,13 +184,217 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     # ---------------------------------------------------------- instructions
 
-    def _run(self, instructions: Iterator[schedule.Instruction]) -> None:
+    def _run(self, instructions: Iterator[Instruction]) -> None:
         for instruction in instructions:
             self._at(instruction)
-            self._DO[type(instruction)](self, instruction.micro)
+            with self._timed(type(instruction).__name__):
+                self._DO[type(instruction)](self, (instruction.micro, instruction.chunk))
         self._at("waiting until its last messages have left")
         for channel in self._channels:
             channel.flush()
+        for channel in self._channels[:1]:
+            channel.pool.trim()  # all of them share it
+
+    def _forward(self, at: At) -> None:
+        training, inputs = self.module.training, self._inputs[at]
+        if not training:
+            self._inputs.pop(at)
+            self._received.pop(at, None)
+        run = getattr(self.module, "forward_chunk", None)
+        outputs = run(at[1], _unwrap(inputs)) if run else self.module(_unwrap(inputs))
+        if at[1] in self._borders["down"]:
+            self._outputs[at] = _as_tuple(outputs)
+            check(
+                self._outputs[at], self._contract.puts_out[at[1]], f"stage {self.stage_id} puts out what it should not"
+            )
+            due = [Parcel(p.tensor, split=p.split) for p in self._parcels(at) if p.grad]
+            if due:
+                self._borders["below"][at[1]].expect(layout_of(due))
+            return
+        if self._keep_logits:
+            self._logits.append(outputs)
+        if self._compute_loss:
+            loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, self._batches[at[0]][1])
+            total = self._losses.add(loss)
+            if training:
+                self._outputs[at] = (total * self._scale,)
+
+    def _roots(self, at: At) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What to differentiate, and the gradients that came for it."""
+        self._inputs.pop(at)
+        outputs = self._outputs.pop(at)
+        if at[1] in self._borders["down"]:
+            wanted = [t for t in outputs if t.requires_grad]
+            return wanted, list(self._grads.pop(at)) if wanted else []
+        scale = getattr(self.optimizer, "scale_if_loss", None)
+        return [scale(outputs[0]) if scale else outputs[0]], [None]
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        """Around a backward pass: DeepSpeed's bf16 optimizer adds gradients up in fp32 itself."""
+        by_optimizer = optimizer_kind(self) == "bf16"
+        if by_optimizer:
+            self.optimizer.clear_lp_grads()
+        yield
+        if by_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    def _backward(self, at: At) -> None:
+        outputs, grads = self._roots(at)
+        if outputs:
+            with self._accumulating():
+                torch.autograd.backward(outputs, grads)
+
+    def _backward_input(self, at: At) -> None:
+        outputs, grads = self._roots(at)
+        if outputs:
+            due = [p.tensor for p in self._received.get(at, []) if p.grad]
+            with self._accumulating():
+                self._rests[at] = backward_input(outputs, grads, due)
+
+    def _backward_weight(self, at: At) -> None:
+        if at in self._rests:
+            with self._accumulating():
+                self._rests.pop(at).run()
+
+    def _parcels(self, at: At) -> list[Parcel]:
+        """The outputs of a micro-batch, with what was declared of them."""
+        outputs, declared = self._outputs[at], self._contract.puts_out[at[1]]
+        split = [each.split for each in declared] if declared else [False] * len(outputs)
+        return [Parcel(t, t.requires_grad, s) for t, s in zip(outputs, split, strict=True)]
+
+    def _send_activation(self, at: At) -> None:
+        micro, chunk = at
+        parcels = self._parcels(at)
+        if not self.module.training:
+            self._outputs.pop(at)
+        before, uniform, layout = self._sent.get(chunk), self._uniform[chunk], layout_of(parcels)
+        self._sent[chunk] = layout
+        if uniform and before is not None and before != layout:
+            raise BoundaryError(
+                f"stage {self.stage_id} puts out other shapes for micro-batch {micro} than for the one before, though the "
+                f"inputs of the step have the same: what crosses a boundary may depend on their shapes alone"
+            )
+        header = before is None or not uniform
+        self._borders["down"][chunk].send(parcels, f"stage {self.stage_id}", header=header, uniform=uniform)
+
+    def _recv_activation(self, at: At) -> None:
+        micro, chunk = at
+        above = self._borders["above"][chunk]
+        if micro == 0 or not self._uniform[chunk]:
+            layout, self._uniform[chunk] = above.recv_header()
+            for _ in range(self._micros if self._uniform[chunk] else 1):
+                above.expect(layout)
+        parcels = above.take()
+        for parcel in parcels:
+            parcel.tensor.requires_grad_(parcel.grad and torch.is_grad_enabled())
+        self._inputs[at] = tuple(p.tensor for p in parcels)
+        self._received[at] = parcels
+        check(self._inputs[at], self._contract.takes_in[chunk], f"stage {self.stage_id} got of rank {above.peer}")
+
+    def _send_grad(self, at: At) -> None:
+        due = [p for p in self._received.pop(at) if p.grad]
+        grads = [p.tensor.grad if p.tensor.grad is not None else torch.zeros_like(p.tensor) for p in due]
+        if due:
+            parcels = [Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)]
+            self._borders["up"][at[1]].send(parcels, f"stage {self.stage_id}", header=False)
+
+    def _recv_grad(self, at: At) -> None:
+        if any(t.requires_grad for t in self._outputs[at]):
+            self._grads[at] = [p.tensor for p in self._borders["below"][at[1]].take()]
+
+    _DO = {
+        schedule.Forward: _forward,
+        schedule.Backward: _backward,
+        schedule.BackwardInput: _backward_input,
+        schedule.BackwardWeight: _backward_weight,
+        schedule.SendActivation: _send_activation,
+        schedule.RecvActivation: _recv_activation,
+        schedule.SendGrad: _send_grad,
+        schedule.RecvGrad: _recv_grad,
+    }
+
+    # ------------------------------------------------------------- internals
+
+    def _refuse_what_cannot_be(self, settings: Mapping[str, Any]) -> None:
+        name = settings.get("schedule", "1f1b")
+        if self.fp16_enabled() and not self.zero_optimization():
+            raise ValueError(
+                "fp16 under a pipeline needs ZeRO stage 1 (without it DeepSpeed takes a wrong gradient norm): "
+                'set "zero_optimization": {"stage": 1}'
+            )
+        if name == "interleaved" and self._chunks == 1 and self.num_stages > 1:
+            raise ValueError("the schedule interleaved needs several chunks a stage: tds.PipelineModule(..., chunks=2)")
+        if name == "zb-h1" and self.module.activation_checkpoint_interval > 0:
+            raise ValueError(
+                "the schedule zb-h1 would recompute activations twice, once for each half of the backward pass: "
+                "use 1f1b with activation checkpointing, or zb-h1 without"
+            )
+
+    def _shake_hands(self, settings: Mapping[str, Any]) -> None:
+        """Tell all stages of this pipeline what this one puts out and takes in; raises alike on all where it does not fit."""
+        told = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
+        told |= {"gradient_accumulation_steps": self.micro_batches, "chunks": self._chunks}
+        self._contract = contract_of(self.module, self._chunks, told)
+        if self.num_stages > 1:
+            everyone: list[Any] = [None] * self.num_stages
+            dist.all_gather_object(everyone, self._contract, group=self.grid.get_pipe_parallel_group())
+            agree(everyone)
+
+    def _begin(self, micros: int, compute_loss: bool = True, keep_logits: bool = False) -> None:
+        """Read the micro-batches of this step where they are needed, and find the scale of the loss."""
+        self._compute_loss, self._keep_logits, self._logits = compute_loss, keep_logits, []
+        self._micros, self._batches = micros, []
+        self._sent: dict[int, Layout] = {}  # per chunk: the layout of the micro-batch before
+        self._uniform = dict.fromkeys(range(self._chunks), True)  # and whether all of the step have the same
+        self._at("reading its micro-batches")
+        if self.is_first_stage() or self.is_last_stage():
+            for micro in range(micros):
+                try:
+                    inputs, labels = self._next_batch()
+                except StopIteration:
+                    raise RuntimeError(
+                        f"the data iterator of stage {self.stage_id} ended after {micro} of {micros} micro-batches"
+                    ) from None
+                self._batches.append((self._to_device(inputs), self._to_device(labels)))
+        if self.is_first_stage():
+            self._inputs = {(micro, 0): _as_tuple(inputs) for micro, (inputs, _) in enumerate(self._batches)}
+            self._uniform[0] = len({layout_of([Parcel(t) for t in inputs]) for inputs in self._inputs.values()}) == 1
+            if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
+                for t in (t for inputs in self._inputs.values() for t in inputs):
+                    t.requires_grad_(t.is_floating_point())  # or the first checkpoint would not learn
+        replicas = self.dp_world_size
+        self._losses.begin(micros * replicas)
+        if self.is_last_stage():
+            count = getattr(self.module.loss_fn, "count_targets", None)
+            self._losses.count(count, [labels for _, labels in self._batches], self.grid.get_data_parallel_group())
+            # Gradients are averaged over the replicas afterwards, hence the product with their number.
+            self._scale = torch.tensor(replicas / self.num_targets, dtype=torch.float64, device=self.device)
+
+    def _to_device(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().to(self.device, non_blocking=True)
+        if isinstance(x, (tuple, list)):
+            return tuple(self._to_device(each) for each in x)
+        return x
+
+    def _share_losses(self) -> Tensor:
+        """The loss over the global batch, told to all stages."""
+        self._at("sharing the loss")
+        if self.is_last_stage():
+            self._losses.reduce(self.grid.get_data_parallel_group())
+        if self.num_stages > 1:
+            source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
+            self._losses.tell(source, self.grid.get_pipe_parallel_group())
+        return self._losses.total
+
+    def _exec_reduce_tied_grads(self) -> None:
+        for weight, _ in self.module.get_tied_weights_and_groups():
+            if weight.grad is None and optimizer_kind(self) != "bf16":
+                weight.grad = torch.zeros_like(weight)  # another stage may have one, and waits for all
+        super()._exec_reduce_tied_grads()
+
+    # --------------------------------------------------- telling what goes on
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -176,192 +414,46 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     def _describe(self, what: Any) -> str:
         """What this rank is doing, in words."""
         where = f"stage {self.stage_id}"
-        if not isinstance(what, schedule.Instruction):
+        if not isinstance(what, Instruction):
             return f"{where}, {what}"
-        peers = {
-            schedule.RecvActivation: ("from", "_above"),
-            schedule.SendActivation: ("to", "_down"),
-            schedule.RecvGrad: ("from", "_below"),
-            schedule.SendGrad: ("to", "_up"),
-        }
         text = f"{where}, in {type(what).__name__} of micro-batch {what.micro}"
-        if type(what) in peers:
-            word, name = peers[type(what)]
-            channel = getattr(self, name)
+        if self._chunks > 1:
+            text += f", chunk {what.chunk}"
+        if type(what) in PEERS:
+            word, role = PEERS[type(what)]
+            channel: Channel = self._borders[role][what.chunk]
             text += f", {word} rank {channel.peer}{channel.waiting_for()}"
         return text
 
-    def _forward(self, micro: int) -> None:
-        inputs = self._inputs[micro]
-        outputs = self.module(_unwrap(inputs))
-        if not self.is_last_stage():
-            self._outputs[micro] = _as_tuple(outputs)
-            check(self._outputs[micro], self.boundaries, self.stage_id)
-            due = [Parcel(p.tensor, split=p.split) for p in self._parcels(micro) if p.grad]
-            if due:
-                self._below.expect(layout_of(due))
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        if not self.wall_clock_breakdown():
+            yield
             return
-        if self._keep_logits:
-            self._logits.append(outputs)
-        if self._compute_loss:
-            loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, self._batches[micro][1])
-            self._losses.append(loss.detach())
-            self._outputs[micro] = (loss * self._scale,)
-        if not self.module.training:
-            self._outputs.pop(micro, None)
-            self._inputs.pop(micro, None)
+        finish(self.device)
+        begin = time.perf_counter()
+        yield
+        finish(self.device)
+        self._seconds[what] += time.perf_counter() - begin
 
-    def _backward(self, micro: int) -> None:
-        outputs = self._outputs.pop(micro)
-        bf16 = optimizer_kind(self) == "bf16"
-        if bf16:
-            self.optimizer.clear_lp_grads()
-        if self.is_last_stage():
-            loss = outputs[0]
-            scale = getattr(self.optimizer, "scale_if_loss", None)
-            torch.autograd.backward([scale(loss) if scale else loss])
-        else:
-            wanted = [t for t in outputs if t.requires_grad]
-            if wanted:
-                torch.autograd.backward(wanted, self._grads.pop(micro))
-        if bf16 and not self._config.bfloat16_config.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
-
-    def _parcels(self, micro: int) -> list[Parcel]:
-        """The outputs of a micro-batch, with what was declared of them."""
-        outputs = self._outputs[micro]
-        split = [each.split for each in self.boundaries] if self.boundaries else [False] * len(outputs)
-        return [Parcel(t, t.requires_grad, s) for t, s in zip(outputs, split, strict=True)]
-
-    def _send_activation(self, micro: int) -> None:
-        parcels = self._parcels(micro)
-        if not self.module.training:
-            self._outputs.pop(micro)
-        before, self._sent_layout = self._sent_layout, layout_of(parcels)
-        first = before is None
-        if self._uniform and not first and before != self._sent_layout:
-            raise BoundaryError(
-                f"stage {self.stage_id} puts out other shapes for micro-batch {micro} than for the one before, though the "
-                f"inputs of the step have the same: what crosses a boundary may depend on their shapes alone"
-            )
-        self._down.send(parcels, f"stage {self.stage_id}", header=first or not self._uniform, uniform=self._uniform)
-
-    def _recv_activation(self, micro: int) -> None:
-        if micro == 0 or not self._uniform:
-            layout, self._uniform = self._above.recv_header()
-            for _ in range(self._micros if self._uniform else 1):
-                self._above.expect(layout)
-        parcels = self._above.take()
-        for parcel in parcels:
-            parcel.tensor.requires_grad_(parcel.grad and torch.is_grad_enabled())
-        self._inputs[micro] = tuple(p.tensor for p in parcels)
-        self._received[micro] = parcels
-
-    def _send_grad(self, micro: int) -> None:
-        self._inputs.pop(micro)
-        due = [p for p in self._received.pop(micro) if p.grad]
-        grads = [p.tensor.grad if p.tensor.grad is not None else torch.zeros_like(p.tensor) for p in due]
-        if due:
-            parcels = [Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)]
-            self._up.send(parcels, f"stage {self.stage_id}", header=False)
-
-    def _recv_grad(self, micro: int) -> None:
-        if any(t.requires_grad for t in self._outputs[micro]):
-            self._grads[micro] = [p.tensor for p in self._below.take()]
-
-    _DO = {
-        schedule.Forward: _forward,
-        schedule.Backward: _backward,
-        schedule.SendActivation: _send_activation,
-        schedule.RecvActivation: _recv_activation,
-        schedule.SendGrad: _send_grad,
-        schedule.RecvGrad: _recv_grad,
-    }
-
-    # ------------------------------------------------------------- internals
-
-    def _open_channels(self) -> None:
-        """Groups for gradients beside the ones for activations, and the four directions of this rank."""
-        up_group = None
-        for ranks in self.grid._topo.get_axis_comm_lists("pipe") or [list(range(dist.get_world_size()))]:
-            group = dist.new_group(ranks)
-            if self.global_rank in ranks:
-                up_group = group
-        down_group = self.grid.get_pipe_parallel_group()
-        place = (
-            self.grid.get_slice_parallel_group(),
-            self.grid.get_slice_parallel_rank(),
-            self.grid.get_slice_parallel_world_size(),
-        )
-
-        def to(stage: int, group: Any) -> Channel:
-            return Channel(self.grid.stage_to_global(stage_id=stage), group, self.device, *place)
-
-        self._channels = []
-        if not self.is_first_stage():
-            self._above, self._up = to(self.prev_stage, down_group), to(self.prev_stage, up_group)
-            self._channels += [self._above, self._up]
-        if not self.is_last_stage():
-            self._down, self._below = to(self.next_stage, down_group), to(self.next_stage, up_group)
-            self._channels += [self._down, self._below]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over stage boundaries since it was made."""
-        return sum(channel.bytes_sent for channel in self._channels)
-
-    def _begin(self, micros: int, compute_loss: bool = True, keep_logits: bool = False) -> None:
-        """Read the micro-batches of this step where they are needed, and find the scale of the loss."""
-        self._compute_loss, self._keep_logits = compute_loss, keep_logits
-        self._losses, self._logits = [], []
-        self._micros, self._uniform, self._sent_layout = micros, True, None
-        self._batches = []
-        self._at("reading its micro-batches")
-        if self.is_first_stage() or self.is_last_stage():
-            for micro in range(micros):
-                try:
-                    inputs, labels = self._next_batch()
-                except StopIteration:
-                    raise RuntimeError(
-                        f"the data iterator of stage {self.stage_id} ended after {micro} of {micros} micro-batches"
-                    ) from None
-                self._batches.append((self._to_device(inputs), self._to_device(labels)))
-        if self.is_first_stage():
-            self._inputs = {micro: _as_tuple(inputs) for micro, (inputs, _) in enumerate(self._batches)}
-            self._uniform = len({layout_of([Parcel(t) for t in inputs]) for inputs in self._inputs.values()}) == 1
-        count = getattr(self.module.loss_fn, "count_targets", None)
-        self.num_targets = float(micros * self.dp_world_size)
-        if self.is_last_stage():
-            if count is not None:
-                total = torch.zeros((), dtype=torch.float64, device=self.device)
-                for _, labels in self._batches:
-                    total += count(labels)
-                dist.all_reduce(total, group=self.grid.get_data_parallel_group())
-                self.num_targets = max(total.item(), 1.0)
-            # Gradients are averaged over the replicas afterwards, hence the product with their number.
-            self._scale = torch.tensor(self.dp_world_size / self.num_targets, dtype=torch.float64, device=self.device)
-
-    def _to_device(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.detach().to(self.device, non_blocking=True)
-        if isinstance(x, (tuple, list)):
-            return tuple(self._to_device(each) for each in x)
-        return x
-
-    def _mean_loss(self) -> Tensor:
-        """Sum of the losses over replicas / number of targets, told to all stages."""
-        self._at("sharing the loss")
-        numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.is_last_stage():
-            numbers[0] = torch.stack([loss.double() for loss in self._losses]).sum()
-            dist.all_reduce(numbers, group=self.grid.get_data_parallel_group())
-            numbers[1] = self.num_targets
-        if self.num_stages > 1:
-            source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
-            dist.broadcast(numbers, source, group=self.grid.get_pipe_parallel_group())
-        self.num_targets = numbers[1].item()
-        return numbers[0] / numbers[1]
+    def _print_progress(self) -> None:
+        """DeepSpeed's line every `steps_per_print` steps, and where the time went if `wall_clock_breakdown` is set."""
+        every = self.steps_per_print()
+        if not every or self.global_steps % every:
+            return
+        took = (time.perf_counter() - self._since) / every
+        self._since = time.perf_counter()
+        if self.global_rank == 0:
+            named = " ".join(f"{name}: {value.item():.4f}" for name, value in self.named_losses.items())
+            speed = self.train_batch_size() / took
+            print(f"steps: {self.global_steps} {named} iter time (s): {took:.3f} samples/sec: {speed:.3f}", flush=True)
+            if self._seconds:
+                spent = " | ".join(f"{name}: {1e3 * s / every:.2f}" for name, s in self._seconds.items())
+                print(f"rank 0, ms a step | {spent}", flush=True)
+        self._seconds.clear()
 
     def _report(self, name: str, loss: Tensor) -> None:
         if self.global_rank == 0 and self.monitor.enabled:
-            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self.global_samples)])
+            named = {} if len(self.named_losses) == 1 else self.named_losses
+            events = [(f"Train/Samples/{each}", value.item(), self.global_samples) for each, value in named.items()]
+            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self.global_samples), *events])

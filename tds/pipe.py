@@ -1,44 +1,122 @@
-"""PipelineModule, LayerSpec and TiedLayerSpec: DeepSpeed's, with explicit cuts and without the chatter."""
+"""PipelineModule, LayerSpec and TiedLayerSpec: DeepSpeed's, with more ways to cut and several chunks a stage."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from ._deepspeed import StockPipelineModule, quietly
+from ._deepspeed import StockPipelineModule, quietly, this_device
+from .layer_times import cut_by_time, layer_times
 
 
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     """A model as a list of layers, of which this process builds the ones of its stage.
 
-    partition_method: `uniform`, `parameters`, `type:REGEX` as in DeepSpeed, or the cuts
-    themselves, `[0, 3, 7]` or `"0,3,7"`: stage i gets the layers cuts[i] to cuts[i+1]-1.
+    partition_method: `uniform`, `parameters`, `type:REGEX` as in DeepSpeed; `balanced`, by the
+    measured time of each layer; or the cuts themselves, `[0, 3, 7]` or `"0,3,7"`: stage i gets the
+    layers cuts[i] to cuts[i+1]-1. example: what the first layer is given, for `balanced`.
+    chunks: stretches of layers that a stage holds, for the schedule `interleaved`; the cuts then
+    are between stages x chunks stretches, of which stage i has number i, stages + i, ...
     Raises ValueError for cuts that leave a layer out or do not fit the number of stages.
     """
 
-    def __init__(self, layers: Any, *args: Any, **kwargs: Any) -> None:
+    num_stages: int
+
+    def __init__(self, layers: Any, *args: Any, chunks: int = 1, example: Any = None, **kwargs: Any) -> None:
+        self.chunks, self._example = chunks, example
+        if chunks > 1 and kwargs.get("seed_layers"):
+            raise ValueError("seed_layers numbers the layers of one stretch: leave it out, or use chunks=1")
         with quietly():
             super().__init__(layers, *args, **kwargs)
+        del self._example
+
+    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
+        """Run the layers of one chunk of this stage."""
+        if self.chunks == 1:
+            return self(inputs)
+        first, end = self.stretches[chunk]
+        funcs = self.forward_funcs[first:end]
+        interval = self.activation_checkpoint_interval
+        for at in range(0, len(funcs), interval or len(funcs)):
+            part = funcs[at : at + (interval or len(funcs))]
+            if interval and torch.is_grad_enabled() and self._is_checkpointable(part):
+                tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+                inputs = self.activation_checkpoint_func(lambda *x, part=part: _run(part, x), *tensors)
+            else:
+                inputs = _run(part, inputs)
+        return inputs
+
+    def stage_owner(self, layer_idx: int) -> int:
+        for place, (start, stop) in enumerate(pairwise(self.cuts)):
+            if start <= layer_idx < stop:
+                return place % self.num_stages  # type: ignore[no-any-return]
+        raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
+        return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
+        return super().ckpt_layer_path_list(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
+        if self.num_stages == 1:
+            self.chunks = 1  # nothing to take turns with
+        self.cuts = self._cuts(method)
+        mine = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]
+        self.indices = [index for start, stop in mine for index in range(start, stop)]
+        ends = [0]
+        for start, stop in mine:
+            ends.append(ends[-1] + stop - start)
+        self.stretches = list(pairwise(ends))  # of the layers that are built here
+        self.parts = self.cuts
+        self._set_bounds(start=mine[0][0], stop=mine[0][1])
+
+    def _cuts(self, method: str | Sequence[int]) -> list[int]:
+        """Where each stretch of layers begins, and the number of layers."""
+        count, stretches = len(self._layer_specs), self.num_stages * self.chunks
+        if count < stretches:
+            raise ValueError(f"{count} layers cannot be cut into {stretches} stretches: take fewer stages or chunks")
+        if method == "balanced":
+            if self._example is None:
+                raise ValueError(
+                    "partition_method 'balanced' measures the layers: give `example`, the first one's input"
+                )
+            return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), stretches)
         text = method if isinstance(method, str) else ",".join(map(str, method))
         if not text.replace(",", "").replace(" ", "").isdigit():
-            super()._partition_layers(method=method)
-            return
+            stages, self.num_stages = self.num_stages, stretches
+            try:  # DeepSpeed reads the bounds of this stage off the cuts, which _partition_layers does again
+                super()._partition_layers(method=text)
+            finally:
+                self.num_stages = stages
+            return list(self.parts)
         cuts = [int(part) for part in text.split(",")]
-        count = len(self._layer_specs)
-        if len(cuts) != self.num_stages + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
+        if len(cuts) != stretches + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
             raise ValueError(
-                f"the cuts {cuts} do not divide {count} layers among {self.num_stages} stages: give "
-                f"{self.num_stages + 1} rising numbers, the first 0 and the last {count}"
+                f"the cuts {cuts} do not divide {count} layers among {stretches} stages: give "
+                f"{stretches + 1} rising numbers, the first 0 and the last {count}"
             )
-        self.parts = cuts
-        self._set_bounds(start=cuts[self.stage_id], stop=cuts[self.stage_id + 1])
+        return cuts
+
+    def _build(self) -> None:
+        for start, stop in list(pairwise(self.cuts))[self.stage_id :: self.num_stages]:
+            self._set_bounds(start=start, stop=stop)
+            super()._build()
+        self._set_bounds(start=self.cuts[self.stage_id], stop=self.cuts[self.stage_id + 1])
+
+
+def _run(funcs: Sequence[Any], inputs: Any) -> Any:
+    if isinstance(inputs, tuple) and len(inputs) == 1:
+        inputs = inputs[0]
+    for func in funcs:
+        inputs = func(inputs)
+    return inputs
 
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

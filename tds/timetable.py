@@ -3,10 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .schedule import Backward, Forward, Instruction, RecvActivation, RecvGrad, SendActivation, SendGrad
+from .schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    RecvActivation,
+    RecvGrad,
+    SendActivation,
+    SendGrad,
+)
 
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}  # where a message comes from
+PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
 
 
 class ScheduleError(ValueError):
@@ -15,43 +26,89 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Span:
-    """One pass of one micro-batch over one stage."""
+    """One pass of one micro-batch over one chunk of a stage. kind: F, B or W."""
 
     stage: int
     micro: int
-    backward: bool
+    chunk: int
+    kind: str
     begin: float
     end: float
+
+
+def chunks_of(plan: Plan) -> int:
+    return 1 + max((i.chunk for stage in plan for i in stage), default=0)
 
 
 def check(plan: Plan, micros: int) -> None:
     """Raise ScheduleError unless every micro-batch goes once each way, messages match, and nobody waits for ever.
 
-    Messages of a link arrive in the order they were sent, which is what gloo and NCCL promise,
-    so receives must stand in that order, too.
+    Every border between two virtual stages has a process group of its own for either direction.
+    On it, one end only sends and the other only receives, and gloo and NCCL both match the n-th
+    send with the n-th receive. So it is enough that both ends name the micro-batches in the same
+    order, which is checked here, and that the stages do not wait in a circle, which `times` finds.
     """
-    last = len(plan) - 1
-    trains = any(isinstance(i, Backward) for stage in plan for i in stage)
+    chunks = chunks_of(plan)
     for stage, instructions in enumerate(plan):
-        for compute in (Forward, Backward) if trains else (Forward,):
-            done = sorted(i.micro for i in instructions if type(i) is compute)
-            if done != list(range(micros)):
-                raise ScheduleError(f"stage {stage}: {compute.__name__} runs for {done}, not once for each of {micros}")
-        for kind, (hop, sender) in SENT_BY.items():
-            received = [i.micro for i in instructions if type(i) is kind]
-            inside = 0 <= stage + hop <= last
-            sent = [i.micro for i in plan[stage + hop] if type(i) is sender] if inside else []
-            if received != sent:
-                raise ScheduleError(
-                    f"stage {stage} receives {kind.__name__} of {received}, stage {stage + hop} sends {sent}"
-                )
+        found = [type(i) for i in instructions if type(i) in PASSES]
+        split = BackwardInput in found or BackwardWeight in found
+        backward = (BackwardInput, BackwardWeight) if split else (Backward,)
+        trains = any(kind is not Forward for kind in found)
+        for chunk in range(chunks):
+            for compute in (Forward, *backward) if trains else (Forward,):
+                done = sorted(i.micro for i in instructions if type(i) is compute and i.chunk == chunk)
+                if done != list(range(micros)):
+                    raise ScheduleError(
+                        f"stage {stage}: {compute.__name__} runs for {done}, not once for each of {micros}"
+                    )
+            _check_order(instructions, stage, chunk)
+            _check_messages(plan, stage, chunk, chunks)
     times(plan)
 
 
-def times(plan: Plan, forward: float = 1.0, backward: float = 2.0, message: float = 0.0) -> list[Span]:
-    """When each pass runs, if sends never block. Raises ScheduleError for a circle of stages that wait."""
+def _check_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> None:
+    """Forward, then backward, then weights; the micro-batches of each in rising order, as messages are expected."""
+    done: dict[type, int] = {}
+    for each in instructions:
+        kind = type(each)
+        if each.chunk != chunk:
+            continue
+        before = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput}.get(kind)
+        if each.micro != done.get(kind, 0) or (before and done.get(before, 0) <= each.micro):
+            raise ScheduleError(
+                f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} stands too early or too late"
+            )
+        done[kind] = each.micro + 1
+
+
+def _check_messages(plan: Plan, stage: int, chunk: int, chunks: int) -> None:
+    stages = len(plan)
+    for kind, (hop, sender) in SENT_BY.items():
+        place = chunk * stages + stage + hop
+        received = [i.micro for i in plan[stage] if type(i) is kind and i.chunk == chunk]
+        sent = []
+        if 0 <= place < stages * chunks:
+            there = plan[place % stages]
+            sent = [i.micro for i in there if type(i) is sender and i.chunk == place // stages]
+        if received != sent:
+            raise ScheduleError(
+                f"stage {stage} receives {kind.__name__} of {received}, stage {place % stages} sends {sent}"
+            )
+
+
+def times(
+    plan: Plan, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
+) -> list[Span]:
+    """When each pass runs, if sends never block. Raises ScheduleError for a circle of stages that wait.
+
+    forward, backward: time of a pass over a whole stage. weight: the part of `backward` that
+    computes gradients of weights, by default half of it. message: time on the way.
+    """
+    chunks, stages = chunks_of(plan), len(plan)
+    weight = backward / 2 if weight is None else weight
+    cost = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
     todo = [list(reversed(stage)) for stage in plan]
-    clock = [0.0] * len(plan)
+    clock = [0.0] * stages
     arrival: dict[tuple[int, type, int], float] = {}
     spans: list[Span] = []
     while any(todo):
@@ -59,17 +116,18 @@ def times(plan: Plan, forward: float = 1.0, backward: float = 2.0, message: floa
         for stage, rest in enumerate(todo):
             while rest:
                 head = rest[-1]
-                if type(head) in SENT_BY:
-                    hop, sender = SENT_BY[type(head)]
-                    if (stage + hop, sender, head.micro) not in arrival:
+                kind, place = type(head), head.chunk * stages + stage
+                if kind in SENT_BY:
+                    hop, sender = SENT_BY[kind]
+                    if (place + hop, sender, head.micro) not in arrival:
                         break
-                    clock[stage] = max(clock[stage], arrival[stage + hop, sender, head.micro])
-                elif isinstance(head, (Forward, Backward)):
+                    clock[stage] = max(clock[stage], arrival[place + hop, sender, head.micro])
+                elif kind in PASSES:
                     begin = clock[stage]
-                    clock[stage] += backward if isinstance(head, Backward) else forward
-                    spans.append(Span(stage, head.micro, isinstance(head, Backward), begin, clock[stage]))
+                    clock[stage] += cost[kind] / chunks
+                    spans.append(Span(stage, head.micro, head.chunk, PASSES[kind], begin, clock[stage]))
                 else:
-                    arrival[stage, type(head), head.micro] = clock[stage] + message
+                    arrival[place, kind, head.micro] = clock[stage] + message
                 rest.pop()
                 moved = True
         if not moved:
@@ -79,10 +137,10 @@ def times(plan: Plan, forward: float = 1.0, backward: float = 2.0, message: floa
 
 
 def most_in_flight(instructions: Sequence[Instruction]) -> int:
-    """The most micro-batches whose activations a stage keeps at once."""
+    """The most micro-batches (of one chunk each) whose activations a stage keeps at once."""
     alive = most = 0
     for each in instructions:
-        alive += isinstance(each, Forward) - isinstance(each, Backward)
+        alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
         most = max(most, alive)
     return most
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import Config
@@ -25,21 +27,29 @@ TRAVELLERS = {
 
 
 class LayerStackPipe(PipelineModule):
-    """This stage's stretch of a list of layers."""
+    """This stage's stretch of a list of layers, or its stretches, one a chunk."""
 
-    def __init__(self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any) -> None:
-        """tied_weights: for each tie, the path of the shared weight in its module."""
+    def __init__(
+        self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any, example: Any
+    ) -> None:
+        """tied_weights: for each tie, the path of the shared weight in its module. example: inputs of the first layer."""
         super().__init__(
             layers=[self._spec(layer, tied_weights) for layer in layers],
             topology=mpu.get_topology(),
             loss_fn=loss_fn,
             partition_method=config.parallel.partition_method,
+            chunks=config.parallel.virtual_pipeline_size,
+            example=example,
         )
         self._chunk = config.parallel.checkpoint_num_layers if config.parallel.checkpoint_activations else 0
-        self._layers = list(layers)[self._local_start : self._local_stop]
+        self._layers = [layers[index] for index in self.indices]
         first_with = {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
-        self.boundaries = [TRAVELLERS[name] for name in self._layers[-1].puts_out if name in TRAVELLERS]
         self._names = [first_with[layer.tied] if layer.tied else layer.name for layer in self._layers]
+        mine = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]
+        puts_out = [_travellers(layers[stop - 1]) for _, stop in mine]
+        takes_in = [_travellers(layers[start - 1]) if start else None for start, _ in mine]
+        self.boundaries: Any = puts_out if self.chunks > 1 else puts_out[0]
+        self.receives: Any = takes_in if self.chunks > 1 else takes_in[0]
         init_weights(self, config.train.seed)
 
     @staticmethod
@@ -61,8 +71,18 @@ class LayerStackPipe(PipelineModule):
 
     def forward(self, inputs: Any) -> Any:
         """What comes from the stage before (or the batch) -> what goes to the next (or the logits)."""
-        steps = list(zip(self._layers, self.forward_funcs, strict=True))
+        return self.forward_chunk(0, inputs)
+
+    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
+        """The same for one chunk of this stage."""
+        mine = slice(*self.stretches[chunk])
+        steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         return run(steps, inputs, self._chunk if self.training else 0)
+
+
+def _travellers(layer: Layer) -> list[Boundary]:
+    """What crosses a boundary behind this layer."""
+    return [TRAVELLERS[name] for name in layer.puts_out if name in TRAVELLERS]
 
 
 class GPT2ModelPipe(LayerStackPipe):
@@ -79,4 +99,15 @@ class GPT2ModelPipe(LayerStackPipe):
             config,
             tied_weights={"embedding": "word_embeddings.weight"},
             loss_fn=TokenLoss(vocab_size),
+            example=_example(config),
         )
+
+
+def _example(config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """A micro-batch of zeros: what the first layer is given, for cuts by measured time."""
+    shape = config.train.batch_size, config.data.seq_length
+    return (
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(0, dtype=torch.int32),
+    )

@@ -1,0 +1,78 @@
+"""How long each layer of a list takes, so that the list can be cut where stages come out equally fast."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from ._deepspeed import finish
+
+ROUNDS = 5  # of which the first warms up
+
+
+def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> list[float]:
+    """Seconds of the forward and backward pass of each layer, the slowest rank's; the same list on every rank.
+
+    Layers are built one at a time and thrown away. All ranks measure all layers at the same
+    moment, so layers that talk to their tensor-parallel peers find them there, too.
+    """
+    seconds = []
+    inputs = _map(example, lambda t: t.detach().to(device))
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        for layer in layers:
+            module = layer.build() if isinstance(layer, LayerSpec) else layer
+            if isinstance(module, nn.Module):
+                module.to(device)
+            call = module
+            if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+                call = lambda x, module=module, forward=layer.forward_fn: forward(module, x)  # noqa: E731
+            rounds = [_measure(call, inputs, device) for _ in range(ROUNDS)]
+            seconds.append(statistics.median(took for took, _ in rounds[1:]))
+            inputs = rounds[-1][1]
+            if isinstance(module, nn.Module):
+                module.zero_grad(set_to_none=True)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()  # type: ignore[no-any-return]
+
+
+def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
+    """Seconds, and what comes out."""
+    inputs = _map(inputs, lambda t: t.detach().requires_grad_(t.is_floating_point()))
+    finish(device)
+    begin = time.perf_counter()
+    outputs = call(inputs)
+    learning = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]
+    if learning:
+        torch.autograd.backward(learning, [torch.ones_like(t) for t in learning])
+    finish(device)
+    return time.perf_counter() - begin, _map(outputs, Tensor.detach)
+
+
+def _map(x: Any, f: Any) -> Any:
+    return tuple(f(t) for t in x) if isinstance(x, (tuple, list)) else f(x)
+
+
+def cut_by_time(seconds: Sequence[float], stretches: int) -> list[int]:
+    """The cuts for which the slowest of `stretches` stretches is as fast as can be; none is empty."""
+    count = len(seconds)
+    total = [0.0]
+    for each in seconds:
+        total.append(total[-1] + each)
+    best = {0: (0.0, [0])}  # cuts so far by where the next stretch begins, and their slowest stretch
+    for left in reversed(range(stretches)):
+        best = {
+            end: min(
+                (max(slowest, total[end] - total[start]), [*cuts, end])
+                for start, (slowest, cuts) in best.items()
+                if start < end
+            )
+            for end in range(1 if left else count, count - left + 1)
+            if any(start < end for start in best)
+        }
+    return best[count][1]
