@@ -25,9 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tds import state as ds_state
-
-from . import mpu
+from . import mpu, zero_state
 from .config import Config
 from .model.init import full_shape, local_shape, own_rows
 from .model.layers import global_parameters
@@ -90,11 +88,11 @@ def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config,
 def _own_tensors(engine: Any) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """What this rank writes: tensors by key, and where each stands in the whole."""
     mesh = mpu.get_mesh()
-    names = ds_state.moment_names(engine)
+    names = zero_state.moment_names(engine)
     tensors, places = {}, {}
     for name, parameter in global_parameters(engine.module):
-        values = {WEIGHT: ds_state.get_weight(parameter)}
-        values |= {moment: ds_state.get_moment(engine, parameter, moment) for moment in names}
+        values = {WEIGHT: zero_state.get_weight(parameter)}
+        values |= {moment: zero_state.get_moment(engine, parameter, moment) for moment in names}
         if mesh.data.rank != 0 or not mpu.counts_here(parameter, mesh.model.rank):
             continue
         dim, begin, end = own_rows(parameter)
@@ -134,9 +132,9 @@ def _publish(
         "format": FORMAT,
         "state": asdict(state),
         "optimizer": {
-            "step": ds_state.get_step(engine),
-            "moments": ds_state.moment_names(engine),
-            "loss_scaler": ds_state.get_loss_scaler(engine),
+            "step": zero_state.get_step(engine),
+            "moments": zero_state.moment_names(engine),
+            "loss_scaler": zero_state.get_loss_scaler(engine),
         },
         "tokenizer": fingerprint,
         "positions": config.positions,
@@ -343,13 +341,13 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config) -> Callable[[
                 f"this run uses {config.optim.optimizer}"
             )
         if moments:
-            ds_state.make_moments(engine, moments, reader.optimizer["step"])
+            zero_state.make_moments(engine, moments, reader.optimizer["step"])
         for name, parameter, value in each_weight(reader, engine.module):
-            ds_state.set_weight(parameter, value.to(engine.device))
+            zero_state.set_weight(parameter, value.to(engine.device))
             for moment in moments:
-                ds_state.set_moment(
+                zero_state.set_moment(
                     engine, parameter, moment, reader.local(f"{moment}.{name}", parameter).to(engine.device)
                 )
-        ds_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
+        zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
 
     return load

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tds
-from tds import state as ds_state
 
-from . import mpu
+from . import mpu, zero_state
 from .config import Config
 from .ds_config import Resolved
 from .metrics import Timers
@@ -61,7 +60,7 @@ def build_engine(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
     if resolved.precision == "fp64":
-        ds_state.use_fp64(engine)
+        zero_state.use_fp64(engine)
     if pipeline:
         return PipeEngine(engine, timers)
     return PlainEngine(engine, resolved, config.train.gas, forward_step, count_targets, timers)

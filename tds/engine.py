@@ -4,8 +4,6 @@ Built on DeepSpeed's own engine, of which it keeps the optimizer wrappers, gradi
 checkpoints and monitors, and replaces the step: what is loaded, computed, sent and averaged.
 """
 
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import schedule
-from ._deepspeed import StockPipelineEngine, default_to_non_reentrant, finish, optimizer_kind, quietly
+from ._deepspeed import StockPipelineEngine, default_to_non_reentrant, optimizer_kind, quietly
 from .boundary import BoundaryError, agree, check, contract_of
 from .channel import Channel, Layout, Parcel, layout_of, open_borders
+from .clip import clip_grad_norm
 from .diagnose import Watchdog
 from .losses import Losses
+from .nested import as_tuple, to_device, unwrap
+from .progress import Progress
 from .schedule import Instruction
 from .split_backward import Rest, backward_input
 from .timetable import check as check_schedule
@@ -31,15 +32,6 @@ PEERS = {
     schedule.RecvGrad: ("from", "below"),
     schedule.SendGrad: ("to", "up"),
 }
-
-
-def _as_tuple(x: Any) -> tuple[Any, ...]:
-    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
-
-
-def _unwrap(x: tuple[Tensor, ...]) -> Any:
-    """Layers get a tensor where the tuple has one, as in DeepSpeed."""
-    return x[0] if len(x) == 1 else x
 
 
 class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
@@ -80,8 +72,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         self._losses = Losses(self.device)
         self._logits: list[Any] = []
         self._scale = torch.ones((), device=self.device)
-        self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last report
-        self._since = time.perf_counter()
+        self._progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
 
     # ---------------------------------------------------------------- public
 
@@ -99,16 +90,18 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         with self._watched():
             self._begin(self.micro_batches)
             self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
-            with self._timed("Reduce"):
+            with self._progress.timed("Reduce"):
                 self._at("reducing gradients over tied layers and replicas")
                 self._exec_reduce_tied_grads()
                 self._exec_reduce_grads()
-            with self._timed("Step"), quietly():
+            with self._progress.timed("Step"), quietly():
                 self._at("in the optimizer step")
                 self._exec_optimizer_step()
             self.agg_train_loss = self._share_losses()
         self._report("train_loss", self.agg_train_loss)
-        self._print_progress()
+        line = self._progress.step(self.global_steps, self.train_batch_size(), self.named_losses)
+        if line and self.global_rank == 0:
+            print(line, flush=True)
         return self.agg_train_loss
 
     def eval_batch(
@@ -159,35 +152,14 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     def clip_fp32_gradients(self) -> None:
         """Scale the gradients to the global norm; DeepSpeed's own counts the first stage alone."""
-        params = [p for p in self.module.parameters() if p.grad is not None]
-        copies_elsewhere = self.grid.get_slice_parallel_rank() > 0
-        mine = [
-            p.grad
-            for p in params
-            if not getattr(p, "ds_pipe_replicated", False)
-            and (
-                not copies_elsewhere
-                or getattr(p, "tensor_model_parallel", False)
-                or getattr(p, "model_parallel", False)
-            )
-        ]
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if mine:
-            total += torch.stack([g.norm() for g in mine]).double().square().sum()
-        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
-        norm = total.sqrt()
-        self._global_grad_norm = norm.item()
-        limit = self.gradient_clipping()
-        if limit > 0 and params:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([p.grad for p in params], factor.to(params[0].grad.dtype))
+        self._global_grad_norm = clip_grad_norm(self.module, self.grid, self.gradient_clipping(), self.device)
 
     # ---------------------------------------------------------- instructions
 
     def _run(self, instructions: Iterator[Instruction]) -> None:
         for instruction in instructions:
             self._at(instruction)
-            with self._timed(type(instruction).__name__):
+            with self._progress.timed(type(instruction).__name__):
                 self._DO[type(instruction)](self, (instruction.micro, instruction.chunk))
         self._at("waiting until its last messages have left")
         for channel in self._channels:
@@ -201,9 +173,9 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             self._inputs.pop(at)
             self._received.pop(at, None)
         run = getattr(self.module, "forward_chunk", None)
-        outputs = run(at[1], _unwrap(inputs)) if run else self.module(_unwrap(inputs))
+        outputs = run(at[1], unwrap(inputs)) if run else self.module(unwrap(inputs))
         if at[1] in self._borders["down"]:
-            self._outputs[at] = _as_tuple(outputs)
+            self._outputs[at] = as_tuple(outputs)
             check(
                 self._outputs[at], self._contract.puts_out[at[1]], f"stage {self.stage_id} puts out what it should not"
             )
@@ -356,9 +328,9 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
                     raise RuntimeError(
                         f"the data iterator of stage {self.stage_id} ended after {micro} of {micros} micro-batches"
                     ) from None
-                self._batches.append((self._to_device(inputs), self._to_device(labels)))
+                self._batches.append((to_device(inputs, self.device), to_device(labels, self.device)))
         if self.is_first_stage():
-            self._inputs = {(micro, 0): _as_tuple(inputs) for micro, (inputs, _) in enumerate(self._batches)}
+            self._inputs = {(micro, 0): as_tuple(inputs) for micro, (inputs, _) in enumerate(self._batches)}
             self._uniform[0] = len({layout_of([Parcel(t) for t in inputs]) for inputs in self._inputs.values()}) == 1
             if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
                 for t in (t for inputs in self._inputs.values() for t in inputs):
@@ -370,13 +342,6 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             self._losses.count(count, [labels for _, labels in self._batches], self.grid.get_data_parallel_group())
             # Gradients are averaged over the replicas afterwards, hence the product with their number.
             self._scale = torch.tensor(replicas / self.num_targets, dtype=torch.float64, device=self.device)
-
-    def _to_device(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.detach().to(self.device, non_blocking=True)
-        if isinstance(x, (tuple, list)):
-            return tuple(self._to_device(each) for each in x)
-        return x
 
     def _share_losses(self) -> Tensor:
         """The loss over the global batch, told to all stages."""
@@ -424,33 +389,6 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             channel: Channel = self._borders[role][what.chunk]
             text += f", {word} rank {channel.peer}{channel.waiting_for()}"
         return text
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        if not self.wall_clock_breakdown():
-            yield
-            return
-        finish(self.device)
-        begin = time.perf_counter()
-        yield
-        finish(self.device)
-        self._seconds[what] += time.perf_counter() - begin
-
-    def _print_progress(self) -> None:
-        """DeepSpeed's line every `steps_per_print` steps, and where the time went if `wall_clock_breakdown` is set."""
-        every = self.steps_per_print()
-        if not every or self.global_steps % every:
-            return
-        took = (time.perf_counter() - self._since) / every
-        self._since = time.perf_counter()
-        if self.global_rank == 0:
-            named = " ".join(f"{name}: {value.item():.4f}" for name, value in self.named_losses.items())
-            speed = self.train_batch_size() / took
-            print(f"steps: {self.global_steps} {named} iter time (s): {took:.3f} samples/sec: {speed:.3f}", flush=True)
-            if self._seconds:
-                spent = " | ".join(f"{name}: {1e3 * s / every:.2f}" for name, s in self._seconds.items())
-                print(f"rank 0, ms a step | {spent}", flush=True)
-        self._seconds.clear()
 
     def _report(self, name: str, loss: Tensor) -> None:
         if self.global_rank == 0 and self.monitor.enabled:

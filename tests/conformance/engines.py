@@ -81,8 +81,8 @@ def train(
     import deepspeed
 
     import tds
+    from megatron.zero_state import use_fp64
     from tds._deepspeed import StockPipelineModule, quietly
-    from tds.state import use_fp64
 
     stock = engine_name == "stock"
     module, initialize = (StockPipelineModule, deepspeed.initialize) if stock else (tds.PipelineModule, tds.initialize)

@@ -1,6 +1,5 @@
 """Every case x stages x tensor-parallel ranks x schedule: the losses and weights of the same layers in one process."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -42,19 +41,17 @@ def _all(stages: int, tensor: int) -> list[tuple[float, float]]:
     return found
 
 
-@functools.cache
 def errors(stages: int, tensor: int) -> list[list[tuple[float, float]]]:
     """Of each rank, for each of RUNS. One launch for all of them."""
     return on_ranks(stages * tensor, _all, stages, tensor, timeout=400)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_like_one_process(stages: int, tensor: int, schedule: str) -> None:
+@pytest.mark.parametrize("tensor", [2, 1])
+@pytest.mark.parametrize("stages", [4, 3, 2, 1])
+def test_like_one_process(stages: int, tensor: int) -> None:
     bad = []
     for rank, found in enumerate(errors(stages, tensor)):
-        for (name, each, dtype), (loss, weight) in zip(RUNS, found, strict=True):
-            if each == schedule and not max(loss, weight) <= TOLERANCE[dtype]:
-                bad.append(f"rank {rank}, {name}, {dtype}: loss off by {loss:.1e}, weights by {weight:.1e}")
+        for (name, schedule, dtype), (loss, weight) in zip(RUNS, found, strict=True):
+            if not max(loss, weight) <= TOLERANCE[dtype]:
+                bad.append(f"rank {rank}, {name}, {schedule}, {dtype}: loss off by {loss:.1e}, weights by {weight:.1e}")
     assert not bad, "\n".join(bad)

@@ -74,12 +74,19 @@ def test_dropout_does_not_depend_on_stages_nor_on_recomputing(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize(
-    "schedule", [("--pipeline-schedule", "gpipe"), ("--pipeline-extra-warmup", "1")], ids=lambda flags: flags[0]
+    ("stages", "schedule"),
+    [
+        (4, "--pipeline-schedule gpipe"),
+        (4, "--pipeline-schedule zb-h1"),
+        (4, "--pipeline-extra-warmup 1"),
+        (2, "--pipeline-schedule interleaved --virtual-pipeline-size 2"),
+        (2, "--partition-method balanced"),
+    ],
 )
 def test_every_schedule(
-    schedule: tuple[str, ...], expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+    stages: int, schedule: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    found = ours(Layout(4, 1, 1), tmp_path, tiny_data, vocab_file, *schedule)
+    found = ours(Layout(stages, 1, 1), tmp_path, tiny_data, vocab_file, *schedule.split())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

@@ -1,238 +1,417 @@
-"""The pipeline engine against the same layers in one process, with whatever tuples layers like to pass."""
+"""The plugin as users of DeepSpeed meet it: its tutorial, its loop, its refusals. Numbers: tests/conformance."""
 
+import itertools
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import ROOT, RankFailure, command, on_ranks
+from tests.support import ROOT, RankFailure, command, ends_of_ranks, on_ranks
 
-MICROS, STEPS, WIDTH = 4, 3, 6
-KINDS = (
-    "grad",
-    "grad float",
-    "grad int64",
-    "int64 grad",
-    "grad bool float",
-    "grad grad2 int16 empty",
-    "grad half bool int64 float",
-)
+WIDTH, MICROS = 6, 4
 
 
-class Start(nn.Module):
-    """x -> a tuple of every kind of tensor."""
-
-    def __init__(self, kinds: str) -> None:
-        super().__init__()
-        self.kinds, self.linear = kinds, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.linear(x)
-        made: dict[str, Callable[[], Tensor]] = {
-            "grad": lambda: y,
-            "grad2": lambda: y.square(),
-            "float": lambda: x.detach() * 2,  # no gradient comes back for it
-            "int64": lambda: torch.arange(x.numel()).view_as(x) % 3,
-            "int16": lambda: (torch.arange(x.numel()).view_as(x) % 3).short(),
-            "bool": lambda: x.detach() > 0,
-            "empty": lambda: torch.empty(0, 3),
-            "half": lambda: x.detach().half(),
-        }
-        out = tuple(made[kind]() for kind in self.kinds.split())
-        return out[0] if len(out) == 1 else out
-
-
-class Middle(nn.Module):
-    """Uses all tensors, changes those with gradient, hands the others on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Any) -> Any:
-        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-        rest = sum(t.double().sum() * 1e-2 for t in tensors if not t.requires_grad and t.numel())
-        out = tuple(torch.tanh(self.linear(t) + rest).to(t.dtype) if t.requires_grad else t for t in tensors)
-        return out if isinstance(inputs, tuple) else out[0]
-
-
-class End(nn.Module):
-    """To one tensor. The second tensor with gradient does not reach the loss."""
-
-    def forward(self, inputs: Any) -> Tensor:
-        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-        return next(t for t in tensors if t.is_floating_point())
-
-
-def layers(kinds: str) -> list[nn.Module]:
+def layers(count: int = 5) -> list[nn.Module]:
     torch.manual_seed(3)
-    return [Start(kinds), Middle(), Middle(), Middle(), End()]
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
 
 
 def loss_fn(out: Tensor, labels: Tensor) -> Tensor:
     return (out - labels).square().mean()
 
 
-class SumLoss:
-    """Sums and counts: the mean over the global batch must not depend on how it is cut."""
-
-    def __call__(self, out: Tensor, labels: Tensor) -> Tensor:
-        return ((out - labels).square() * (labels > 0)).sum()
-
-    def count_targets(self, labels: Tensor) -> Tensor:
-        return (labels > 0).sum()
-
-
 def batches(rank: int = 0, ranks: int = 1, rows: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     while True:
-        x, y = torch.randn(2, rows * ranks, WIDTH, generator=generator, dtype=torch.float64).float()
+        x, y = torch.randn(2, rows * ranks, WIDTH, generator=generator)
         yield x.chunk(ranks)[rank], y.chunk(ranks)[rank]
 
 
-def reference(kinds: str, ranks: int, loss: Any, clip: float, rows: Callable[[int], int]) -> list[float]:
-    model = nn.Sequential(*layers(kinds))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = []
-    source = [batches(0, 1, rows(step) * ranks) for step in range(STEPS)]
-    for step in range(STEPS):
-        micro = [next(source[step]) for _ in range(MICROS)]
-        if hasattr(loss, "count_targets"):
-            total = sum(loss(model(x), y) for x, y in micro) / sum(loss.count_targets(y) for _, y in micro)
-        else:
-            total = sum(loss(model(x), y) for x, y in micro) / MICROS
+def build(stages: int, module: dict[str, Any] | None = None, **config: Any) -> Any:
+    import tds
+
+    model = tds.PipelineModule(
+        layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform", **(module or {})
+    )
+    ranks = dist.get_world_size() // stages
+    settings = {"train_batch_size": 4 * MICROS * ranks, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return tds.initialize(model=model, optimizer=optimizer, config={**settings, "steps_per_print": 10**9, **config})[0]
+
+
+# ------------------------------------------------------------- replicas
+
+
+def _replicas(stages: int, ranks: int, zero: int) -> list[float]:
+    engine = build(
+        stages, gradient_clipping=0.05, zero_optimization={"stage": zero}, zero_allow_untested_optimizer=True
+    )
+    return [engine.train_batch(batches(engine.grid.data_parallel_id, ranks)).item() for _ in range(4)]
+
+
+@pytest.mark.parametrize(("stages", "ranks", "zero"), [(2, 2, 0), (1, 2, 0), (2, 2, 1)])
+def test_replicas_average_and_clip_by_the_global_norm(stages: int, ranks: int, zero: int) -> None:
+    model = nn.Sequential(*layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    expected = []
+    for _ in range(4):
+        source = batches(0, 1, 4 * ranks)
+        total: Any = sum(loss_fn(model(x), y) for x, y in itertools.islice(source, MICROS)) / MICROS
         optimizer.zero_grad()
         total.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-        found.append(total.item())
-    return found
+        expected.append(total.item())
+    for found in on_ranks(stages * ranks, _replicas, stages, ranks, zero):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
-def _train(
-    kinds: str,
-    stages: int,
-    ranks: int,
-    loss: Any,
-    clip: float,
-    rows: list[int],
-    pipeline: dict[str, Any] | None = None,
-    stock: bool = False,
-) -> list[float]:
-    import deepspeed
-
-    import tds
-    from tds._deepspeed import StockPipelineModule, quietly
-
-    module, initialize = (StockPipelineModule, deepspeed.initialize) if stock else (tds.PipelineModule, tds.initialize)
-    config = {
-        "train_batch_size": 4 * MICROS * ranks, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": clip,
-        "zero_allow_untested_optimizer": True, "pipeline": pipeline or {}, "steps_per_print": 10**9,
-    }  # fmt: skip
-    with quietly():
-        model = module(layers(kinds), num_stages=stages, loss_fn=loss, partition_method="uniform")
-        parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]  # a stage may have none
-        engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(parameters, lr=0.5), config=config)
-    assert stock or type(engine) is tds.PipelineEngine
-    replica = engine.grid.data_parallel_id
-    found = []
-    for step in range(STEPS):
-        with quietly():
-            found.append(engine.train_batch(batches(replica, ranks, rows[step])).item())
-        with torch.no_grad(), quietly():  # another size, without gradients, between two steps
-            if not stock:
-                engine.eval_batch(batches(replica, ranks, 2), num_micro_batches=2)
-    return found
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("kinds", KINDS)
-def test_any_tuple_crosses_any_boundary(kinds: str, stages: int) -> None:
-    """Among them stock DeepSpeed's failures: a float without gradient, (int64, float) at three stages."""
-    found = on_ranks(stages, _train, kinds, stages, 1, loss_fn, 0.0, [4] * STEPS)
-    expected = reference(kinds, 1, loss_fn, 0.0, lambda step: 4)
-    assert all(each == pytest.approx(expected, rel=1e-5) for each in found)
-
-
-@pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (2, 2), (4, 1)])
-def test_loss_is_per_target_and_clipping_by_the_global_norm(stages: int, ranks: int) -> None:
-    found = on_ranks(stages * ranks, _train, "grad grad2", stages, ranks, SumLoss(), 0.05, [4] * STEPS)
-    expected = reference("grad grad2", ranks, SumLoss(), 0.05, lambda step: 4)
-    assert all(each == pytest.approx(expected, rel=1e-5) for each in found)
-
-
-@pytest.mark.parametrize("pipeline", [{"schedule": "gpipe"}, {"extra_warmup": 1}, {"extra_warmup": 4}], ids=str)
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_every_schedule_gives_the_same_numbers(pipeline: dict[str, Any], stages: int) -> None:
-    found = on_ranks(stages, _train, "grad bool float", stages, 1, SumLoss(), 0.0, [4] * STEPS, pipeline)
-    expected = reference("grad bool float", 1, SumLoss(), 0.0, lambda step: 4)
-    assert all(each == pytest.approx(expected, rel=1e-5) for each in found)
-
-
-def _uneven(stages: int) -> list[float]:
-    """Micro-batches of one step with other numbers of rows each."""
-    import tds
-
-    model = tds.PipelineModule(layers("grad bool"), num_stages=stages, loss_fn=SumLoss(), partition_method="uniform")
-    config = {"train_batch_size": 4 * MICROS, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
-    engine, *_ = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=config)
-    return [engine.train_batch(iter([next(batches(rows=r)) for r in (1, 3, 2, 3)])).item() for _ in range(STEPS)]
-
-
-def test_shapes_may_change_within_a_step() -> None:
-    one, *_ = on_ranks(1, _uneven, 1)
-    for found in on_ranks(2, _uneven, 2):
-        assert found == pytest.approx(one, rel=1e-5)
-
-
-def test_shapes_may_change_from_step_to_step() -> None:
-    found = on_ranks(2, _train, "grad bool", 2, 1, SumLoss(), 0.0, [4, 7, 1])
-    assert found[0] == pytest.approx(reference("grad bool", 1, SumLoss(), 0.0, lambda step: [4, 7, 1][step]), rel=1e-5)
+# ------------------------------------------------------------- refusals
 
 
 def _ends_early() -> None:
-    import tds
-
-    model = tds.PipelineModule(layers("grad"), num_stages=1, loss_fn=loss_fn)
-    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
-    engine, *_ = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=config)
-    engine.train_batch(iter([next(batches())]))
+    build(1).train_batch(iter([next(batches())]))
 
 
 def test_an_iterator_that_ends_says_so() -> None:
-    with pytest.raises(RankFailure, match="data iterator of stage 0 ended after 1 of 2 micro-batches"):
+    with pytest.raises(RankFailure, match="data iterator of stage 0 ended after 1 of 4 micro-batches"):
         on_ranks(1, _ends_early)
 
 
-def _fp16() -> None:
+REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
+    (1, {}, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 0}}, "fp16 under a pipeline needs ZeRO stage 1"),
+    (2, {}, {"pipeline": {"schedule": "interleaved"}}, "interleaved needs several chunks a stage"),
+    (2, {"chunks": 2}, {}, "a model with 2 chunks a stage needs the schedule interleaved, not 1f1b"),
+    (2, {"chunks": 3}, {}, "5 layers cannot be cut into 6 stretches"),
+    (1, {"activation_checkpoint_interval": 1}, {"pipeline": {"schedule": "zb-h1"}}, "recompute activations twice"),
+    (2, {"partition_method": "0,3,4"}, {}, r"the cuts \[0, 3, 4\] do not divide 5 layers among 2 stages"),
+    (2, {"partition_method": "balanced"}, {}, "'balanced' measures the layers: give `example`"),
+]
+
+
+def _refused(stages: int, module: dict[str, Any], config: dict[str, Any]) -> None:
     import tds
 
-    model = tds.PipelineModule(layers("grad"), num_stages=1, loss_fn=loss_fn)
-    config = {"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}}
-    tds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    model = tds.PipelineModule(
+        layers(), num_stages=stages, loss_fn=loss_fn, **{"partition_method": "uniform", **module}
+    )
+    settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, **config}
+    tds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
 
 
-def test_fp16_without_zero_is_refused() -> None:
-    with pytest.raises(RankFailure, match="fp16 under a pipeline needs ZeRO stage 1"):
-        on_ranks(1, _fp16)
+@pytest.mark.parametrize(("stages", "module", "config", "message"), REFUSED, ids=str)
+def test_what_cannot_be_is_refused(stages: int, module: dict[str, Any], config: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        on_ranks(stages, _refused, stages, module, config)
 
 
-def _cuts() -> None:
+def _misfit(at_start: bool) -> None:
+    import tds
+    from tds import Boundary
+
+    model = tds.PipelineModule(layers(), num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    if model.stage_id == 1:
+        model.receives = [Boundary("hidden"), Boundary("mask", "bool", grad=False)]
+    elif at_start:
+        model.boundaries = [Boundary("hidden")]
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    engine, *_ = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    engine.train_batch(batches())
+
+
+def test_stages_that_do_not_fit_are_found_at_start_on_both() -> None:
+    for end in ends_of_ranks(2, _misfit, True):
+        assert end.code == 1
+        assert "stage 1 expects 2 tensors (hidden, mask) of stage 0, which puts out 1 (hidden)" in end.stderr
+
+
+def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:
+    ends = ends_of_ranks(2, _misfit, False)
+    assert [end.code for end in ends] == [1, 1]
+    assert "stage 1 got of rank 0: got 1 tensors, declared are 2: hidden, mask" in ends[0].stderr  # the report
+
+
+# ------------------------------------------------- what DeepSpeed's users do
+
+
+class Net(nn.Module):
+    """A convolutional net in the manner of AlexNet, written for one process."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1),
+            nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.classifier = nn.Sequential(
+            nn.Dropout(0.0), nn.Linear(16 * 4, 32), nn.ReLU(inplace=True), nn.Linear(32, classes)
+        )
+
+
+class Pictures(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        label = index % 4
+        noise = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index))
+        return noise * 0.3 + label, torch.tensor(label)
+
+
+def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], list[float], str]:
+    """DeepSpeed's pipeline tutorial: PipelineModule from a list of layers, training_data, train_batch() without arguments."""
+    import argparse
+    import contextlib
+    import io
+    import json
+    import multiprocessing
+
+    import tds as deepspeed
+    from tds.pipe import PipelineModule
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # DeepSpeed's loader has workers
+    (Path(folder) / "ds.json").write_text(json.dumps({
+        "train_batch_size": 32, "train_micro_batch_size_per_gpu": 32 // MICROS // (dist.get_world_size() // stages),
+        "steps_per_print": 10, "wall_clock_breakdown": True, "pipeline": {"schedule": schedule},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3}},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"},
+    }))  # fmt: skip
+    dist.barrier()
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", f"{folder}/ds.json"])
+    args.local_rank = dist.get_rank()
+    torch.manual_seed(1)
+    net = Net(classes=4)
+    net = PipelineModule(
+        layers=[*net.features, lambda x: torch.flatten(x, 1), *net.classifier],
+        loss_fn=nn.CrossEntropyLoss(),
+        num_stages=stages,
+        partition_method="parameters",
+        activation_checkpoint_interval=0,
+        chunks=2 if schedule == "interleaved" else 1,
+    )
+    engine, _, _, scheduler = deepspeed.initialize(
+        args=args,
+        model=net,
+        model_parameters=[p for p in net.parameters() if p.requires_grad],
+        training_data=Pictures(),
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        found = [engine.train_batch().item() for _ in range(20)]
+    assert isinstance(engine, deepspeed.PipelineEngine)
+    return found, scheduler.get_last_lr(), printed.getvalue()
+
+
+@pytest.mark.parametrize(("schedule", "stages", "ranks"), [("1f1b", 2, 2), ("interleaved", 2, 1), ("zb-h1", 3, 1)])
+def test_the_pipeline_tutorial(tmp_path: Path, schedule: str, stages: int, ranks: int) -> None:
+    """Learns; the scheduler moves; progress, breakdown and monitor are written."""
+    (found, lr, printed), *others = on_ranks(stages * ranks, _tutorial, str(tmp_path), schedule, stages)
+    assert all(other[0] == found for other in others)
+    assert found[-1] < 0.6 * found[0]
+    assert lr == [pytest.approx(0.01)]
+    assert "steps: 20 loss: " in printed
+    assert "samples/sec" in printed
+    assert "Forward: " in printed
+    written = [row.split(",") for row in next(tmp_path.rglob("*train_loss.csv")).read_text().splitlines()[1:]]
+    assert [float(row[1]) for row in written] == pytest.approx(found, rel=1e-4)
+
+
+LOOP = """
+import sys, torch, tds as deepspeed
+folder, run = sys.argv[1:]
+deepspeed.init_distributed(auto_mpi_discovery=False)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+    "train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}})
+begin = 0
+if run == "second":
+    path, client = engine.load_checkpoint(folder)
+    begin = client["step"]
+    assert client["note"] == "mine"
+data = torch.Generator().manual_seed(1)
+for step in range(10):
+    x = torch.randn(8, 4, generator=data)
+    if step < begin:
+        continue
+    loss = (engine(x) - x.sum(1, keepdim=True)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    print(step, loss.item())
+    if run == "first" and step == 5:
+        engine.save_checkpoint(folder, "after six", client_state={"step": 6, "note": "mine"})
+"""
+
+
+def _alone(folder: Path, script: str, *argv: str) -> str:
+    """Run a script beside a copy of tds/ and nothing else of the project."""
+    if not (folder / "tds").exists():
+        shutil.copytree(ROOT / "tds", folder / "tds")
+    (folder / "train.py").write_text(script)
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "train.py", *argv], cwd=folder, env={**os.environ, **rendezvous}, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_a_hand_written_loop_with_client_state(tmp_path: Path) -> None:
+    first = _alone(tmp_path, LOOP, str(tmp_path / "saved"), "first").splitlines()
+    second = _alone(tmp_path, LOOP, str(tmp_path / "saved"), "second").splitlines()
+    assert len(first) == 10
+    assert second == first[6:]
+
+
+def _checkpoint(folder: str, chunks: int) -> tuple[list[float], list[float]]:
+    """DeepSpeed's own checkpoint of a pipeline, with client state."""
+    pipeline = {"schedule": "interleaved" if chunks > 1 else "1f1b"}
+    engine = build(2, {"chunks": chunks}, pipeline=pipeline)
+    data = batches()
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder, "two", client_state={"seen": 8})
+    expected = [engine.train_batch(data).item() for _ in range(2)]
+    engine = build(2, {"chunks": chunks}, pipeline=pipeline)
+    for p in engine.module.parameters():
+        nn.init.zeros_(p)
+    path, client = engine.load_checkpoint(folder)
+    assert path is not None
+    assert client["seen"] == 8
+    data = batches()
+    for _ in range(2 * MICROS):
+        next(data)
+    return expected, [engine.train_batch(data).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_deepspeeds_own_checkpoints(tmp_path: Path, chunks: int) -> None:
+    for expected, found in on_ranks(2, _checkpoint, str(tmp_path), chunks):
+        assert found == expected
+
+
+def _evaluate() -> Any:
+    engine = build(2)
+    loader = [next(batches())] * MICROS
+    if engine.is_first_stage() or engine.is_last_stage():
+        engine.set_dataloader(loader * 2)
+    first = engine.train_batch().item()
+    loss, logits = engine.eval_batch(iter(loader), return_logits=True)
+    second = engine.train_batch().item()  # goes on with the loader of training
+    nothing = engine.eval_batch(iter(loader), compute_loss=False)
+    left = len(engine._inputs) + len(engine._outputs) + len(engine._received) + len(engine._grads)
+    return first, loss.item(), second, nothing, None if logits is None else [tuple(t.shape) for t in logits], left
+
+
+def test_eval_batch_returns_loss_or_logits_and_keeps_nothing() -> None:
+    (first, loss, second, nothing, none, left), (*same, logits, kept) = on_ranks(2, _evaluate)
+    assert same == [first, loss, second, nothing]
+    assert loss == pytest.approx(second, rel=1e-6)  # what the next step sees before it learns
+    assert second < first
+    assert nothing is None
+    assert none is None
+    assert logits == [(4, WIDTH)] * MICROS
+    assert left == kept == 0
+
+
+def _balanced() -> tuple[list[int], float]:
+    import time
+
     import tds
 
-    tds.PipelineModule(layers("grad"), num_stages=2, loss_fn=loss_fn, partition_method="0,3,4")
+    class Slow(nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds, self.linear = seconds, nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(self.seconds)
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    specs = [tds.pipe.LayerSpec(Slow, seconds) for seconds in (0.06, 0.02, 0.02, 0.02, 0.005)]
+    example = torch.ones(2, WIDTH)
+    model = tds.PipelineModule(specs, num_stages=2, loss_fn=loss_fn, partition_method="balanced", example=example)
+    torch.set_rng_state(state)
+    return model.cuts, torch.rand(()).item()
 
 
-def test_cuts_that_drop_a_layer_are_refused() -> None:
-    with pytest.raises(RankFailure, match=r"the cuts \[0, 3, 4\] do not divide 5 layers among 2 stages"):
-        on_ranks(2, _cuts)
+def test_balanced_cuts_go_by_measured_time() -> None:
+    (cuts, drawn), (same, _) = on_ranks(2, _balanced)
+    assert cuts == same == [0, 1, 5]
+    torch.manual_seed(7)
+    assert drawn == torch.rand(()).item()
+
+
+def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
+    """What is handed to the communication library, in order: (send or recv, group, peer, bytes)."""
+    engine = build(2, {"chunks": 2}, pipeline={"schedule": "interleaved"})
+    handed: list[tuple[str, tuple[int, ...], int, int]] = []
+    numbers: dict[Any, int] = {}
+
+    def noting(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(tensor: Tensor, peer: int, group: Any = None) -> Any:
+            number = numbers.setdefault(group, list(_groups(engine)).index(group))
+            handed.append((name.removeprefix("i"), (number,), peer, tensor.numel() * tensor.element_size()))
+            return function(tensor, peer, group=group)
+
+        return call
+
+    before = {name: getattr(dist, name) for name in ("isend", "irecv", "recv")}
+    for name in before:
+        setattr(dist, name, noting(name))
+    for _ in range(2):
+        engine.train_batch(batches())
+    for name, function in before.items():
+        setattr(dist, name, function)
+    return handed
+
+
+def _groups(engine: Any) -> Iterator[Any]:
+    """The groups in the order in which all ranks made them."""
+    ends = {channel.group.group_name: channel.group for channel in engine._channels}
+    yield from (ends[name] for name in sorted(ends, key=lambda name: (len(name), name)))
+
+
+def test_sends_and_receives_are_handed_over_in_the_same_order() -> None:
+    """NCCL matches the n-th send with the n-th receive of a communicator, and must not find both kinds at one end."""
+    zero, one = on_ranks(2, _order)
+    groups = {each[1] for each in zero}
+    assert len(groups) == 6  # three borders (two inside, one between the chunks), two directions
+    for group in groups:
+        ends = [[each for each in handed if each[1] == group] for handed in (zero, one)]
+        kinds = [{each[0] for each in end} for end in ends]
+        assert sorted(map(tuple, kinds)) == [("recv",), ("send",)]
+        assert [each[3] for each in ends[0]] == [each[3] for each in ends[1]]
+
+
+def _bytes() -> list[int]:
+    engine = build(3)
+    engine.train_batch(batches())
+    return [engine.bytes_sent]
+
+
+def test_bytes_on_the_wire_are_the_tensors_and_one_header() -> None:
+    """4 x 6 floats a message; a header of 2 kB goes before the first activation."""
+    message, header = 4 * WIDTH * 4, 2048
+    assert on_ranks(3, _bytes) == [[MICROS * message + header], [2 * MICROS * message + header], [MICROS * message]]
+
+
+# ------------------------------------------------------------ the adapter
 
 
 def test_everything_else_is_deepspeeds() -> None:
@@ -264,16 +443,7 @@ assert type(engine).__module__ == "tds.engine" and last < 0.1 * first, (first, l
 
 def test_the_folder_works_when_copied_alone(tmp_path: Path) -> None:
     """And with DeepSpeed's own PipelineModule and the config_params of old."""
-    shutil.copytree(ROOT / "tds", tmp_path / "tds")
-    (tmp_path / "train.py").write_text(ALONE)
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    _alone(tmp_path, ALONE)
 
 
 def test_the_launcher_is_deepspeeds() -> None:

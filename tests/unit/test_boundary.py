@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tds import Boundary, BoundaryError
-from tds.boundary import boundaries_of, check
+from tds.boundary import Contract, agree, check, contract_of
 
 HIDDEN = torch.zeros(2, requires_grad=True) * 1
 MASK = torch.zeros(2, dtype=torch.bool)
@@ -14,10 +14,11 @@ def test_the_lists_of_the_original_are_read() -> None:
     model = SimpleNamespace(
         _input_grad=[True, False], _input_type=["float", "bool"], _input_pipe_partitioned=[True, False]
     )
-    found = boundaries_of(model)
-    assert found is not None
-    assert [(b.kind, b.grad, b.split) for b in found] == [("float", True, True), ("bool", False, False)]
-    assert boundaries_of(SimpleNamespace()) is None
+    found = contract_of(model, 1, {})
+    assert found.puts_out == found.takes_in
+    assert found.puts_out[0] is not None
+    assert [(b.kind, b.grad, b.split) for b in found.puts_out[0]] == [("float", True, True), ("bool", False, False)]
+    assert contract_of(SimpleNamespace(), 2, {}).puts_out == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -30,27 +31,57 @@ def test_the_lists_of_the_original_are_read() -> None:
 )
 def test_lists_that_cannot_be_are_refused(lists: dict[str, list[object]], message: str) -> None:
     with pytest.raises(BoundaryError, match=message):
-        boundaries_of(SimpleNamespace(**lists))
+        contract_of(SimpleNamespace(**lists), 1, {})
 
 
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ((HIDDEN,), "stage 1 puts out 1 tensors, declared are 2: hidden, mask"),
+        ((HIDDEN,), "stage 1: got 1 tensors, declared are 2: hidden, mask"),
         ((HIDDEN, MASK.float()), "stage 1: 'mask' is declared bool, got torch.float32"),
-        ((HIDDEN, None), "stage 1: output 1 is NoneType"),
+        ((HIDDEN, None), "stage 1: tensor 1 is NoneType"),
     ],
 )
 def test_what_differs_from_the_declaration_is_named(outputs: tuple[torch.Tensor, ...], message: str) -> None:
     with pytest.raises(BoundaryError, match=message):
-        check(outputs, (Boundary("hidden"), Boundary("mask", "bool", grad=False)), stage=1)
+        check(outputs, (Boundary("hidden"), Boundary("mask", "bool", grad=False)), "stage 1")
 
 
 def test_a_gradient_that_would_be_lost_is_refused() -> None:
     with pytest.raises(BoundaryError, match="declared without gradient but has one"):
-        check((HIDDEN,), (Boundary("hidden", grad=False),), stage=0)
+        check((HIDDEN,), (Boundary("hidden", grad=False),), "stage 0")
 
 
 def test_what_fits_passes() -> None:
-    check((HIDDEN, MASK), (Boundary("hidden"), Boundary("mask", "bool", grad=False)), stage=0)
-    check((HIDDEN, MASK), None, stage=0)
+    check((HIDDEN, MASK), (Boundary("hidden"), Boundary("mask", "bool", grad=False)), "stage 0")
+    check((HIDDEN, MASK), None, "stage 0")
+
+
+def _stage(puts_out: list[Boundary] | None, takes_in: list[Boundary] | None, **settings: object) -> Contract:
+    return contract_of(SimpleNamespace(boundaries=puts_out, receives=takes_in), 1, settings)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([_stage([Boundary("hidden")], None), _stage(None, [Boundary("hidden"), Boundary("mask", "bool", grad=False)])],
+         r"stage 1 expects 2 tensors \(hidden, mask\) of stage 0, which puts out 1 \(hidden\)"),
+        ([_stage(None, None), _stage([Boundary("hidden", split=True)], None), _stage(None, [Boundary("hidden")])],
+         r"stage 2 expects .*split=False\) of stage 1, which puts out .*split=True\)"),
+        ([_stage(None, None, schedule="gpipe"), _stage(None, None, schedule="1f1b")],
+         "stage 1 runs with schedule = 1f1b, stage 0 with gpipe"),
+    ],
+)  # fmt: skip
+def test_stages_that_do_not_fit_together_are_told_so(stages: list[Contract], message: str) -> None:
+    with pytest.raises(BoundaryError, match=message):
+        agree(stages)
+
+
+def test_chunks_have_borders_of_their_own() -> None:
+    """Chunk 0 of stage 1 joins chunk 1 of stage 0."""
+    one, two = [Boundary("hidden")], [Boundary("decoded"), Boundary("encoded")]
+    first = contract_of(SimpleNamespace(boundaries=[one, two], receives=[None, one]), 2, {})
+    second = contract_of(SimpleNamespace(boundaries=[one, None], receives=[one, two]), 2, {})
+    agree([first, second])
+    with pytest.raises(BoundaryError, match=r"stage 1 expects 2 tensors \(decoded, encoded\) of stage 0"):
+        agree([contract_of(SimpleNamespace(boundaries=[one, one]), 2, {}), second])

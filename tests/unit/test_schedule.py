@@ -4,6 +4,7 @@ import pytest
 
 from tds.schedule import (
     Backward,
+    BackwardWeight,
     Forward,
     Instruction,
     RecvActivation,
@@ -15,60 +16,78 @@ from tds.schedule import (
     in_flight,
     one_forward_one_backward,
     schedule_of,
+    zero_bubble,
 )
 from tds.timetable import ScheduleError, bubble, check, most_in_flight, times
 
-PARTNER = {SendActivation: (1, RecvActivation), SendGrad: (-1, RecvGrad)}
-SETTINGS = [{}, {"extra_warmup": 1}, {"extra_warmup": 3}, {"schedule": "gpipe"}]
+SETTINGS: list[tuple[dict[str, object], int]] = [
+    ({}, 1),
+    ({"extra_warmup": 1}, 1),
+    ({"extra_warmup": 3}, 1),
+    ({"schedule": "gpipe"}, 1),
+    ({"schedule": "zb-h1"}, 1),
+    ({"schedule": "interleaved"}, 2),
+    ({"schedule": "interleaved"}, 3),
+]
 
 
-def plan_of(settings: dict[str, object], stages: int, micros: int) -> list[list[Instruction]]:
-    schedule = schedule_of(settings)
+def plan_of(settings: dict[str, object], stages: int, micros: int, chunks: int = 1) -> list[list[Instruction]]:
+    schedule = schedule_of(settings, chunks)
     return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 
 
-def blocking_steps(plan: list[list[Instruction]]) -> int:
-    """Run all stages with sends that end only when their receiver stands ready: the number of steps."""
-    todo, steps = [list(stage) for stage in plan], 0
+def run_like_nccl(plan: list[list[Instruction]]) -> None:
+    """Run all stages under the rule of gloo and NCCL: a border carries, in the order they were sent, messages without names.
+
+    The receiver takes the next one, whatever it is; it must be the one that it wants.
+    """
+    stages, todo = len(plan), [list(stage) for stage in plan]
+    wires: dict[tuple[str, int], list[int]] = {}  # by direction and virtual stage above the border
     while any(todo):
-        moving: set[int] = set()
-        for stage, instructions in enumerate(todo):
-            if not instructions or isinstance(instructions[0], (RecvActivation, RecvGrad)):
-                continue
-            head = instructions[0]
-            if type(head) in PARTNER:
-                hop, kind = PARTNER[type(head)]
-                other = todo[stage + hop]
-                if other and type(other[0]) is kind and other[0].micro == head.micro:
-                    moving |= {stage, stage + hop}
-            else:
-                moving.add(stage)
-        assert moving, f"deadlock: {[instructions[:1] for instructions in todo]}"
-        for stage in moving:
-            todo[stage].pop(0)
-        steps += 1
-    return steps
+        moved = False
+        for stage, rest in enumerate(todo):
+            while rest:
+                head = rest[0]
+                place = head.chunk * stages + stage
+                if isinstance(head, (RecvActivation, RecvGrad)):
+                    wire = wires.setdefault(
+                        ("down", place - 1) if isinstance(head, RecvActivation) else ("up", place), []
+                    )
+                    if not wire:
+                        break
+                    assert wire.pop(0) == head.micro
+                elif isinstance(head, (SendActivation, SendGrad)):
+                    key = ("down", place) if isinstance(head, SendActivation) else ("up", place - 1)
+                    wires.setdefault(key, []).append(head.micro)
+                rest.pop(0)
+                moved = True
+        assert moved, f"deadlock: {[instructions[:1] for instructions in todo]}"
+    assert not any(wires.values()), "a message that nobody receives"
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("settings", "chunks"), SETTINGS, ids=str)
 @pytest.mark.parametrize("stages", range(1, 9))
-@pytest.mark.parametrize("micros", [1, 2, 3, 4, 5, 8, 16])
 def test_every_micro_batch_goes_once_each_way_in_order_and_nobody_waits_for_ever(
-    settings: dict[str, object], stages: int, micros: int
+    settings: dict[str, object], chunks: int, stages: int
 ) -> None:
-    plan = plan_of(settings, stages, micros)
-    check(plan, micros)
-    for instructions in plan:
-        for kind in (Forward, Backward):
-            assert [i.micro for i in instructions if type(i) is kind] == list(range(micros))
+    for micros in range(1, 17):
+        plan = plan_of(settings, stages, micros, chunks)
+        check(plan, micros)
+        run_like_nccl(plan)
+        for instructions in plan:
+            for kind in (Forward, (Backward, BackwardWeight)):
+                for chunk in range(chunks):
+                    done = [i.micro for i in instructions if isinstance(i, kind) and i.chunk == chunk]
+                    assert done == list(range(micros))
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
-@pytest.mark.parametrize("micros", range(1, 17))
-def test_classic_1f1b_needs_no_more_than_blocking_sends_and_bounded_memory(stages: int, micros: int) -> None:
-    plan = plan_of({}, stages, micros)
-    blocking_steps(plan)
-    assert [most_in_flight(stage) for stage in plan] == [min(stages - s, micros) for s in range(stages)]
+def test_memory_of_1f1b_and_of_zb_h1_is_bounded_by_the_stages(stages: int) -> None:
+    for micros in range(1, 17):
+        assert [most_in_flight(s) for s in plan_of({}, stages, micros)] == [
+            min(stages - s, micros) for s in range(stages)
+        ]
+        assert all(most_in_flight(s) <= stages for s in plan_of({"schedule": "zb-h1"}, stages, micros))
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
@@ -86,6 +105,21 @@ def test_the_bubble_is_the_textbook_one(settings: dict[str, object], stages: int
     assert bubble(times(plan_of(settings, stages, micros))) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 
+@pytest.mark.parametrize("stages", range(2, 9))
+def test_the_smaller_bubbles_are_the_textbook_ones(stages: int) -> None:
+    """Interleaved: 1/chunks of 1F1B's (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023)."""
+
+    def idle(settings: dict[str, object], chunks: int = 1) -> float:
+        micros = 2 * stages
+        spans = times(plan_of(settings, stages, micros, chunks), forward=1.0, backward=2.5, weight=1.0)
+        return max(span.end for span in spans) - micros * 3.5
+
+    assert idle({}) == pytest.approx((stages - 1) * 3.5)
+    assert idle({"schedule": "interleaved"}, 2) == pytest.approx((stages - 1) * 3.5 / 2)
+    assert idle({"schedule": "interleaved"}, 4) == pytest.approx((stages - 1) * 3.5 / 4)
+    assert idle({"schedule": "zb-h1"}) == pytest.approx((stages - 1) * (1.0 + 1.5 - 1.0))
+
+
 def test_extra_warmup_hides_messages() -> None:
     classic, eager = (bubble(times(plan_of({"extra_warmup": e}, 4, 16), message=0.3)) for e in (0, 1))
     assert eager < 0.85 * classic
@@ -93,9 +127,10 @@ def test_extra_warmup_hides_messages() -> None:
 
 @pytest.mark.parametrize("stages", range(1, 5))
 def test_forward_only(stages: int) -> None:
-    plan = [list(forward_only(stage, stages, 5)) for stage in range(stages)]
-    check(plan, 5)
-    blocking_steps(plan)
+    for chunks in (1, 2):
+        plan = [list(forward_only(stage, stages, 5, chunks)) for stage in range(stages)]
+        check(plan, 5)
+        run_like_nccl(plan)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +142,10 @@ def test_forward_only(stages: int) -> None:
         ([[RecvGrad(0), Forward(0), SendActivation(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0), SendGrad(0)]],
          r"wait for each other for ever: stage 0 at RecvGrad\(0\), stage 1 at RecvActivation\(0\)"),
         ([[Forward(0), SendActivation(0), Forward(1), SendActivation(1)],
-          [RecvActivation(1), Forward(1), RecvActivation(0), Forward(0)]], r"RecvActivation of \[1, 0\], stage 0 sends \[0, 1\]"),
+          [RecvActivation(1), Forward(1), RecvActivation(0), Forward(0)]],
+         r"RecvActivation\(1\) of chunk 0 stands too early or too late"),
+        ([[Forward(0), SendActivation(0), RecvGrad(0), Backward(0)],
+          [RecvActivation(0), Backward(0), SendGrad(0), Forward(0)]], r"stage 1: Backward\(0\) of chunk 0 stands too early"),
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], message: str) -> None:
@@ -119,7 +157,7 @@ def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], mes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "zb"}, "no pipeline schedule 'zb'; there are 1f1b, gpipe"),
+        ({"schedule": "zb"}, "no pipeline schedule 'zb'; there are 1f1b, gpipe, interleaved, zb-h1"),
         ({"schedule": "gpipe", "extra_warmup": 1}, "extra_warmup 1 does not fit the schedule gpipe"),
         ({"extra_warmup": -1}, "extra_warmup -1"),
     ],
@@ -129,13 +167,18 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, object], messag
         schedule_of(settings)
 
 
+def test_chunks_need_the_schedule_for_them() -> None:
+    with pytest.raises(ValueError, match="a model with 2 chunks a stage needs the schedule interleaved, not gpipe"):
+        schedule_of({"schedule": "gpipe"}, 2)
+
+
 def test_the_timetables_in_the_docstrings_are_what_runs() -> None:
     """The pictures are drawn from the generators: each pass takes one column."""
-    for schedule in (one_forward_one_backward, gpipe):
+    for schedule in (one_forward_one_backward, gpipe, zero_bubble):
         plan = [list(schedule(stage, 3, 4)) for stage in range(3)]
         rows = ["" for _ in plan]
-        for span in sorted(times(plan, backward=1.0), key=lambda s: s.begin):
-            label = f"{'B' if span.backward else 'F'}{span.micro} "
-            rows[span.stage] = rows[span.stage].ljust(3 * round(span.begin)) + label
+        unit = 2.0 if schedule is zero_bubble else 1.0
+        for span in sorted(times(plan, backward=unit), key=lambda s: s.begin):
+            rows[span.stage] = rows[span.stage].ljust(3 * round(span.begin)) + f"{span.kind}{span.micro} "
         for stage, row in enumerate(rows):
             assert f"stage {stage} | {row.rstrip()}" in (schedule.__doc__ or "")

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import deepspeed
-
-_utils = deepspeed.utils
+from tds import utils as _utils
 
 
 def _wrapped(parameter: nn.Parameter) -> bool:

@@ -1,0 +1,32 @@
+"""Gradient clipping by the norm over all stages and tensor-parallel ranks, each parameter counted once."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def clip_grad_norm(module: nn.Module, grid: Any, limit: float, device: torch.device) -> float:
+    """Scale the gradients of this rank's `module` to a global norm of at most `limit` (0: leave them); the norm before.
+
+    A tied weight counts on the first of its stages alone, a weight that is not split over the
+    tensor-parallel ranks (no `tensor_model_parallel` on it) on the first of them.
+    """
+    grads = {p: p.grad for p in module.parameters() if p.grad is not None}
+    copies_elsewhere = grid.get_slice_parallel_rank() > 0
+    mine = [
+        grad
+        for p, grad in grads.items()
+        if not getattr(p, "ds_pipe_replicated", False)
+        and (not copies_elsewhere or getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False))
+    ]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if mine:
+        total += torch.stack([g.norm() for g in mine]).double().square().sum()
+    dist.all_reduce(total, group=grid.get_model_parallel_group())
+    norm = total.sqrt()
+    if limit > 0 and grads:
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(grads.values()), factor.to(next(iter(grads.values())).dtype))
+    return norm.item()

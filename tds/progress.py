@@ -1,0 +1,45 @@
+"""The line of progress every few steps, and where the time of a step went."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ._deepspeed import finish
+
+
+class Progress:
+    """every: steps between two lines; none without. breakdown: measure each kind of instruction, which waits for the device."""
+
+    def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
+        self.device, self.every, self.breakdown = device, every, breakdown
+        self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last line
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        if not self.breakdown:
+            yield
+            return
+        finish(self.device)
+        begin = time.perf_counter()
+        yield
+        finish(self.device)
+        self._seconds[what] += time.perf_counter() - begin
+
+    def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
+        """After each step: the line to print, if it is time for one. samples: of a step."""
+        if not self.every or steps % self.every:
+            return None
+        took = (time.perf_counter() - self._since) / self.every
+        named = " ".join(f"{name}: {value.item():.4f}" for name, value in losses.items())
+        line = f"steps: {steps} {named} iter time (s): {took:.3f} samples/sec: {samples / took:.3f}"
+        if self._seconds:
+            spent = " | ".join(f"{name}: {1e3 * s / self.every:.2f}" for name, s in self._seconds.items())
+            line += f"\ntime (ms) of rank 0 in a step | {spent}"
+        self._since = time.perf_counter()
+        self._seconds.clear()
+        return line
