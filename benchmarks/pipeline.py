@@ -2,26 +2,22 @@
 
     python benchmarks/pipeline.py --stages 4 --megabytes 1
     python benchmarks/pipeline.py --stages 4 --megabytes 8 --jitter 0.5
+    python benchmarks/pipeline.py --stages 4 --schedules all
 
-Contenders, in turn within every round, on the same processes: ours with 1F1B and with extra warm-up,
-stock DeepSpeed's PipelineEngine, and Schedule1F1B of torch.distributed.pipelining. Shown is the
-time of a step over the schedule's ideal, (micro-batches + stages - 1) x (forward + backward).
+Contenders, in turn within every round, on the same processes: ours, stock DeepSpeed's
+PipelineEngine, and the schedules of torch.distributed.pipelining. Shown is the time of a step
+over the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward), and where a schedule
+with a smaller bubble would end.
 """
 
 import argparse
-import os
 import random
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-FORWARD, BACKWARD = 0.020, 0.040
+from _alternate import Step, alternate, leave, on_ranks, spread
+
+FORWARD, BACKWARD = 0.020, 0.040  # of which half computes gradients of inputs, half those of weights
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,22 +26,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--micros", type=int, default=16)
     parser.add_argument("--megabytes", type=float, default=1.0, help="size of the tensor between stages")
     parser.add_argument("--jitter", type=float, default=0.0, help="0.5 lets every pass take 0.5 to 1.5 times as long")
+    parser.add_argument("--schedules", choices=["1f1b", "all"], default="1f1b", help="all: interleaved and zb-h1, too")
     parser.add_argument("--rounds", type=int, default=5)
     return parser
 
 
-def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    """One function per contender that runs one training step."""
+def stage_class(args: argparse.Namespace, rank: int) -> Any:
+    """A module that sleeps for its forward pass, the gradient of its input and that of its weight."""
     import torch
-    import torch.distributed as dist
     from torch import Tensor, nn
 
-    import tds
-    from tds._deepspeed import StockPipelineModule, deepspeed, prepare, quietly
-
-    prepare()
-    tds.init_distributed("gloo", auto_mpi_discovery=False)
-    rank = dist.get_rank()
     rng = random.Random(rank)
 
     def pause(seconds: float) -> None:
@@ -53,33 +43,55 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
 
     class Sleep(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            pause(FORWARD)
+        def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:  # type: ignore[override]
+            ctx.backward_seconds = backward
+            pause(forward)
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            pause(BACKWARD)
-            return grad
+        def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+            pause(ctx.backward_seconds)
+            return grad, None, None
 
     class Stage(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, share: float = 1.0) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
+            self.weight, self.share = nn.Parameter(torch.ones(1)), share
 
         def forward(self, x: Tensor) -> Tensor:
-            return Sleep.apply(x + self.weight)  # type: ignore[no-any-return,no-untyped-call]
+            half = BACKWARD / 2 * self.share
+            weight = Sleep.apply(self.weight, 0.0, half)  # type: ignore[no-untyped-call]
+            return Sleep.apply(x, FORWARD * self.share, half) + weight  # type: ignore[no-any-return,no-untyped-call]
 
+    return Stage
+
+
+def contenders(args: argparse.Namespace) -> dict[str, Step]:
+    """One function per contender that runs one training step."""
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
+
+    import tds
+    from tds._deepspeed import StockPipelineModule, deepspeed, prepare, quietly
+
+    prepare()
+    tds.init_distributed("gloo", auto_mpi_discovery=False)
+    rank = dist.get_rank()
+    stage = stage_class(args, rank)
     width = int(args.megabytes * 1e6 / 4)
     x, y = torch.zeros(1, width), torch.zeros(1, 1)
 
     def loss_fn(out: Tensor, target: Tensor) -> Tensor:
         return (out[:, :1] - target).square().mean()
 
-    def engine(module: Any, initialize: Any, pipeline: dict[str, Any]) -> Callable[[], None]:
+    def engine(module: Any, initialize: Any, pipeline: dict[str, Any], chunks: int = 1) -> Step:
+        more = {"chunks": chunks} if chunks > 1 else {}
         with quietly():
-            model = module([Stage() for _ in range(args.stages)], num_stages=args.stages, loss_fn=loss_fn,
-                           partition_method="uniform")  # fmt: skip
+            model = module([stage(1 / chunks) for _ in range(args.stages * chunks)], num_stages=args.stages, loss_fn=loss_fn,
+                           partition_method="uniform", **more)  # fmt: skip
             config = {"train_batch_size": args.micros, "train_micro_batch_size_per_gpu": 1, "pipeline": pipeline,
                       "gradient_clipping": 0.0, "steps_per_print": 10**9}  # fmt: skip
             made, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
@@ -90,61 +102,70 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
 
         return step
 
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    module = Stage()
-    stage = PipelineStage(module, rank, args.stages, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, args.micros, loss_fn=loss_fn)
     whole_x, whole_y = torch.zeros(args.micros, width), torch.zeros(args.micros, 1)
 
-    def torchs() -> None:
-        if rank == 0:
-            schedule.step(whole_x)
-        elif rank == args.stages - 1:
-            schedule.step(target=whole_y, losses=[])
-        else:
-            schedule.step()
+    def torchs(kind: Any, chunks: int = 1, single: bool = False) -> Step:
+        total = args.stages * chunks
+        parts = [
+            pipelining.PipelineStage(stage(1 / chunks), rank + args.stages * c, total, torch.device("cpu"))
+            for c in range(chunks)
+        ]
+        schedule = kind(parts[0] if single else parts, args.micros, loss_fn=loss_fn)
 
-    return {
+        def step() -> None:
+            last = {"target": whole_y, "losses": []} if rank == args.stages - 1 else {}
+            schedule.step(*([whole_x] if rank == 0 else []), **last)
+
+        return step
+
+    steps = {
         "ours, 1f1b": engine(tds.PipelineModule, tds.initialize, {}),
         "ours, 1f1b with extra_warmup 1": engine(tds.PipelineModule, tds.initialize, {"extra_warmup": 1}),
         f"DeepSpeed {deepspeed.__version__} PipelineEngine": engine(StockPipelineModule, deepspeed.initialize, {}),
-        f"torch {torch.__version__} Schedule1F1B": torchs,
+        f"torch {torch.__version__} Schedule1F1B": torchs(schedules.Schedule1F1B, single=True),
     }
+    if args.schedules == "all":
+        steps |= {
+            "ours, interleaved, 2 chunks": engine(tds.PipelineModule, tds.initialize, {"schedule": "interleaved"}, 2),
+            "torch ScheduleInterleaved1F1B, 2 chunks": torchs(schedules.ScheduleInterleaved1F1B, 2),
+            "ours, zb-h1": engine(tds.PipelineModule, tds.initialize, {"schedule": "zb-h1"}),
+            "torch ScheduleInterleavedZeroBubble, 1 chunk": torchs(schedules.ScheduleInterleavedZeroBubble),
+        }
+    return steps
+
+
+def ideals(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a step without any cost of messages, by the words that a contender's name begins or ends with."""
+    from tds.schedule import schedule_of
+    from tds.timetable import times
+
+    found = {}
+    for name, settings, chunks in (
+        ("1f1b", {}, 1), ("interleaved", {"schedule": "interleaved"}, 2), ("zb-h1", {"schedule": "zb-h1"}, 1),
+    ):  # fmt: skip
+        schedule = schedule_of(settings, chunks)
+        plan = [list(schedule(s, args.stages, args.micros)) for s in range(args.stages)]
+        found[name] = max(span.end for span in times(plan, FORWARD, BACKWARD))
+    return found
 
 
 def main() -> None:
     args = build_parser().parse_args()
-    if "RANK" not in os.environ:
-        launch = [
-            sys.executable,
-            str(ROOT / "tools" / "launch.py"),
-            "--standalone",
-            "--nproc-per-node",
-            str(args.stages),
-        ]
-        sys.exit(subprocess.run([*launch, __file__, *sys.argv[1:]], check=False).returncode)
+    on_ranks(args.stages)
     import torch.distributed as dist
 
     steps = contenders(args)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(args.rounds + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            step()
-            dist.barrier()
-            if round_:  # the first warms up
-                seconds[name].append(time.perf_counter() - begin)
+    found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
-        ideal = (args.micros + args.stages - 1) * (FORWARD + BACKWARD)
+        ideal = ideals(args)
         print(f"{args.stages} stages, {args.micros} micro-batches, {args.megabytes:g} MB, jitter {args.jitter:g}")
-        print("| contender | over the ideal, median | lowest to highest |\n| --- | --- | --- |")
-        for name, found in seconds.items():
-            over = sorted(f / ideal - 1 for f in found)
-            print(f"| {name} | {statistics.median(over):+.1%} | {over[0]:+.1%} to {over[-1]:+.1%} |")
-    sys.stdout.flush()
-    os._exit(0)
+        print("| contender | over the ideal of 1f1b, median (lowest to highest) | its own ideal |\n| --- | --- | --- |")
+        for name, rounds in found.items():
+            low = name.lower()
+            own = ideal["zb-h1" if "zb" in low or "zero" in low else "interleaved" if "interleaved" in low else "1f1b"]
+            over = spread([took / ideal["1f1b"] - 1 for took, _ in rounds], "+.1%")
+            print(f"| {name} | {over} | {own / ideal['1f1b'] - 1:+.1%} |")
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Everything of DeepSpeed's inside that this plugin touches, in one place (tested with 0.19.8).
+"""Everything of DeepSpeed's inside that this plugin touches, in one place (tested with 0.17.0 to 0.19.8).
 
 Public names are delegated in `__init__`; what stands here is not promised by DeepSpeed and is
 looked at anew for each release.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-TESTED_VERSION = "0.19.8"
+TESTED_VERSIONS = ("0.17.0", "0.19.8")  # the oldest and the newest
 
 
 @contextlib.contextmanager
@@ -49,6 +49,7 @@ deepspeed = _import()
 
 from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine  # noqa: E402
 from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule  # noqa: E402
+from deepspeed.runtime.utils import partition_balanced, partition_uniform  # noqa: E402
 
 
 def prepare() -> None:
@@ -62,6 +63,8 @@ def prepare() -> None:
     if accelerator.device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         accelerator.is_fp16_supported = lambda: True
+        if accelerator.Stream is None:  # before 0.19, which made recomputing activations fail
+            type(accelerator).Stream = property(lambda _: lambda **__: None)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
@@ -92,8 +95,10 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
     nothing. `"pipeline": {"use_reentrant": true}`, or a function given to the PipelineModule, stays.
     """
     default = deepspeed.checkpointing.checkpoint
-    if config_class is not None and getattr(model, "activation_checkpoint_func", default) is default:
-        config_class.pipeline.setdefault("use_reentrant", False)
+    if config_class is None or getattr(model, "activation_checkpoint_func", None) is not default:
+        return
+    if not config_class.pipeline.setdefault("use_reentrant", False):  # which old versions read too late
+        model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
 
 
 def finish(device: torch.device) -> None:
@@ -110,7 +115,7 @@ def optimizer_kind(engine: Any) -> str:
 
 
 __all__ = [
-    "TESTED_VERSION",
+    "TESTED_VERSIONS",
     "StockPipelineEngine",
     "StockPipelineModule",
     "deepspeed",
@@ -118,6 +123,8 @@ __all__ = [
     "engine_class",
     "finish",
     "optimizer_kind",
+    "partition_balanced",
+    "partition_uniform",
     "prepare",
     "quietly",
     "this_device",

@@ -61,7 +61,10 @@ class Watchdog:
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * COLLECT_SECONDS)  # the thread is about to end this process
         text = "".join(traceback.format_exception(error)).rstrip()
-        self._announce(f"rank {self.rank} raised {type(error).__name__}: {error}")
+        try:
+            self._announce(f"rank {self.rank} raised {type(error).__name__}: {error}")
+        except Exception:  # rank 0, which keeps the store, is gone
+            self._leave(f"rank {self.rank} lost the connection to the other ranks", text)
         self._report(text)
 
     def _watch(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from ._deepspeed import StockPipelineModule, quietly, this_device
+from ._deepspeed import StockPipelineModule, partition_balanced, partition_uniform, quietly, this_device
 from .layer_times import cut_by_time, layer_times
 
 
@@ -90,12 +90,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), stretches)
         text = method if isinstance(method, str) else ",".join(map(str, method))
         if not text.replace(",", "").replace(" ", "").isdigit():
-            stages, self.num_stages = self.num_stages, stretches
-            try:  # DeepSpeed reads the bounds of this stage off the cuts, which _partition_layers does again
-                super()._partition_layers(method=text)
-            finally:
-                self.num_stages = stages
-            return list(self.parts)
+            return self._named_cuts(text, stretches)
         cuts = [int(part) for part in text.split(",")]
         if len(cuts) != stretches + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
             raise ValueError(
@@ -103,6 +98,20 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
                 f"{stretches + 1} rising numbers, the first 0 and the last {count}"
             )
         return cuts
+
+    def _named_cuts(self, method: str, stretches: int) -> list[int]:
+        """DeepSpeed's ways to cut."""
+        count = len(self._layer_specs)
+        if method.lower() == "uniform":
+            return partition_uniform(count, stretches)  # type: ignore[no-any-return]
+        if method.lower() == "parameters":
+            return partition_balanced(self._count_layer_params(), stretches)  # type: ignore[no-any-return]
+        if method.lower().startswith("type:"):
+            chosen = set(self._find_layer_type(method.split(":", 1)[1]))
+            return partition_balanced([int(i in chosen) for i in range(count)], stretches)  # type: ignore[no-any-return]
+        raise ValueError(
+            f"there is no partition_method {method!r}; there are uniform, parameters, type:REGEX, balanced and lists of cuts"
+        )
 
     def _build(self) -> None:
         for start, stop in list(pairwise(self.cuts))[self.stage_id :: self.num_stages]:

@@ -61,8 +61,14 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
         (where / f"result{rank}").write_bytes(pickle.dumps(result))
     except BaseException:
         (where / f"error{rank}").write_text(traceback.format_exc())
-        os._exit(1)
-    os._exit(0)  # gloo's threads have nothing left to say
+        _end(1)
+    _end(0)  # gloo's threads have nothing left to say
+
+
+def _end(code: int) -> None:
+    for worker in multiprocessing.active_children():  # loaders' workers do not notice that a child of a forkserver ends
+        worker.terminate()
+    os._exit(code)
 
 
 def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:

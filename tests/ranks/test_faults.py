@@ -49,13 +49,14 @@ def _train(kind: str, victim: int, instruction: str, micro: int) -> None:
         name = getattr(schedule, instruction)
         honest = engine._DO[name]
 
-        def dishonest(self: Any, at: int) -> None:
-            if at == micro:
+        def dishonest(self: Any, at: tuple[int, int]) -> None:
+            if at[0] == micro:
                 _strike(kind)
             honest(self, at)
 
         engine._DO = {**engine._DO, name: dishonest}
     engine.train_batch(batches(MICROS - 1 if kind == "end" and engine.stage_id == victim else MICROS))
+    engine.train_batch(batches(MICROS))  # who had all it needed of the victim meets the fault here
 
 
 def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int) -> None:

@@ -1,0 +1,54 @@
+"""Contenders run in turn within every round on the same processes, so that what else the machine does hits them alike."""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+Step = Callable[[], None]
+
+
+def on_ranks(ranks: int) -> None:
+    """Start this script again on `ranks` gloo processes with one thread each, unless it runs on them already."""
+    if "RANK" in os.environ:
+        return
+    launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    sys.exit(subprocess.run([*launch, *sys.argv], check=False, env=environment).returncode)
+
+
+def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, CPU-seconds of all ranks) of each round of each contender; one round more warms up."""
+    import torch
+    import torch.distributed as dist
+
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for round_ in range(rounds + 1):
+        for name, step in steps.items():
+            dist.barrier()
+            begin, busy = time.perf_counter(), time.process_time()
+            step()
+            spent = torch.tensor([time.process_time() - busy], dtype=torch.float64)
+            dist.barrier()
+            took = time.perf_counter() - begin
+            dist.all_reduce(spent)
+            if round_:
+                found[name].append((took, spent.item()))
+    return found
+
+
+def spread(values: list[float], form: str) -> str:
+    """`median (lowest to highest)`."""
+    ordered = sorted(values)
+    return f"{statistics.median(ordered):{form}} ({ordered[0]:{form}} to {ordered[-1]:{form}})"
+
+
+def leave() -> None:
+    """gloo's threads have nothing left to say."""
+    sys.stdout.flush()
+    os._exit(0)
