@@ -77,6 +77,17 @@ class ModelConfig(Section):
     kv_hidden_size: int | None = opt(
         None, "width of one attention head; hidden size / heads if not given", _at_least(1)
     )
+    num_decoder_layers: int | None = opt(
+        None, "layers of T5's decoder; --num-layers, which are those of its encoder, if not given", _at_least(1)
+    )
+    normalization: str = opt("layernorm", "layernorm or rmsnorm", _one_of("layernorm", "rmsnorm"))
+    activation: str = opt("gelu", "inside the MLP: gelu, relu or gated-gelu", _one_of("gelu", "relu", "gated-gelu"))
+    position_embedding: str = opt("learned", "learned, or (T5) relative", _one_of("learned", "relative"))
+    relative_attention_num_buckets: int = opt(32, "distances that relative positions tell apart", _at_least(4))
+    relative_attention_max_distance: int = opt(128, "distance from which on all are one bucket", _at_least(2))
+    scale_attention: bool = opt(True, "divide the scores by the root of the head's width; T5 does not")
+    tie_embeddings: bool = opt(True, "the output layer uses the matrix of the embedding")
+    scale_tied_logits: bool = opt(False, "multiply logits of a tied matrix by hidden size ** -0.5, as T5 of 2019 does")
     ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", _at_least(1))
     hidden_bias: bool = opt(True, "biases in the linear layers")
     max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
@@ -96,6 +107,14 @@ class ModelConfig(Section):
                 f"--hidden-size {self.hidden_size} cannot be split among --num-attention-heads "
                 f"{self.num_attention_heads}; choose a multiple or give --kv-hidden-size"
             )
+
+        if self.scale_tied_logits and not self.tie_embeddings:
+            raise ConfigError("--scale-tied-logits is for a tied output layer; leave it out with --no-tie-embeddings")
+
+    @property
+    def decoder_layers(self) -> int:
+        """Of T5."""
+        return self.num_decoder_layers or self.num_layers
 
     @property
     def head_size(self) -> int:
@@ -178,6 +197,17 @@ class DataConfig(Section):
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a sentencepiece .model file")
     seq_length: int = opt(1024, "tokens of a training sample", _at_least(1))
+    enc_seq_length: int | None = opt(None, "T5: tokens that the encoder reads; --seq-length if not given", _at_least(8))
+    dec_seq_length: int | None = opt(
+        None, "T5: most tokens that the decoder writes; as many as the masked spans need if not given", _at_least(4)
+    )
+    objective: str = opt("span-corruption", "T5: span-corruption or prefix-lm", _one_of("span-corruption", "prefix-lm"))
+    span_convention: str = opt(
+        "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", _one_of("t5", "cpm")
+    )
+    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", _between(0.01, 0.9))
+    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", _at_least(1))
+    num_sentinels: int = opt(100, "T5: tokens that stand for masked spans, added to the vocabulary", _at_least(1))
     reset_position_ids: bool = opt(False, "count positions anew after each end-of-document token")
     reset_attention_mask: bool = opt(False, "let no token see a document before its own")
     eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
@@ -269,7 +299,8 @@ class Config:
     @property
     def positions(self) -> int:
         """Number of learned positions."""
-        return self.model.max_position_embeddings or self.data.seq_length
+        d = self.data
+        return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
 
     @property
     def lr_decay_iters(self) -> int:

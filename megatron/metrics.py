@@ -33,16 +33,26 @@ class Timers:
         return spent
 
 
-def flops_per_token(parameters: int, config: Config) -> float:
-    """Floating-point operations of one training step per token: 6 N + 12 L s (heads x head size).
+def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:
+    """Floating-point operations of one training step per token of a sample of `encoder` (+ `decoder`) tokens.
 
-    6 per parameter that multiplies (2 forward, 4 backward; Kaplan et al. 2020) and the two
-    attention products, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups
-    do not multiply, so N is all parameters less positions; the tied word matrix counts once, as logits.
+    6 per parameter that multiplies a token (2 forward, 4 backward; Kaplan et al. 2020) and the
+    attention products, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups do
+    not multiply. GPT-2: 6 N + 12 L s (heads x head size), N all parameters less positions, of which
+    the tied word matrix counts as logits. T5: the encoder's tokens pass its layers and the keys
+    and values of cross-attention, the decoder's the rest.
     """
     m = config.model
-    multiplied = parameters - config.positions * m.hidden_size
-    return 6.0 * multiplied + 12.0 * m.num_layers * m.num_attention_heads * m.head_size * config.data.seq_length
+    inner = m.num_attention_heads * m.head_size
+    if not decoder:
+        multiplied = parameters - config.positions * m.hidden_size
+        return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
+    projection = m.hidden_size * inner
+    mlp = m.hidden_size * m.ff_size * (3 if m.activation == "gated-gelu" else 2)
+    by_encoder = m.num_layers * (4 * projection + mlp) + m.decoder_layers * 2 * projection
+    by_decoder = m.decoder_layers * (6 * projection + mlp) + (m.vocab_size or 0) * m.hidden_size
+    products = m.num_layers * encoder**2 + m.decoder_layers * decoder * (encoder + decoder)
+    return (6.0 * (by_encoder * encoder + by_decoder * decoder) + 12.0 * inner * products) / (encoder + decoder)
 
 
 class MetricsWriter:

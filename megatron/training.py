@@ -34,6 +34,7 @@ from .runtime import RunError, is_rank_0, print_rank_0, start, together
 from .tokenizer import Tokenizer, load_tokenizer
 
 Datasets = tuple[Any, Any, Any]
+TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
 
 
 @dataclass
@@ -57,6 +58,12 @@ class Run:
         return self.config.checkpoint.save or str(self.run_dir / "checkpoints")
 
     @property
+    def sample_shape(self) -> tuple[int, int]:
+        """Tokens of a sample: (of the encoder or of the whole, of the decoder)."""
+        plan = getattr(self.datasets[0], "plan", None)
+        return (plan.encoder, plan.decoder) if plan else (self.config.data.seq_length, 0)
+
+    @property
     def global_batch(self) -> int:
         return self.config.train_batch_size(dist.get_world_size())
 
@@ -68,6 +75,7 @@ def pretrain(
     *,
     count_targets: CountTargets | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    tokenizer_provider: TokenizerProvider | None = None,
     name: str = "model",
     argv: Sequence[str] | None = None,
     exit: bool = True,
@@ -80,6 +88,7 @@ def pretrain(
     forward_step(data_iterator, model) -> (loss, count), used without a pipeline: with
     `count_targets` the sum of the loss over target tokens, otherwise its mean.
     count_targets(batch) -> how many target tokens a micro-batch has.
+    tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
     args_defaults: settings whose default is another for this script; flags still win.
     exit: end the process when done, as `unittest.main` does: with code 0, or after one sentence
     about a user's mistake 2 for the command line and 1 for the rest. False returns or raises.
@@ -93,7 +102,7 @@ def pretrain(
         resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
         code = 1
         providers = (train_valid_test_datasets_provider, model_provider, forward_step, count_targets)
-        run = set_up(config, resolved, *providers, name)
+        run = set_up(config, resolved, *providers, name, tokenizer_provider)
         train(run)
     except (RunError, ValueError, OSError) as error:
         if not exit or os.environ.get("MEGATRON_DEBUG"):
@@ -143,11 +152,12 @@ def set_up(
     forward_step: ForwardStep,
     count_targets: CountTargets | None,
     name: str,
+    tokenizer_provider: TokenizerProvider | None = None,
 ) -> Run:
     """From settings to a run that is ready to train: ranks, data, model, engine, checkpoint."""
     device = initialize_megatron(config)
     timers = Timers()
-    config, tokenizer, run_dir = together(lambda: _prepare(config, name))
+    config, tokenizer, run_dir = together(lambda: _prepare(config, name, tokenizer_provider))
     start(config, tokenizer, timers)
     _say_what_runs(config, resolved, device)
     datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
@@ -166,11 +176,13 @@ def set_up(
     return Run(config, resolved, device, engine, datasets, state, timers, metrics, tokenizer, run_dir, parameters)
 
 
-def _prepare(config: Config, name: str) -> tuple[Config, Tokenizer, Path]:
+def _prepare(config: Config, name: str, provider: TokenizerProvider | None) -> tuple[Config, Tokenizer, Path]:
     """Load the tokenizer, settle the vocabulary size, make the run directory and write config.json there."""
     if config.data.vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
     tokenizer = load_tokenizer(config.data.vocab_file)
+    if provider is not None:
+        tokenizer = provider(config, tokenizer)
     given = config.model.vocab_size
     if given is not None and given < tokenizer.vocab_size:
         raise ValueError(
@@ -262,7 +274,7 @@ def train(run: Run) -> None:
             step = run.engine.train_batch(batches, lr_at(state.iteration, config))
             state.iteration += 1
             state.consumed_samples += run.global_batch
-            state.consumed_tokens += run.global_batch * config.data.seq_length
+            state.consumed_tokens += run.global_batch * sum(run.sample_shape)
             bar.update()
             if not math.isfinite(step.loss) and not step.skipped:
                 raise RunError(
@@ -331,9 +343,9 @@ class _Window:
         run, config = self.run, self.run.config
         device_module.synchronize(run.device)
         seconds = (time.perf_counter() - self.begin) / max(self.timed, 1)
-        tokens_per_second = run.global_batch * config.data.seq_length / seconds if seconds and self.timed else 0.0
+        tokens_per_second = run.global_batch * sum(run.sample_shape) / seconds if seconds and self.timed else 0.0
         ranks = dist.get_world_size()
-        tflops = flops_per_token(run.parameters, config) * tokens_per_second / ranks / 1e12
+        tflops = flops_per_token(run.parameters, config, *run.sample_shape) * tokens_per_second / ranks / 1e12
         peak = device_module.peak_tflops(run.device)
         loss = sum(self.losses) / len(self.losses)
         row = {

@@ -50,7 +50,7 @@ def build_train_valid_test_datasets(
     indexed = IndexedDataset(data_path)
     if not indexed.num_tokens:
         raise DatasetError(f"{data_path}.bin holds no tokens")
-    _check_ids(indexed, vocab_size)
+    check_ids(indexed, vocab_size)
     datasets: list[GPT2Dataset | None] = []
     notes = []
     shares = parse_split(split)
@@ -70,7 +70,7 @@ def build_train_valid_test_datasets(
     return (train, valid, test), notes
 
 
-def _check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 10_000_000) -> None:
+def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 10_000_000) -> None:
     """Look for ids outside the vocabulary in the head and tail of the corpus: the mark of another tokenizer."""
     if vocab_size is None:
         return

@@ -1,6 +1,7 @@
-"""Multi-head self-attention with its heads split over the model-parallel ranks.
+"""Multi-head attention with its heads split over the model-parallel ranks.
 
-Shapes: s sequence, b batch, h hidden, n heads, d width of a head, t model-parallel ranks.
+Shapes: s, q sequence of the queries, k of the keys, b batch, h hidden, n heads, d width of a head,
+t model-parallel ranks.
 """
 
 import math
@@ -12,39 +13,44 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """[b, s] number of the document each token is in -> [b, 1, s, s], True where a token may look.
-
-    A token sees itself and what precedes it in its own document.
-    """
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    return same.tril().unsqueeze(1)
+from .masks import causal_mask
 
 
-class SelfAttention(nn.Module):
-    """Causal attention: every token looks at itself and at what precedes it (Vaswani et al. 2017).
+class KeyValueCache:
+    """Keys and values of the tokens that were seen already, for one attention layer; [b, n/t, k, d] each."""
 
-    The rows of the fused projection stand head by head, (query, key, value) of head 0 first, so
-    that a contiguous cut gives each rank whole heads.
-    """
+    def __init__(self) -> None:
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
 
-    def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append those of new tokens; returns all."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
+        self.key, self.value = key, value
+        return key, value
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row i of the batch go on where row rows[i] stands, for beam search."""
+        if self.key is not None and self.value is not None:
+            self.key, self.value = self.key[rows], self.value[rows]
+
+
+class Attention(nn.Module):
+    """What self- and cross-attention share: softmax(q k^T + bias) v, and the projection behind it (Vaswani et al. 2017)."""
+
+    def __init__(self, config: ModelConfig, stream: str, output_std: float, causal: bool) -> None:
         super().__init__()
-        self.axis = mpu.get_mesh().model
+        self.axis, self.causal = mpu.get_mesh().model, causal
         self.heads = config.num_attention_heads // self.axis.size
         self.head_size = config.head_size
-        self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_mesh().rng, f"{name}.attention"
-        inner = config.num_attention_heads * config.head_size
-        self.query_key_value = mpu.ColumnParallelLinear(
-            config.hidden_size,
-            3 * inner,
-            bias=config.hidden_bias,
-            gather_output=False,
-            init_std=config.init_method_std,
-        )
+        self.inner = config.num_attention_heads * config.head_size
+        self.scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
+        # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
+        self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
+        self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_mesh().rng, stream
         self.dense = mpu.RowParallelLinear(
-            inner,
+            self.inner,
             config.hidden_size,
             bias=config.hidden_bias,
             input_is_parallel=True,
@@ -52,32 +58,88 @@ class SelfAttention(nn.Module):
             init_std=output_std,
         )
 
-    def forward(self, hidden: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> ([s, b, h], its bias still to be added).
+    def _project(self, config: ModelConfig, parts: int) -> mpu.ColumnParallelLinear:
+        """h -> `parts` x n x d; rows stand head by head, so that a contiguous cut gives each rank whole heads."""
+        return mpu.ColumnParallelLinear(
+            config.hidden_size,
+            parts * self.inner,
+            bias=config.hidden_bias,
+            gather_output=False,
+            init_std=config.init_method_std,
+        )
 
-        document_ids: [b, s] to keep documents apart, or empty for plain causal attention.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+        """query [b, n/t, q, d], key, value [b, n/t, k, d] -> [q, b, n/t * d].
+
+        mask: [b, 1, q, k], True where a query may look, or None. bias: [1, n/t, q, k], added to the
+        scores, or None. Without either no q x k tensor is made.
         """
-        s, b, _ = hidden.shape
-        qkv, _ = self.query_key_value(hidden)  # [s, b, n/t * 3 * d]
-        qkv = qkv.view(s, b, self.heads, 3, self.head_size)
-        query, key, value = qkv.permute(3, 1, 2, 0, 4)  # 3 x [b, n/t, s, d]
-        mask = document_mask(document_ids) if document_ids.numel() else None
         p = self.dropout if self.training else 0.0
         if p:
-            with self.rng.fork(self.stream, hidden.device, split=True):
-                context = self._attend(query, key, value, mask, p)
+            with self.rng.fork(self.stream, query.device, split=True):
+                context = self._sdpa(query, key, value, mask, bias, p)
         else:
-            context = self._attend(query, key, value, mask, p)
-        context = context.permute(2, 0, 1, 3).reshape(s, b, self.heads * self.head_size)
-        return self.dense(context)  # type: ignore[no-any-return]
+            context = self._sdpa(query, key, value, mask, bias, p)
+        b, _, q, _ = context.shape
+        return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        """[b, n/t, s, d] each -> [b, n/t, s, d]; without a mask no s x s tensor is made."""
+    def _sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, p: float
+    ) -> Tensor:
+        q, k = query.shape[2], key.shape[2]
+        # A mask of documents is causal already where it must be; the newest token alone sees all there are.
+        plain_causal = self.causal and mask is None and q > 1
+        if plain_causal and (bias is not None or q != k):
+            mask, plain_causal = causal_mask(q, k, query.device), False
+        if bias is not None:
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=p, is_causal=mask is None, scale=1 / math.sqrt(self.head_size)
+            query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale
         )
 
 
-def no_documents(device: torch.device) -> Tensor:
-    """The document ids of plain causal attention: an empty tensor, which costs nothing to send."""
-    return torch.empty(0, dtype=torch.int32, device=device)
+class SelfAttention(Attention):
+    """Every token looks at the tokens of its own sequence: at all of them, or (causal) at itself and those before it.
+
+    The rows of the fused projection are (query, key, value) of head 0 first.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
+        super().__init__(config, f"{name}.attention", output_std, causal)
+        self.query_key_value = self._project(config, 3)
+        self.query_key_value.weight.init_factors = (self.head_size, (self.query_factor, 1.0, 1.0))  # type: ignore[attr-defined]
+
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`."""
+        s, b, _ = hidden.shape
+        qkv, _ = self.query_key_value(hidden)  # [s, b, n/t * 3 * d]
+        query, key, value = qkv.view(s, b, self.heads, 3, self.head_size).permute(3, 1, 2, 0, 4)
+        if cache is not None:
+            key, value = cache.extend(key, value)
+        return self.dense(self.attend(query, key, value, mask, bias))  # type: ignore[no-any-return]
+
+
+class CrossAttention(Attention):
+    """Tokens of the decoder look at those of the encoder. The fused rows are (key, value) of head 0 first."""
+
+    def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
+        super().__init__(config, f"{name}.cross_attention", output_std, causal=False)
+        self.query, self.key_value = self._project(config, 1), self._project(config, 2)
+        self.query.weight.init_factors = (self.head_size, (self.query_factor,))  # type: ignore[attr-defined]
+
+    def forward(
+        self, hidden: Tensor, encoded: Tensor, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden [q, b, h], encoded [k, b, h]) -> ([q, b, h], its bias still to be added)."""
+        q, b, _ = hidden.shape
+        query = self.query(hidden)[0].view(q, b, self.heads, self.head_size).permute(1, 2, 0, 3)
+        if cache is not None and cache.key is not None and cache.value is not None:
+            key, value = cache.key, cache.value
+        else:
+            both = self.key_value(encoded)[0].view(encoded.shape[0], b, self.heads, 2, self.head_size)
+            key, value = both.permute(3, 1, 2, 0, 4)
+            if cache is not None:
+                cache.extend(key, value)
+        return self.dense(self.attend(query, key, value, mask, None))  # type: ignore[no-any-return]

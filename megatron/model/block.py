@@ -4,6 +4,7 @@ Shapes: s sequence, b batch, h hidden.
 """
 
 import math
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .attention import SelfAttention
+from .attention import CrossAttention, KeyValueCache, SelfAttention
+from .masks import document_mask
 from .mlp import ParallelMLP
+from .norm import build_norm
 
 
 class Dropout(nn.Module):
@@ -29,33 +32,68 @@ class Dropout(nn.Module):
             return F.dropout(x, self.p)
 
 
-def layer_norm(config: ModelConfig) -> nn.LayerNorm:
-    """A layer norm over h, a copy on every model-parallel rank."""
-    norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-    mpu.declare(norm.weight, init_std=None)
-    mpu.declare(norm.bias)
-    return norm
+class Encoded(NamedTuple):
+    """What a decoder layer looks at: [k, b, h], and who may look where ([b, 1, q, k] or None)."""
+
+    states: Tensor
+    mask: Tensor | None
 
 
-class Block(nn.Module):
-    """A pre-norm transformer layer (Radford et al. 2019). `name` is its name in the whole model."""
+class Caches:
+    """What incremental decoding keeps of one layer."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self) -> None:
+        self.own, self.cross = KeyValueCache(), KeyValueCache()
+
+
+class TransformerLayer(nn.Module):
+    """A pre-norm transformer layer (Radford et al. 2019), with cross-attention where asked.
+
+    name: of the layer in the whole model. branches: residual branches of the whole stack; each
+    starts the smaller, the more of them are summed.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
-        # Residual branches start smaller the more of them are summed.
-        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
-        self.input_layernorm = layer_norm(config)
-        self.attention = SelfAttention(config, name, output_std)
+        output_std = config.init_method_std / math.sqrt(branches)
+        self.causal = causal
+        self.input_layernorm = build_norm(config)
+        self.attention = SelfAttention(config, name, output_std, causal)
         self.attention_dropout = Dropout(config.hidden_dropout, f"{name}.attention_output")
-        self.post_attention_layernorm = layer_norm(config)
+        if cross:
+            self.cross_layernorm = build_norm(config)
+            self.cross_attention = CrossAttention(config, name, output_std)
+            self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
+        self.post_attention_layernorm = build_norm(config)
         self.mlp = ParallelMLP(config, output_std)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
 
+    def layer(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None = None,
+        encoded: Encoded | None = None,
+        caches: Caches | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]. mask, bias: of self-attention, see `Attention.attend`."""
+        added, added_bias = self.attention(self.input_layernorm(hidden), mask, bias, caches and caches.own)
+        hidden = hidden + self.attention_dropout(added if added_bias is None else added + added_bias)
+        if encoded is not None:
+            added, added_bias = self.cross_attention(self.cross_layernorm(hidden), *encoded, caches and caches.cross)
+            hidden = hidden + self.cross_dropout(added if added_bias is None else added + added_bias)
+        added, added_bias = self.mlp(self.post_attention_layernorm(hidden))
+        out: Tensor = hidden + self.mlp_dropout(added if added_bias is None else added + added_bias)
+        return out
+
+
+class Block(TransformerLayer):
+    """A layer of a left-to-right model. `name` is its name in the whole model."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__(config, name, branches=2 * config.num_layers)
+
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(hidden [s, b, h], document ids [b, s] or empty) -> the same."""
-        hidden, document_ids = inputs
-        added, bias = self.attention(self.input_layernorm(hidden), document_ids)
-        hidden = hidden + self.attention_dropout(added if bias is None else added + bias)
-        added, bias = self.mlp(self.post_attention_layernorm(hidden))
-        hidden = hidden + self.mlp_dropout(added if bias is None else added + bias)
-        return hidden, document_ids
+        hidden, documents = inputs
+        return self.layer(hidden, document_mask(documents, causal=True)), documents

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .block import Dropout, layer_norm
+from .block import Dropout
+from .norm import build_norm
 
 
 class WordEmbedding(nn.Module):
@@ -62,7 +63,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = layer_norm(config)
+        self.norm = build_norm(config)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(hidden [s, b, h], document ids) -> the same"""

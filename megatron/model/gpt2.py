@@ -5,6 +5,7 @@
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,32 +14,38 @@ from torch import Tensor
 from megatron import mpu
 from megatron.config import Config
 
-from .attention import no_documents
 from .block import Block
 from .embedding import FinalNorm, PositionEmbedding, WordEmbedding
 from .init import init_weights
 from .layers import Layer, LayerStack
 from .loss import TokenLoss
+from .masks import no_documents
 
 
 def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
     """The layers in order; the last shares the matrix of the first."""
     m = config.model
+    if m.position_embedding != "learned":
+        raise ValueError("--position-embedding relative is for T5; GPT-2 has learned positions")
     return [
         Layer(
             "embedding",
             WordEmbedding,
             (m, vocab_size),
-            tied="embedding",
+            tied="embedding" if m.tie_embeddings else None,
             puts_out=("hidden", "position_ids", "document_ids"),
         ),
         Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding")),
         *(Layer(f"layers.{i}", Block, (m, f"layers.{i}"), repeated=True) for i in range(m.num_layers)),
         Layer("final_norm", FinalNorm, (m,)),
-        Layer(
-            "head", WordEmbedding, (m, vocab_size), tied="embedding", call=WordEmbedding.logits, puts_out=("logits",)
-        ),
+        output_layer(config, vocab_size, WordEmbedding.logits),
     ]
+
+
+def output_layer(config: Config, vocab_size: int, call: Callable[[Any, Any], Any]) -> Layer:
+    """The last layer of a model: logits by the matrix of the embedding, or (--no-tie-embeddings) by one of its own."""
+    tied = "embedding" if config.model.tie_embeddings else None
+    return Layer("head", WordEmbedding, (config.model, vocab_size), tied=tied, call=call, puts_out=("logits",))
 
 
 def vocab_size_of(config: Config) -> int:

@@ -56,4 +56,13 @@ def init_weights(model: Any, seed: int) -> None:
             nn.init.zeros_(parameter)
         else:
             generator = torch.Generator().manual_seed(mpu.derive_seed(seed, "weights", name))
-            put(parameter, parameter, torch.empty(full_shape(parameter)).normal_(0.0, std, generator=generator))
+            whole = torch.empty(full_shape(parameter)).normal_(0.0, std, generator=generator)
+            put(parameter, parameter, _scaled(whole, getattr(parameter, "init_factors", None)))
+
+
+def _scaled(whole: Tensor, factors: tuple[int, tuple[float, ...]] | None) -> Tensor:
+    """Multiply stretches of rows by factors in turn. factors: (rows of a stretch, factor of each), or None."""
+    if factors is None:
+        return whole
+    rows, values = factors
+    return (whole.view(-1, len(values), rows, whole.shape[1]) * torch.tensor(values).view(1, -1, 1, 1)).view_as(whole)

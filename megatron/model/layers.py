@@ -21,7 +21,7 @@ class Layer:
     share one module, which carries the name of the first. call: what to do with the module
     instead of calling it, `call(module, inputs)`. puts_out: names of the tensors it returns,
     for the boundary behind it. repeated: part of the stack of equal layers, whose activations
-    may be computed again.
+    may be computed again. prelude: not counted, but computed again with the layer behind it.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Layer:
     call: Callable[[Any, Any], Any] | None = None
     puts_out: tuple[str, ...] = ("hidden", "document_ids")
     repeated: bool = False
+    prelude: bool = False
 
     def build(self) -> nn.Module:
         return self.cls(*self.args)
@@ -55,15 +56,22 @@ def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk:
     rng = mpu.get_mesh().rng
     at = 0
     while at < len(steps):
-        end = at + 1
-        if chunk and steps[at][0].repeated:
-            while end < len(steps) and end - at < chunk and steps[end][0].repeated:
-                end += 1
+        end = _end_of_group([layer for layer, _ in steps], at, chunk)
+        if end > at + 1 or (chunk and steps[at][0].repeated):
             inputs = mpu.checkpoint(partial(_run_all, [call for _, call in steps[at:end]]), inputs, rng=rng)
         else:
             inputs = steps[at][1](inputs)
         at = end
     return inputs
+
+
+def _end_of_group(layers: Sequence[Layer], at: int, chunk: int) -> int:
+    """Where the layers end that are computed again together with the one at `at`: up to `chunk` repeated ones."""
+    end, count = at, 0
+    while end < len(layers) and count < chunk and (layers[end].repeated or layers[end].prelude):
+        count += layers[end].repeated
+        end += 1
+    return max(end, at + 1)
 
 
 def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:

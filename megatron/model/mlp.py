@@ -1,8 +1,9 @@
-"""The two linear layers of a transformer block, split over the model-parallel ranks.
+"""The feed-forward part of a transformer block, split over the model-parallel ranks.
 
 Shapes: s sequence, b batch, h hidden, f inside the MLP, t model-parallel ranks.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,14 +11,33 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 
+def gelu(x: Tensor) -> Tensor:
+    """The tanh form, which GPT-2 and T5 were trained with."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gated_gelu(x: Tensor) -> Tensor:
+    """[..., 2 f], gate and value of each feature side by side -> [..., f] (Shazeer 2020)."""
+    gate, value = x.view(*x.shape[:-1], -1, 2).unbind(-1)
+    return gelu(gate).mul(value)
+
+
+ACTIVATIONS = {"gelu": gelu, "relu": torch.relu, "gated-gelu": gated_gelu}
+
+
 class ParallelMLP(nn.Module):
-    """h -> f, gelu, f -> h. The first is split by columns, the second by rows: one all-reduce in all."""
+    """h -> f, activation, f -> h. The first is split by columns, the second by rows: one all-reduce in all.
+
+    With a gate the first gives 2 f, the rows of gate and value alternating, so that a contiguous
+    cut leaves both of a feature on one rank.
+    """
 
     def __init__(self, config: ModelConfig, output_std: float) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,
-            config.ff_size,
+            config.ff_size * (2 if config.activation == "gated-gelu" else 1),
             bias=config.hidden_bias,
             gather_output=False,
             init_std=config.init_method_std,
@@ -33,6 +53,5 @@ class ParallelMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, h], its bias still to be added)."""
-        inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t]
-        # The tanh form is the one that GPT-2 was trained with.
-        return self.dense_4h_to_h(F.gelu(inner, approximate="tanh"))  # type: ignore[no-any-return]
+        inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
+        return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]

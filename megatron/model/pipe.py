@@ -17,12 +17,19 @@ from .gpt2 import gpt2_layers, vocab_size_of
 from .init import init_weights
 from .layers import Layer, run
 from .loss import TokenLoss
+from .masks import no_documents
+from .t5 import t5_layers
 
 # Hidden states are the same on all model-parallel ranks, so each carries its share of them.
 TRAVELLERS = {
     "hidden": Boundary("hidden", grad=True, split=True),
     "position_ids": Boundary("position_ids", kind="int", grad=False),
     "document_ids": Boundary("document_ids", kind="int", grad=False),
+    "encoded": Boundary("encoded", grad=True, split=True),
+    "decoder_tokens": Boundary("decoder_tokens", kind="int", grad=False),
+    "encoder_documents": Boundary("encoder_documents", kind="int", grad=False),
+    "decoder_documents": Boundary("decoder_documents", kind="int", grad=False),
+    "table": Boundary("table", grad=True),
 }
 
 
@@ -100,6 +107,31 @@ class GPT2ModelPipe(LayerStackPipe):
             tied_weights={"embedding": "word_embeddings.weight"},
             loss_fn=TokenLoss(vocab_size),
             example=_example(config),
+        )
+
+
+class T5ModelPipe(LayerStackPipe):
+    """T5 over pipeline stages. Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], document ids of both or empty).
+
+    In the encoder travel its hidden states, the decoder's tokens and the document ids (int16); in
+    the decoder the hidden states of both, and the ids.
+    """
+
+    def __init__(self, config: Config) -> None:
+        vocab_size = vocab_size_of(config)
+        b, d = config.train.batch_size, config.data
+        tokens = torch.zeros(b, d.enc_seq_length or d.seq_length, dtype=torch.int64)
+        wanted = torch.zeros(b, d.dec_seq_length or d.seq_length // 4, dtype=torch.int32)
+        super().__init__(
+            t5_layers(config, vocab_size),
+            config,
+            tied_weights={
+                "embedding": "word_embeddings.weight",
+                "encoder.relative_positions": "weight",
+                "decoder.relative_positions": "weight",
+            },
+            loss_fn=TokenLoss(vocab_size),
+            example=(tokens, wanted, no_documents(tokens.device), no_documents(tokens.device)),
         )
 
 

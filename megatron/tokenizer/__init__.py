@@ -1,5 +1,6 @@
 """Text to ids and back, without loss."""
 
 from .base import Tokenizer, TokenizerError, load_tokenizer
+from .sentinels import SentinelTokenizer
 
-__all__ = ["Tokenizer", "TokenizerError", "load_tokenizer"]
+__all__ = ["SentinelTokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]

@@ -1,0 +1,128 @@
+"""Which tokens are masked: lengths that fit exactly, and spans drawn as in T5 (Raffel et al. 2020).
+
+Shapes: l tokens of a window, n masked tokens, m spans.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .indexed_dataset import DatasetError
+
+Mask = NDArray[np.bool_]
+
+
+class SpanPlan(NamedTuple):
+    """Numbers of a sample: tokens of the window, how many are masked, in how many spans; what encoder and decoder hold."""
+
+    tokens: int
+    noise: int
+    spans: int
+    encoder: int
+    decoder: int
+
+
+def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
+    noise = min(max(round(tokens * density), 1), tokens - 1)
+    spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
+    # t5: an end token on either side, the decoder reads a start token in place of its last. cpm: a closing
+    # sentinel, and the first sentinel is what the decoder starts with.
+    return SpanPlan(tokens, noise, spans, tokens - noise + spans + encoder_ends, noise + spans + encoder_ends)
+
+
+def plan_spans(
+    encoder: int, decoder: int | None, density: float, mean_span: float, sentinels: int, encoder_ends: bool
+) -> SpanPlan:
+    """The longest window of which the encoder reads at most `encoder` tokens and the decoder writes at most `decoder`.
+
+    encoder_ends: sequences end with an end token (t5) or not (cpm). Raises DatasetError if there are
+    not enough sentinels for its spans.
+    """
+    tokens = 2
+    best = _plan(tokens, density, mean_span, encoder_ends)
+    while True:
+        tokens += 1
+        plan = _plan(tokens, density, mean_span, encoder_ends)
+        if plan.encoder > encoder or (decoder is not None and plan.decoder > decoder):
+            break
+        best = plan
+    needed = best.spans + (not encoder_ends)  # and the closing one
+    if needed > sentinels:
+        raise DatasetError(
+            f"an encoder of {encoder} tokens has {best.spans} masked spans and needs {needed} sentinels; raise "
+            f"--num-sentinels {sentinels}, or lower --noise-density {density:g} or raise --mean-span-length {mean_span:g}"
+        )
+    return best
+
+
+def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int64]:
+    """`parts` positive lengths that add up to `total`, every such sequence as likely as any other."""
+    cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(cuts, prepend=0, append=total)
+
+
+def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
+    """(masked [l], first token of its span [l]); the window begins with an unmasked token."""
+    lengths = np.empty(2 * plan.spans, dtype=np.int64)
+    lengths[0::2] = compose(rng, plan.tokens - plan.noise, plan.spans)
+    lengths[1::2] = compose(rng, plan.noise, plan.spans)
+    masked = np.repeat(np.arange(2 * plan.spans) % 2 == 1, lengths)
+    first = np.zeros(plan.tokens, dtype=np.bool_)
+    first[np.cumsum(lengths)[0::2]] = True
+    return masked, first
+
+
+def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
+    """As `draw_spans`, but every end of a document (ends [l]) is the last token of a span, as CPM wants it.
+
+    Returns the number of tokens that are used, too: fewer than l where the window has more
+    documents than the plan has spans, the rest is left out.
+    """
+    borders = np.flatnonzero(ends)
+    used = plan.tokens
+    if len(borders) > plan.spans:
+        borders = borders[: plan.spans]
+        used = int(borders[-1]) + 1
+    stops = borders + 1 if len(borders) and borders[-1] == used - 1 else np.append(borders + 1, used)
+    sizes = np.diff(stops, prepend=0)
+    must = np.ones(len(sizes), dtype=np.int64)
+    if len(stops) > len(borders):
+        must[-1] = 0  # a document that goes on behind the window
+    spans = _share(sizes // 2, min(plan.spans, used), must)
+    noise = _share(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
+    masked, first = np.zeros(plan.tokens, dtype=np.bool_), np.zeros(plan.tokens, dtype=np.bool_)
+    begin = 0
+    for size, count, hidden, ended in zip(sizes, spans, noise, must, strict=True):
+        _fill(rng, masked[begin : begin + size], first[begin : begin + size], int(count), int(hidden), bool(ended))
+        begin += size
+    return masked, first, used
+
+
+def _share(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Whole numbers between `least` and `room` (where it is more), in proportion to the room, that add up to at most `total`."""
+    room = np.maximum(room, least)
+    left = max(min(total, int(room.sum())) - int(least.sum()), 0)
+    free = room - least
+    given = least + free * left // max(int(free.sum()), 1)
+    short = min(total, int(room.sum())) - int(given.sum())
+    for place in np.argsort(-(room - given), kind="stable")[: max(short, 0)]:
+        given[place] += given[place] < room[place]
+    return given
+
+
+def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise: int, ended: bool) -> None:
+    """Draw `spans` spans of `noise` tokens into one document; ended: its last token must be in the last of them."""
+    if not spans:
+        return
+    kept = len(masked) - noise  # at least one before each span, but for a document of one token
+    gaps = np.zeros(spans + 1, dtype=np.int64)
+    if kept > spans and not ended:
+        gaps[:] = compose(rng, kept, spans + 1)
+    elif kept:
+        gaps[:spans] = compose(rng, kept, spans)
+    lengths = compose(rng, noise, spans)
+    starts = np.cumsum(gaps[:spans]) + np.cumsum(lengths) - lengths
+    first[starts] = True
+    for start, length in zip(starts, lengths, strict=True):
+        masked[start : start + length] = True

@@ -1,0 +1,202 @@
+"""Samples for an encoder-decoder from an ordinary corpus: spans are masked when a sample is read, not before.
+
+A sample is a window of documents laid end to end, as in gpt2_dataset.py, of a length for which
+encoder and decoder fit exactly; which of its tokens are masked is a pure function of (corpus,
+part, seed, number of the sample), so every epoch masks others and nothing is stored.
+
+    text      A B C D E F G H
+    encoder   A B <1> E F <2> H             t5: and an end token
+    decoder   <1> C D <2> G                 t5: after a start token, and an end token as the last label
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .gpt2_dataset import check_ids
+from .indexed_dataset import DatasetError, IndexedDataset
+from .sample_order import SampleOrder
+from .spans import SpanPlan, draw_spans, draw_spans_to_borders, plan_spans
+from .splits import PARTS, parse_split, split_documents
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Specials:
+    """The ids that are not text. sentinels: those of span 0, 1, ...; eod ends a document, and with `t5` a sequence, too."""
+
+    eod: int
+    pad: int
+    sentinels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learned. convention: `t5` (sentinels between a start and an end token) or `cpm` (a first and a closing sentinel)."""
+
+    name: str = "span-corruption"
+    convention: str = "t5"
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+
+    def plan(self, encoder: int, decoder: int | None, sentinels: int) -> SpanPlan:
+        """Raises DatasetError if there are too few sentinels."""
+        ends = self.convention == "t5"
+        if self.name == "prefix-lm":
+            answer = decoder or max(encoder // 4, 1)
+            return SpanPlan(encoder - ends + answer - 1, answer - 1, 1, encoder, answer)
+        return plan_spans(encoder, decoder, self.noise_density, self.mean_span_length, sentinels, ends)
+
+
+class T5Dataset(Dataset[dict[str, Tensor]]):
+    """`dataset[n]`, for any n >= 0, is a dict of int64 tensors, k tokens of the encoder and q of the decoder:
+
+    encoder, decoder, labels: token ids [k], [q], [q]; padding only where a window has more documents
+    than spans. encoder_documents, decoder_documents: number of the document that each token belongs to,
+    from 1, 0 for padding. loss_mask [q]: 1 where a label counts.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        objective: Objective,
+        plan: SpanPlan,
+        specials: Specials,
+        seed: int,
+        part: str,
+    ) -> None:
+        self.indexed, self.first = indexed, documents.start
+        self.objective, self.plan, self.specials = objective, plan, specials
+        ends = np.concatenate([[0], indexed.document_ends()])
+        self.starts: Ids = ends[:-1]
+        sizes = np.diff(ends)[documents.start : documents.stop]
+        self.order = SampleOrder(sizes, plan.tokens, seed, f"{part} spans", overlap=0)
+        self.seed = [seed, *part.encode()]
+        self.sentinels = np.array(specials.sentinels, dtype=np.int64)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.order.per_epoch
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Of encoder and decoder together."""
+        return self.plan.encoder + self.plan.decoder
+
+    def window(self, n: int) -> tuple[Ids, Ids]:
+        """(tokens, number of the document of each from 1) of the text behind sample n."""
+        text, documents = np.empty((2, self.plan.tokens), dtype=np.int64)
+        at = 0
+        for number, (document, start, end) in enumerate(self.order.stretches(n), 1):
+            base = int(self.starts[self.first + document])
+            text[at : at + end - start] = self.indexed.tokens[base + start : base + end]
+            documents[at : at + end - start] = number
+            at += end - start
+        return text, documents
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        text, documents = self.window(int(n))
+        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, int(n)])))
+        if self.objective.name == "prefix-lm":
+            masked = np.arange(len(text)) >= len(text) - self.plan.noise
+            first, used = np.diff(masked, prepend=False), len(text)
+        elif self.objective.convention == "t5":
+            masked, first = draw_spans(rng, self.plan)
+            used = len(text)
+        else:
+            masked, first, used = draw_spans_to_borders(rng, self.plan, text == self.specials.eod)
+        return self._sample(text[:used], documents[:used], masked[:used], first[:used])
+
+    def _sample(
+        self, text: Ids, documents: Ids, masked: NDArray[np.bool_], first: NDArray[np.bool_]
+    ) -> dict[str, Tensor]:
+        """Cut the text into what the encoder reads and what the decoder writes."""
+        prefix = self.objective.name == "prefix-lm"
+        marks = self.sentinels[: int(first.sum())]
+        seen = ~masked if prefix else ~masked | first
+        encoder = text.copy()
+        if not prefix:
+            encoder[first] = marks
+        answer = masked if prefix else masked | first
+        # Before the first token of each span stands its sentinel, which belongs to the same document.
+        repeats = (answer.astype(np.int64) + (0 if prefix else first))[answer]
+        written, owner = np.repeat(text[answer], repeats), np.repeat(documents[answer], repeats)
+        if not prefix:
+            at = np.cumsum(repeats) - repeats
+            written[at[first[answer]]] = marks
+        if self.objective.convention == "t5":
+            return self._t5(encoder[seen], documents[seen], written, owner)
+        if prefix:
+            marks, written, owner = marks[:0], np.append(self.sentinels[0], written), np.append(owner[:1], owner)
+        closed = np.append(written, self.sentinels[len(marks) + prefix])
+        return self._padded(encoder[seen], documents[seen], closed[:-1], closed[1:], owner)
+
+    def _t5(self, encoder: Ids, documents: Ids, written: Ids, owner: Ids) -> dict[str, Tensor]:
+        eod = self.specials.eod
+        decoder = np.concatenate([[self.specials.pad], written])
+        return self._padded(
+            np.append(encoder, eod), np.append(documents, documents[-1]), decoder, np.append(written, eod),
+            np.append(owner, owner[-1]),
+        )  # fmt: skip
+
+    def _padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
+        k, q = self.plan.encoder, self.plan.decoder
+
+        def fill(values: Ids, length: int, filler: int) -> Tensor:
+            out = np.full(length, filler, dtype=np.int64)
+            out[: len(values)] = values
+            return torch.from_numpy(out)
+
+        pad = self.specials.pad
+        return {
+            "encoder": fill(encoder, k, pad),
+            "decoder": fill(decoder, q, pad),
+            "labels": fill(labels, q, pad),
+            "encoder_documents": fill(documents, k, 0),
+            "decoder_documents": fill(owner, q, 0),
+            "loss_mask": fill(np.ones(len(labels), dtype=np.int64), q, 0),
+        }
+
+
+def build_train_valid_test_datasets(
+    data_path: str,
+    split: str,
+    objective: Objective,
+    enc_seq_length: int,
+    dec_seq_length: int | None,
+    specials: Specials,
+    seed: int,
+    text_vocab_size: int | None = None,
+) -> tuple[tuple[T5Dataset | None, T5Dataset | None, T5Dataset | None], list[str]]:
+    """The three datasets of a `.bin/.idx` pair, and notes on the parts that stayed empty.
+
+    text_vocab_size: ids from here on are not text. Raises DatasetError as GPT-2's does, and for too few sentinels.
+    """
+    indexed = IndexedDataset(data_path)
+    if not indexed.num_tokens:
+        raise DatasetError(f"{data_path}.bin holds no tokens")
+    check_ids(indexed, text_vocab_size)
+    plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
+    datasets: list[T5Dataset | None] = []
+    notes = [f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"]
+    shares = parse_split(split)
+    ranges = split_documents(shares, indexed.num_documents)
+    for part, documents, share in zip(PARTS, ranges, shares, strict=True):
+        try:
+            datasets.append(T5Dataset(indexed, documents, objective, plan, specials, seed, part) if share else None)
+        except ValueError as error:
+            where = f"the {part} part of {data_path} ({len(documents)} of {indexed.num_documents} documents)"
+            if part == "train":
+                raise DatasetError(f"{where}: {error}") from None
+            notes.append(f"{where} stays empty: {error}")
+            datasets.append(None)
+    train, valid, test = datasets
+    if train is None:
+        raise DatasetError(f"--split {split} leaves nothing for training")
+    return (train, valid, test), notes

@@ -1,0 +1,62 @@
+"""T5's relative positions: a learned number for each head and (bucketed) distance, added to the scores (Raffel et al. 2020).
+
+Shapes: q queries, k keys, n heads, t model-parallel ranks, r buckets.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.config import ModelConfig
+
+
+def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor:
+    """key position - query position, int64 [...] -> bucket 0 to count - 1.
+
+    Half of the buckets are single distances, the others grow logarithmically up to `furthest`.
+    Both directions have half of them; causal has all for the past, where alone it looks.
+    """
+    found = torch.zeros_like(distance)
+    if not causal:
+        count //= 2
+        found = (distance > 0).long() * count
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = count // 2
+    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(furthest / exact) * (count - exact)
+    return found + torch.where(distance < exact, distance, (exact + far.long()).clamp(max=count - 1))
+
+
+class RelativePositions(nn.Module):
+    """The table of one stack, shared by its layers: it stands before each of them in the list, tied.
+
+    weight: [r, n/t]
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        axis = mpu.get_mesh().model
+        heads = config.num_attention_heads
+        self.weight = mpu.declare(
+            nn.Parameter(torch.empty(config.relative_attention_num_buckets, heads // axis.size)),
+            init_std=config.init_method_std,
+            dim=1,
+            full_size=heads,
+            axis=axis,
+        )
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Hand the table to the layer behind: (...) -> (..., weight)."""
+        return *inputs, self.weight
+
+
+def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, causal: bool) -> Tensor:
+    """[r, n/t] -> [1, n/t, q, k] for the last `queries` of `keys` positions."""
+    place = torch.arange(keys, device=table.device)
+    distance = place.unsqueeze(0) - place[keys - queries :].unsqueeze(1)
+    bucket = buckets(distance, config.relative_attention_num_buckets, config.relative_attention_max_distance, causal)
+    return F.embedding(bucket, table).permute(2, 0, 1).unsqueeze(0)

@@ -1,0 +1,208 @@
+"""T5 (Raffel et al. 2020) as one list of layers, in the manner of T5 v1.1 or of CPM-2, as the settings say.
+
+        encoder tokens -> embedding -> start -> EncoderBlock x n -> norm -> encoded
+        decoder tokens -> (same) embedding -> start -> DecoderBlock x m -> norm -> logits
+                                                            ^ encoded
+
+With relative positions the table of a stack is a tied layer before each of its blocks, so a stage
+has it wherever the cuts fall. Shapes: q decoder sequence, k encoder sequence, s either, b batch,
+h hidden, v vocabulary, t model-parallel ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.config import Config, ModelConfig
+
+from .block import Caches, Dropout, Encoded, TransformerLayer
+from .embedding import WordEmbedding
+from .gpt2 import output_layer, vocab_size_of
+from .init import init_weights
+from .layers import Layer, LayerStack
+from .loss import TokenLoss
+from .masks import document_mask, no_documents, positions_in_documents
+from .norm import build_norm
+from .relative import RelativePositions, position_bias
+
+ENCODING = ("hidden", "decoder_tokens", "encoder_documents", "decoder_documents")
+DECODING = ("hidden", "encoded", "encoder_documents", "decoder_documents")
+
+
+def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(encoder tokens [b, k], decoder tokens [b, q], documents, documents) -> (hidden [k, b, h], the others)."""
+    tokens, *rest = inputs
+    return embedding.word_embeddings(tokens).transpose(0, 1), *rest
+
+
+def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(encoded [k, b, h], decoder tokens [b, q], documents, documents) -> (hidden [q, b, h], encoded, the documents)."""
+    encoded, tokens, *documents = inputs
+    return embedding.word_embeddings(tokens.long()).transpose(0, 1), encoded, *documents
+
+
+class Head:
+    """Called on the output matrix: (hidden [q, b, h], ...) -> logits [q, b, v/t]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.factor = config.hidden_size**-0.5 if config.scale_tied_logits and config.tie_embeddings else 1.0
+
+    def __call__(self, embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Tensor:
+        hidden = inputs[0] * self.factor if self.factor != 1.0 else inputs[0]
+        return embedding.word_embeddings.logits(hidden)
+
+
+class StackStart(nn.Module):
+    """The foot of a stack: learned positions, if the model has them, and dropout. documents: which input holds the ids."""
+
+    def __init__(self, config: Config, name: str, documents: int) -> None:
+        super().__init__()
+        self.documents, self.restart = documents, config.data.reset_position_ids
+        self.dropout = Dropout(config.model.hidden_dropout, name)
+        self.weight: nn.Parameter | None = None
+        if config.model.position_embedding == "learned":
+            weight = nn.Parameter(torch.empty(config.positions, config.model.hidden_size))
+            self.weight = mpu.declare(weight, init_std=config.model.init_method_std)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(hidden [s, b, h], ...) -> the same"""
+        hidden, *rest = inputs
+        if self.weight is not None:
+            documents = inputs[self.documents]
+            restart = self.restart and documents.numel()
+            place = positions_in_documents(documents) if restart else torch.arange(len(hidden), device=hidden.device)
+            hidden = hidden + self.at(place if restart else place.unsqueeze(0))
+        return self.dropout(hidden), *rest
+
+    def at(self, place: Tensor) -> Tensor:
+        """[b or 1, s] positions -> [s, b or 1, h]. Raises ValueError for one that was not learned."""
+        assert self.weight is not None
+        if place.shape[-1] > len(self.weight):
+            raise ValueError(
+                f"a sequence of {place.shape[-1]} tokens is longer than the {len(self.weight)} learned positions"
+            )
+        return nn.functional.embedding(place, self.weight).transpose(0, 1)
+
+
+class EncoderBlock(TransformerLayer):
+    """Every token looks at all tokens of its document. Inputs and outputs: ENCODING, with the table behind the inputs."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__(config, name, branches=2 * config.num_layers, causal=False)
+        self.config = config
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, tokens, documents, other, *table = inputs
+        bias = position_bias(table[0], len(hidden), len(hidden), self.config, causal=False) if table else None
+        return self.layer(hidden, document_mask(documents), bias), tokens, documents, other
+
+
+class DecoderBlock(TransformerLayer):
+    """Looks back in its document, and at the same document of the encoder. Inputs and outputs: DECODING, likewise."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__(config, name, branches=3 * config.decoder_layers, causal=True, cross=True)
+        self.config = config
+
+    def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
+        hidden, encoded, theirs, ours, *table = inputs
+        seen = caches.own.key.shape[2] if caches and caches.own.key is not None else 0
+        total = seen + len(hidden)
+        bias = position_bias(table[0], len(hidden), total, self.config, causal=True) if table else None
+        cross = document_mask(ours, theirs) if ours.numel() else None
+        mask = document_mask(ours, causal=True)
+        return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, theirs, ours
+
+
+class StackNorm(nn.Module):
+    """The norm after a stack."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = build_norm(config)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = inputs
+        return self.norm(hidden), *rest
+
+
+class DecoderNorm(StackNorm):
+    """The norm after the decoder, behind which nothing but the hidden states is needed."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (self.norm(inputs[0]),)
+
+
+def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
+    """The layers in order."""
+    m = config.model
+
+    def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...]) -> list[Layer]:
+        layers = []
+        for i in range(count):
+            at = f"{name}.layers.{i}"
+            if m.position_embedding == "relative":
+                table = f"{name}.relative_positions"
+                layers.append(
+                    Layer(table, RelativePositions, (m,), tied=table, puts_out=(*puts_out, "table"), prelude=True)
+                )
+            layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True))
+        return layers
+
+    def embedding(name: str, call: Any, puts_out: tuple[str, ...]) -> Layer:
+        return Layer(name, WordEmbedding, (m, vocab_size), tied="embedding", call=call, puts_out=puts_out)
+
+    return [
+        embedding("embedding", embed_encoder, ENCODING),
+        Layer("encoder.start", StackStart, (config, "encoder.start", 2), puts_out=ENCODING),
+        *stack("encoder", EncoderBlock, m.num_layers, ENCODING),
+        Layer("encoder.final_norm", StackNorm, (m,), puts_out=("encoded", *ENCODING[1:])),
+        embedding("decoder.embedding", embed_decoder, DECODING),
+        Layer("decoder.start", StackStart, (config, "decoder.start", 3), puts_out=DECODING),
+        *stack("decoder", DecoderBlock, m.decoder_layers, DECODING),
+        Layer("decoder.final_norm", DecoderNorm, (m,), puts_out=("hidden",)),
+        output_layer(config, vocab_size, Head(m)),
+    ]
+
+
+class T5Model(LayerStack):
+    """The whole model (this rank's part of every layer) without a pipeline.
+
+    parallel_output: as in GPT2Model.
+    """
+
+    def __init__(self, config: Config, parallel_output: bool = True) -> None:
+        chunk = config.parallel.checkpoint_num_layers if config.parallel.checkpoint_activations else 0
+        self.vocab_size = vocab_size_of(config)
+        super().__init__(t5_layers(config, self.vocab_size), chunk)
+        self.parallel_output = parallel_output
+        self.loss_fn = TokenLoss(self.vocab_size)
+        init_weights(self, config.train.seed)
+
+    def forward(
+        self,
+        encoder_tokens: Tensor,
+        decoder_tokens: Tensor,
+        encoder_documents: Tensor | None = None,
+        decoder_documents: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens [b, k] and [b, q] -> logits, or with labels [b, q] the loss of every token, [b, q] in fp32.
+
+        documents: [b, s] number of the document of each token, 0 for padding; tokens see their own
+        document alone. Give both or neither; neither is one document without padding.
+        """
+        none = no_documents(encoder_tokens.device)
+        theirs = none if encoder_documents is None else encoder_documents
+        ours = none if decoder_documents is None else decoder_documents
+        if bool(theirs.numel()) != bool(ours.numel()):
+            raise ValueError("give the document ids of both encoder and decoder tokens, or of neither")
+        logits: Any = self.run((encoder_tokens, decoder_tokens, theirs, ours))  # [q, b, v/t]
+        if labels is not None:
+            return self.loss_fn.per_token(logits, labels)
+        logits = logits.transpose(0, 1)
+        if self.parallel_output:
+            return logits  # type: ignore[no-any-return]
+        return mpu.gather_from_model_parallel_region(logits)[..., : self.vocab_size]

@@ -1,0 +1,109 @@
+"""Pretrain T5. `bash scripts/run_t5.sh` calls this; `python pretrain_t5.py --help` lists every setting."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron import get_args, get_tokenizer, mpu, print_rank_0
+from megatron.config import Config
+from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
+from megatron.model import T5Model
+from megatron.model.masks import no_documents
+from megatron.tokenizer import SentinelTokenizer, Tokenizer
+from megatron.training import pretrain
+
+Batch = dict[str, Tensor]
+KEYS = ["encoder", "decoder", "labels", "encoder_documents", "decoder_documents", "loss_mask"]
+DEFAULTS = {"enc_seq_length": 512}
+
+
+def tokenizer_provider(config: Config, tokenizer: Tokenizer) -> Tokenizer:
+    """Padding and sentinels behind the tokens of the text."""
+    return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+
+
+def train_valid_test_datasets_provider() -> tuple[T5Dataset | None, T5Dataset | None, T5Dataset | None]:
+    """The three parts of the corpus."""
+    args = get_args()
+    tokenizer = cast(SentinelTokenizer, get_tokenizer())
+    if args.data_path is None:
+        raise ValueError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
+    datasets, notes = build_train_valid_test_datasets(
+        args.data_path,
+        args.split,
+        Objective(args.objective, args.span_convention, args.noise_density, args.mean_span_length),
+        args.enc_seq_length or args.seq_length,
+        args.dec_seq_length,
+        Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels),
+        args.seed,
+        text_vocab_size=tokenizer.pad,
+    )
+    for note in notes:
+        print_rank_0(f"note: {note}")
+    return datasets
+
+
+def get_batch_pipe(data: Batch | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """A micro-batch as a pipeline wants it: (inputs of the first stage, what the loss needs on the last).
+
+    data is read by the first rank of a model-parallel group and None on the others. Masks are not
+    made here: where documents or padding are to be kept apart, their numbers go along.
+    """
+    args = get_args()
+    batch = mpu.broadcast_data(KEYS, data, torch.int64)
+    labels, loss_mask = batch["labels"], batch["loss_mask"].float()
+    if args.eod_mask_loss:
+        loss_mask = loss_mask.masked_fill(labels == get_tokenizer().eod, 0.0)
+    theirs, ours = batch["encoder_documents"].short(), batch["decoder_documents"].short()
+    if not args.reset_attention_mask:
+        # One document, and padding where there is any. It is rare: without it no ids need to travel.
+        theirs, ours = theirs.clamp(max=1), ours.clamp(max=1)
+        if bool(theirs.all()) and bool(ours.all()):
+            theirs = ours = no_documents(labels.device)
+    return (batch["encoder"], batch["decoder"].int(), theirs, ours), (labels, loss_mask)
+
+
+def get_batch(data_iterator: Iterator[Batch] | None) -> tuple[Tensor, ...]:
+    """The next micro-batch: encoder tokens, decoder tokens, document ids of both, labels, loss mask."""
+    data = next(data_iterator) if data_iterator is not None else None
+    inputs, targets = get_batch_pipe(data)
+    return *inputs, *targets
+
+
+def forward_step(data_iterator: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Tensor]:
+    """(sum of the loss over the target tokens, their number); used without a pipeline."""
+    *inputs, labels, loss_mask = get_batch(data_iterator)
+    losses = model(*inputs, labels=labels)  # [b, q]
+    return (losses * loss_mask).sum(), loss_mask.sum()
+
+
+def count_targets(data: Batch | None) -> Tensor:
+    """How many tokens of a micro-batch are trained on."""
+    _, (_, loss_mask) = get_batch_pipe(data)
+    return loss_mask.sum(dtype=torch.float64)
+
+
+def model_provider() -> nn.Module:
+    """The model: whole, or this stage's part of it."""
+    args = get_args()
+    if args.pipe_parallel_size == 0:
+        return T5Model(args.config)
+    from megatron.model import T5ModelPipe
+
+    model: nn.Module = T5ModelPipe(args.config)
+    model._megatron_batch_fn = get_batch_pipe  # type: ignore[assignment]
+    return model
+
+
+if __name__ == "__main__":
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        forward_step,
+        count_targets=count_targets,
+        tokenizer_provider=tokenizer_provider,
+        args_defaults=DEFAULTS,
+        name="t5",
+    )
