@@ -58,8 +58,11 @@ def plan_spans(
 
 def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int64]:
     """`parts` positive lengths that add up to `total`, every such sequence as likely as any other."""
-    cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
-    return np.diff(cuts, prepend=0, append=total)
+    cuts = np.empty(parts + 1, dtype=np.int64)
+    cuts[0], cuts[-1] = 0, total
+    cuts[1:-1] = rng.permutation(total - 1)[: parts - 1] + 1
+    cuts.sort()
+    return cuts[1:] - cuts[:-1]
 
 
 def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
@@ -67,9 +70,12 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
     lengths = np.empty(2 * plan.spans, dtype=np.int64)
     lengths[0::2] = compose(rng, plan.tokens - plan.noise, plan.spans)
     lengths[1::2] = compose(rng, plan.noise, plan.spans)
-    masked = np.repeat(np.arange(2 * plan.spans) % 2 == 1, lengths)
+    ends = lengths.cumsum()
+    turns = np.zeros(plan.tokens, dtype=np.int8)
+    turns[ends[:-1]] = 1
+    masked = np.bitwise_xor.accumulate(turns).view(np.bool_)
     first = np.zeros(plan.tokens, dtype=np.bool_)
-    first[np.cumsum(lengths)[0::2]] = True
+    first[ends[0::2]] = True
     return masked, first
 
 

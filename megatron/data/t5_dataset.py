@@ -149,6 +149,8 @@ class T5Dataset(Dataset[dict[str, Tensor]]):
         k, q = self.plan.encoder, self.plan.decoder
 
         def fill(values: Ids, length: int, filler: int) -> Tensor:
+            if len(values) == length:
+                return torch.from_numpy(values)
             out = np.full(length, filler, dtype=np.int64)
             out[: len(values)] = values
             return torch.from_numpy(out)

@@ -93,7 +93,7 @@ class Block(TransformerLayer):
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=2 * config.num_layers)
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
         """(hidden [s, b, h], document ids [b, s] or empty) -> the same."""
         hidden, documents = inputs
-        return self.layer(hidden, document_mask(documents, causal=True)), documents
+        return self.layer(hidden, document_mask(documents, causal=True), caches=caches), documents

@@ -86,7 +86,7 @@ class LayerStack(nn.Module):
     def __init__(self, layers: Sequence[Layer], checkpoint_num_layers: int = 0) -> None:
         super().__init__()
         self._chunk = checkpoint_num_layers
-        self._steps: list[tuple[Layer, Callable[[Any], Any]]] = []
+        self.steps: list[tuple[Layer, Callable[..., Any]]] = []
         self._named: list[tuple[str, nn.Module]] = []
         shared: dict[str, nn.Module] = {}
         for layer in layers:
@@ -97,14 +97,14 @@ class LayerStack(nn.Module):
                 self._named.append((layer.name, module))
                 if layer.tied:
                     shared[layer.tied] = module
-            self._steps.append((layer, partial(layer.call, module) if layer.call else module))
+            self.steps.append((layer, partial(layer.call, module) if layer.call else module))
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """(global name, module) of every layer built here, tied ones once."""
         yield from self._named
 
     def run(self, inputs: Any) -> Any:
-        return run(self._steps, inputs, self._chunk if self.training else 0)
+        return run(self.steps, inputs, self._chunk if self.training else 0)
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

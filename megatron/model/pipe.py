@@ -61,8 +61,11 @@ class LayerStackPipe(PipelineModule):
 
     @staticmethod
     def _spec(layer: Layer, tied_weights: dict[str, str]) -> LayerSpec:
-        if layer.tied is None:
+        if layer.tied is None and layer.call is None:
             return LayerSpec(layer.cls, *layer.args)
+        if layer.tied is None:  # DeepSpeed knows calls of tied layers alone; this one is tied to nothing
+            key = layer.name.replace(".", "_")
+            return TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=[])
         return TiedLayerSpec(
             layer.tied, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=tied_weights[layer.tied]
         )
@@ -84,7 +87,8 @@ class LayerStackPipe(PipelineModule):
         """The same for one chunk of this stage."""
         mine = slice(*self.stretches[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
-        return run(steps, inputs, self._chunk if self.training else 0)
+        # The engine hands over a tensor alone where a boundary has one; our layers want tuples.
+        return run(steps, inputs if isinstance(inputs, tuple) else (inputs,), self._chunk if self.training else 0)
 
 
 def _travellers(layer: Layer) -> list[Boundary]:
@@ -127,8 +131,8 @@ class T5ModelPipe(LayerStackPipe):
             config,
             tied_weights={
                 "embedding": "word_embeddings.weight",
-                "encoder.relative_positions": "weight",
-                "decoder.relative_positions": "weight",
+                "encoder_positions": "weight",
+                "decoder_positions": "weight",
             },
             loss_fn=TokenLoss(vocab_size),
             example=(tokens, wanted, no_documents(tokens.device), no_documents(tokens.device)),

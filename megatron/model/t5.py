@@ -66,24 +66,24 @@ class StackStart(nn.Module):
             weight = nn.Parameter(torch.empty(config.positions, config.model.hidden_size))
             self.weight = mpu.declare(weight, init_std=config.model.init_method_std)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(hidden [s, b, h], ...) -> the same"""
+    def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
+        """(hidden [s, b, h], ...) -> the same. seen: tokens before these, in incremental decoding."""
         hidden, *rest = inputs
         if self.weight is not None:
+            if seen + len(hidden) > len(self.weight):
+                raise ValueError(
+                    f"a sequence of {seen + len(hidden)} tokens is longer than the {len(self.weight)} learned positions"
+                )
             documents = inputs[self.documents]
             restart = self.restart and documents.numel()
-            place = positions_in_documents(documents) if restart else torch.arange(len(hidden), device=hidden.device)
-            hidden = hidden + self.at(place if restart else place.unsqueeze(0))
-        return self.dropout(hidden), *rest
-
-    def at(self, place: Tensor) -> Tensor:
-        """[b or 1, s] positions -> [s, b or 1, h]. Raises ValueError for one that was not learned."""
-        assert self.weight is not None
-        if place.shape[-1] > len(self.weight):
-            raise ValueError(
-                f"a sequence of {place.shape[-1]} tokens is longer than the {len(self.weight)} learned positions"
+            place = (
+                positions_in_documents(documents)
+                if restart
+                else torch.arange(seen, seen + len(hidden), device=hidden.device)
             )
-        return nn.functional.embedding(place, self.weight).transpose(0, 1)
+            vectors = nn.functional.embedding(place if restart else place.unsqueeze(0), self.weight)
+            hidden = hidden + vectors.transpose(0, 1)
+        return self.dropout(hidden), *rest
 
 
 class EncoderBlock(TransformerLayer):
@@ -146,7 +146,14 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
             if m.position_embedding == "relative":
                 table = f"{name}.relative_positions"
                 layers.append(
-                    Layer(table, RelativePositions, (m,), tied=table, puts_out=(*puts_out, "table"), prelude=True)
+                    Layer(
+                        table,
+                        RelativePositions,
+                        (m,),
+                        tied=f"{name}_positions",
+                        puts_out=(*puts_out, "table"),
+                        prelude=True,
+                    )
                 )
             layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True))
         return layers

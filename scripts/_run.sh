@@ -1,0 +1,88 @@
+# What run_gpt2.sh and run_t5.sh share; sourced by them, from the root of the checkout. NAME says which of the two runs.
+# shellcheck shell=bash disable=SC2034,SC2154
+bash scripts/setup.sh
+# shellcheck disable=SC1091
+source .venv/bin/activate
+
+# ---- machines: ranks on each, and where rank 0 is
+GPUS=$(python -c 'from megatron import device; import torch; print(torch.accelerator.device_count() if device.available() else 0)')
+GPUS_PER_NODE=${GPUS_PER_NODE:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 2)}
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+MASTER_ADDR=${MASTER_ADDR:-localhost}
+MASTER_PORT=${MASTER_PORT:-}
+HOSTFILE=${HOSTFILE:-}
+WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
+
+# ---- layout: MP_SIZE ranks share a layer, PP_SIZE stages share the layers, the rest are replicas
+MP_SIZE=${MP_SIZE:-1}
+if [ -z "${PP_SIZE:-}" ]; then
+    if [ "$GPUS" -eq 0 ] && [ $((WORLD_SIZE % 2)) -eq 0 ] && [ "$MP_SIZE" -eq 1 ]; then PP_SIZE=2; else PP_SIZE=0; fi
+fi
+
+# ---- files
+RUN_DIR=${RUN_DIR:-runs/$NAME}
+CORPUS=${CORPUS:-corpus/sample.jsonl}
+VOCAB_SIZE=${VOCAB_SIZE:-4000}
+VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
+CONFIG_JSON=${CONFIG_JSON:-configs/ds_config_$NAME.json}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}
+
+# Text to tokens, once; sets DATA_PATH.
+prepare_corpus() {
+    [ -n "${DATA_PATH:-}" ] && return
+    DATA_PATH=$RUN_DIR/data/corpus_text_document
+    if [ -f "$RUN_DIR/data/source" ] && [ "$(cat "$RUN_DIR/data/source")" != "$CORPUS" ]; then
+        echo "run_$NAME.sh: $RUN_DIR holds a run on $(cat "$RUN_DIR/data/source"), not on $CORPUS; give another RUN_DIR=" >&2
+        exit 2
+    fi
+    if [ ! -f "$VOCAB_FILE" ]; then
+        python tools/train_tokenizer.py --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
+    fi
+    if [ ! -f "$DATA_PATH.idx" ]; then
+        python tools/preprocess_data.py --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "${DATA_PATH%_text_document}"
+        echo "$CORPUS" >"$RUN_DIR/data/source"
+    fi
+}
+
+# Start all ranks of the command that is given.
+launch() {
+    if [ -n "$HOSTFILE" ]; then
+        deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} "$@"
+    elif [ "$NNODES" -gt 1 ]; then
+        python tools/launch.py --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
+            --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" "$@"
+    else
+        # Without MASTER_PORT a free one is found, so that several runs can share a machine.
+        if [ -n "$MASTER_PORT" ]; then rendezvous=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"); else rendezvous=(--standalone); fi
+        python tools/launch.py "${rendezvous[@]}" --nproc-per-node "$GPUS_PER_NODE" "$@"
+    fi
+}
+
+# Train with what the script has settled and the arguments that are given.
+train() {
+    launch "pretrain_$NAME.py" \
+        --run-dir "$RUN_DIR" --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 \
+        --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}" \
+        --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS" \
+        --lr "$LR" --lr-decay-style cosine --min-lr 1e-5 --warmup "$WARMUP" --weight-decay 0.1 \
+        --eval-interval "$EVERY" --eval-iters 10 --save-interval $((2 * EVERY)) \
+        --deepspeed-config "$CONFIG_JSON" "$@"
+}
+
+# The report, what the model writes for each prompt that is given, and where everything is.
+look() {
+    [ "$NODE_RANK" = 0 ] || return 0
+    echo
+    python tools/report.py --run-dir "$RUN_DIR"
+    echo
+    for prompt in "$@"; do
+        python tools/generate.py --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 | tr '\n' ' '; echo
+    done
+    echo
+    echo "settings     $RUN_DIR/config.json"
+    echo "metrics      $RUN_DIR/metrics.jsonl"
+    echo "loss curve   $RUN_DIR/loss.png and report.html"
+    echo "checkpoints  $RUN_DIR/checkpoints"
+    echo "more text    .venv/bin/python tools/generate.py --load $RUN_DIR --prompt '...'"
+}

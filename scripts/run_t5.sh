@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Train T5, from raw text to filled gaps. Run it again to continue; more arguments win over what stands here:
+#   bash scripts/run_t5.sh                                          the bundled corpus, about five minutes on 2 cores
+#   bash scripts/run_t5.sh --lr 1e-3 --train-iters 1000
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_t5.sh        your text: .jsonl or .txt, plain or .gz, or a folder
+#   VARIANT=cpm RUN_DIR=runs/t5_cpm bash scripts/run_t5.sh          absolute positions and CPM's sentinels
+#   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=base bash scripts/run_t5.sh
+#   GPUS_PER_NODE=8 MP_SIZE=8 VARIANT=cpm MODEL_SIZE=11b bash scripts/run_t5.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+NAME=t5
+source scripts/_run.sh
+
+# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or the small one of these defaults
+VARIANT=${VARIANT:-t5}
+MODEL_SIZE=${MODEL_SIZE:-}
+case "$VARIANT" in
+    t5) preset=t5 gap="<extra_id_0>" ;;
+    cpm) preset=cpm2 gap="<s_0>" ;;
+    *) echo "run_t5.sh: VARIANT=$VARIANT is neither t5 nor cpm" >&2; exit 2 ;;
+esac
+if [ -n "$MODEL_SIZE" ]; then
+    model=(--config "configs/models/${preset}_${MODEL_SIZE}.json")
+    NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-}
+    LR=${LR:-1e-4} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01}
+    EVERY=1000
+else
+    model=(--config "configs/models/${preset}_tiny.json")
+    NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-}
+    LR=${LR:-1e-3} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1}
+    EVERY=50
+fi
+[ -n "$NLAYERS" ] && model+=(--num-layers "$NLAYERS")
+[ -n "$NHIDDEN" ] && model+=(--hidden-size "$NHIDDEN" --ff-hidden-size $((2 * NHIDDEN)))
+[ -n "$NHEADS" ] && model+=(--num-attention-heads "$NHEADS")
+[ -n "$ENC_SEQ_LENGTH" ] && model+=(--enc-seq-length "$ENC_SEQ_LENGTH")
+
+prepare_corpus
+train "$@"
+if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天来了，${gap}都开了。" "老人坐在${gap}。" "The river runs ${gap} the sea."; fi

@@ -1,0 +1,125 @@
+"""Trains T5 in many ways within one launch of ranks: all that share a (pipe, data, model) grid."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pretrain_t5
+from megatron import runtime
+from megatron.arguments import parse, with_values
+from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
+from megatron.ds_config import resolve
+from megatron.engine import build_engine
+from megatron.initialize import initialize_megatron
+from megatron.metrics import Timers
+from megatron.model import T5Model, global_parameters
+from megatron.tokenizer import SentinelTokenizer, load_tokenizer
+from tests.conformance.engines import remembered_groups
+
+from .t5_reference import Shape, train
+
+GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
+LAYERS = {"cpm": 12, "t5": 17}  # of the list, with 2 blocks in the encoder and 3 in the decoder
+COMMON = (
+    f"--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --enc-seq-length {ENCODER} "
+    f"--seq-length {ENCODER} --hidden-dropout 0 --attention-dropout 0 --batch-size 2 --train-iters {STEPS} --lr 0.1 --optimizer sgd "
+    f"--lr-decay-style constant --warmup 0 --seed {SEED} --make-vocab-size-divisible-by 64 --clip-grad 1.0"
+)
+VARIANTS = {
+    "cpm": "--span-convention cpm --reset-attention-mask",
+    "t5": "--span-convention t5 --normalization rmsnorm --position-embedding relative --relative-attention-num-buckets 8 "
+    "--relative-attention-max-distance 20 --no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings "
+    "--kv-hidden-size 6",
+}
+
+
+class Way(NamedTuple):
+    """One training within a grid."""
+
+    variant: str
+    flags: str = ""
+    precision: str = "fp32"
+
+
+def _flags(way: Way) -> list[str]:
+    return f"{COMMON} {VARIANTS[way.variant]} --precision {way.precision} {way.flags}".split()
+
+
+def _data(way: Way, data: str, vocab_file: str) -> tuple[T5Dataset, SentinelTokenizer]:
+    config = parse(_flags(way))
+    tokenizer = SentinelTokenizer(load_tokenizer(vocab_file), config.data.num_sentinels, config.data.span_convention)
+    objective = Objective("span-corruption", config.data.span_convention)
+    specials = Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels)
+    (dataset, _, _), _ = build_train_valid_test_datasets(data, "1", objective, ENCODER, None, specials, SEED)
+    assert dataset is not None
+    return dataset, tokenizer
+
+
+def _stack(dataset: T5Dataset, first: int, count: int) -> dict[str, Tensor]:
+    samples = [dataset[n] for n in range(first, first + count)]
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def expected(way: Way, data: str, vocab_file: str) -> list[float]:
+    """Losses of plain torch."""
+    dataset, tokenizer = _data(way, data, vocab_file)
+    config = with_values(parse(_flags(way)), {"vocab_size": tokenizer.vocab_size, "make_vocab_size_divisible_by": 1})
+    weights = {name: p.detach().clone() for name, p in global_parameters(T5Model(config))}
+    batches = [_stack(dataset, step * GLOBAL_BATCH, GLOBAL_BATCH) for step in range(STEPS)]
+    dtype = torch.float64 if way.precision == "fp64" else torch.float32
+    return train(weights, batches, Shape(2, 3, 4, way.variant == "t5"), way.variant == "cpm", dtype)
+
+
+def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
+    pp, dp, tp = grid
+    found = []
+    with remembered_groups() as begin:
+        for way in ways:
+            begin()
+            grid_flags = f"--pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp}"
+            try:
+                found.append(_train([*_flags(way), *grid_flags.split()], way, dp, data, vocab_file))
+            except Exception as error:
+                raise RuntimeError(f"in {way}") from error
+    return found
+
+
+def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> list[float]:
+    dataset, tokenizer = _data(way, data, vocab_file)
+    config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
+    initialize_megatron(config)
+    runtime.start(config, tokenizer, Timers())
+    model = pretrain_t5.model_provider()
+    world = config.parallel.stages * config.parallel.model_parallel_size * replicas
+    engine = build_engine(
+        model, config, resolve(config, world, False), pretrain_t5.forward_step, pretrain_t5.count_targets, Timers()
+    )
+    from megatron import mpu
+
+    mesh = mpu.get_mesh()
+    reads = mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
+    share = GLOBAL_BATCH // replicas
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for step in range(STEPS):
+            for micro in range(0, share, 2):
+                yield _stack(dataset, step * GLOBAL_BATCH + mesh.data.rank * share + micro, 2)
+
+    source: Any = batches() if reads else None
+    return [engine.train_batch(source, 0.1).loss for _ in range(STEPS)]
+
+
+def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
+    """Of each way, on rank 0, after a check that all ranks agree. grid: (pipe, data, model)."""
+    from tests.support import on_ranks
+
+    pp, dp, tp = grid
+    by_rank = on_ranks(max(pp, 1) * dp * tp, _body, grid, ways, data, vocab_file, timeout=500)
+    assert all(each == by_rank[0] for each in by_rank)
+    return by_rank[0]
+
+
+__all__ = ["LAYERS", "Path", "Way", "expected", "losses"]

@@ -1,0 +1,70 @@
+"""T5 in every layout against one process of plain torch, for both variants."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from .t5_layouts import LAYERS, Way, expected, losses
+
+VARIANTS = ("cpm", "t5")
+SCHEDULES = (
+    "",
+    "--pipeline-schedule gpipe",
+    "--pipeline-schedule zb-h1",
+    "--pipeline-extra-warmup 1",
+    "--checkpoint-activations",
+    "--checkpoint-activations --checkpoint-num-layers 2",
+)
+GRIDS = [(0, 1, 1), (0, 2, 2), *(g for g in itertools.product((1, 2, 3, 4), (1, 2), (1, 2)) if g[0] * g[1] * g[2] <= 8)]
+
+
+@functools.cache
+def reference(variant: str, precision: str, data: str, vocab_file: str) -> list[float]:
+    return expected(Way(variant, precision=precision), data, vocab_file)
+
+
+def check(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> None:
+    bad = []
+    for way, found in zip(ways, losses(grid, ways, data, vocab_file), strict=True):
+        wanted = reference(way.variant, way.precision, data, vocab_file)
+        worst = np.abs(np.array(found) / np.array(wanted) - 1).max()
+        if not worst <= (1e-9 if way.precision == "fp64" else 1e-5):
+            bad.append(f"{way}: off by {worst:.1e}")
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}")
+def test_losses_equal_one_process(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
+    """With every schedule that applies, with and without recomputed activations; fp64 leaves the order of sums alone."""
+    ways = [
+        Way(variant, schedule)
+        for variant in VARIANTS
+        for schedule in SCHEDULES
+        if grid[0] > 1 or "pipeline" not in schedule
+    ]
+    if grid[0] in (2, 3):  # (2 + 3) blocks: at most two stages of two chunks, or three, but cuts may fall anywhere
+        cuts = {2: "0,3,6,9,{}", 3: "0,2,4,6,8,10,{}"}[grid[0]]
+        interleaved = "--pipeline-schedule interleaved --virtual-pipeline-size 2 --partition-method "
+        ways += [Way(variant, interleaved + cuts.format(LAYERS[variant])) for variant in VARIANTS]
+    ways += [Way(variant, precision="fp64") for variant in VARIANTS]
+    check(grid, ways, tiny_data, vocab_file)
+
+
+def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
+    for variant in VARIANTS:
+        curve = reference(variant, "fp32", tiny_data, vocab_file)
+        assert curve[0] - curve[-1] > 0.02
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str) -> None:
+    """In front of, between and behind the embeddings, tables, blocks and norms of a model of 2 + 3 blocks."""
+    ways = [
+        Way(variant, "--partition-method " + ",".join(map(str, (0, *cuts, LAYERS[variant]))))
+        for variant in VARIANTS
+        for cuts in itertools.combinations(range(1, LAYERS[variant]), stages - 1)
+    ]
+    check((stages, 1, 1), ways, tiny_data, vocab_file)

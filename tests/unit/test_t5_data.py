@@ -1,0 +1,209 @@
+"""Masked spans: nothing of the text is lost, lengths fit, conventions are kept."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetBuilder
+from megatron.data.spans import SpanPlan, compose, draw_spans_to_borders, plan_spans
+from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
+
+EOD, TEXT, COUNT = 3, 1000, 120
+T5 = Specials(EOD, TEXT, tuple(range(TEXT + COUNT, TEXT, -1)))
+CPM = Specials(EOD, TEXT, tuple(range(TEXT + 1, TEXT + COUNT + 1)))
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of 2 to 400 tokens, each ended by EOD."""
+    path = str(tmp_path_factory.mktemp("t5") / "corpus")
+    rng = np.random.default_rng(2)
+    with IndexedDatasetBuilder(path, np.uint16) as builder:
+        for size in [*rng.integers(20, 400, 150), *rng.integers(1, 12, 60)]:
+            builder.add_document(np.append(rng.integers(4, TEXT, size), EOD))
+    return path
+
+
+def dataset(prefix: str, convention: str, name: str = "span-corruption", encoder: int = 128, **more: int) -> T5Dataset:
+    specials = T5 if convention == "t5" else CPM
+    objective = Objective(name, convention)
+    (train, _, _), _ = build_train_valid_test_datasets(
+        prefix, "1", objective, encoder, more.get("decoder"), specials, more.get("seed", 1), TEXT
+    )
+    assert train is not None
+    return train
+
+
+def numbers(sample: dict[str, object], key: str) -> list[int]:
+    return sample[key].tolist()  # type: ignore[attr-defined, no-any-return]
+
+
+def put_together(encoder: list[int], written: list[int], sentinels: tuple[int, ...]) -> list[int]:
+    """The text that an encoder's and a decoder's tokens came from."""
+    spans: dict[int, list[int]] = {}
+    for token in written:
+        if token in sentinels:
+            spans[token] = []
+            last = token
+        else:
+            spans[last].append(token)
+    return [piece for token in encoder for piece in (spans[token] if token in sentinels else [token])]
+
+
+@pytest.mark.parametrize("n", range(0, 400, 37))
+def test_t5_samples_hold_their_text_between_start_and_end(prefix: str, n: int) -> None:
+    data = dataset(prefix, "t5")
+    sample, (text, _) = data[n], data.window(n)
+    encoder, decoder, labels = (numbers(sample, key) for key in ("encoder", "decoder", "labels"))
+    assert len(encoder) == 128 == data.plan.encoder
+    assert encoder[-1] == labels[-1] == EOD
+    assert decoder[0] == TEXT  # padding starts the decoder
+    assert decoder[1:] == labels[:-1]
+    used = [t for t in encoder if t in T5.sentinels]
+    assert used == list(range(TEXT + COUNT, TEXT + COUNT - data.plan.spans, -1)), "descending from the end"
+    assert put_together(encoder[:-1], labels[:-1], T5.sentinels) == text.tolist()
+    assert sum(numbers(sample, "loss_mask")) == len(labels)
+
+
+@pytest.mark.parametrize("n", range(0, 400, 37))
+def test_cpm_samples_end_every_document_in_a_span(prefix: str, n: int) -> None:
+    data = dataset(prefix, "cpm")
+    sample, (text, _) = data[n], data.window(n)
+    mask = np.array(numbers(sample, "loss_mask"), dtype=bool)
+    encoder = [t for t, d in zip(numbers(sample, "encoder"), numbers(sample, "encoder_documents"), strict=True) if d]
+    decoder, labels = (np.array(numbers(sample, key))[mask].tolist() for key in ("decoder", "labels"))
+    assert EOD not in encoder
+    assert decoder[0] == CPM.sentinels[0]
+    assert decoder[1:] == labels[:-1]
+    used = [t for t in encoder if t in CPM.sentinels]
+    assert used == list(CPM.sentinels[: len(used)]), "ascending from the first"
+    assert labels[-1] == CPM.sentinels[len(used)], "a closing sentinel"
+    found = put_together(encoder, decoder, CPM.sentinels)
+    assert found == text[: len(found)].tolist()
+    for at, token in enumerate(decoder):
+        if token == EOD:
+            assert at == len(decoder) - 1 or decoder[at + 1] in CPM.sentinels
+
+
+@pytest.mark.parametrize("convention", ["t5", "cpm"])
+def test_documents_are_told_apart_alike_on_both_sides(prefix: str, convention: str) -> None:
+    data = dataset(prefix, convention)
+    specials = T5 if convention == "t5" else CPM
+    for n in range(60):
+        sample = data[n]
+        theirs = dict(zip(numbers(sample, "encoder"), numbers(sample, "encoder_documents"), strict=True))
+        ours = dict(zip(numbers(sample, "decoder"), numbers(sample, "decoder_documents"), strict=True))
+        for sentinel in set(specials.sentinels) & theirs.keys() & ours.keys():
+            assert theirs[sentinel] == ours[sentinel]
+
+
+@pytest.mark.parametrize("convention", ["t5", "cpm"])
+def test_prefix_lm_goes_on_where_the_encoder_stops(prefix: str, convention: str) -> None:
+    data = dataset(prefix, convention, "prefix-lm", encoder=64, decoder=20)
+    sample, (text, _) = data[5], data.window(5)
+    encoder, decoder, labels = (numbers(sample, key) for key in ("encoder", "decoder", "labels"))
+    assert (len(encoder), len(decoder), len(labels)) == (64, 20, 20)
+    seen = encoder[:-1] if convention == "t5" else encoder
+    assert seen + labels[:-1] == text.tolist()
+    assert decoder[0] == (TEXT if convention == "t5" else CPM.sentinels[0])
+    assert labels[-1] == (EOD if convention == "t5" else CPM.sentinels[1])
+
+
+def test_lengths_are_those_of_t5() -> None:
+    """512 / 114 from 568 tokens, the published numbers of density 0.15 and mean span 3."""
+    assert plan_spans(512, None, 0.15, 3.0, 100, True) == SpanPlan(568, 85, 28, 512, 114)
+
+
+@pytest.mark.parametrize("decoder", [None, 20, 40])
+@pytest.mark.parametrize("encoder", [16, 63, 128, 300])
+@pytest.mark.parametrize("ends", [True, False])
+def test_lengths_fit(encoder: int, decoder: int | None, ends: bool) -> None:
+    plan = plan_spans(encoder, decoder, 0.15, 3.0, 100, ends)
+    assert plan.encoder <= encoder
+    assert decoder is None or plan.decoder <= decoder
+    assert plan.tokens - plan.noise + plan.spans + ends == plan.encoder
+    if decoder is None:
+        assert plan.encoder >= encoder - 1  # one token more of text may be one more of noise, and none here
+
+
+def test_too_few_sentinels_are_refused_with_the_knobs() -> None:
+    with pytest.raises(DatasetError, match="has 28 masked spans and needs 28 sentinels; raise --num-sentinels 20"):
+        plan_spans(512, None, 0.15, 3.0, 20, True)
+
+
+def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
+    data = dataset(prefix, "t5", encoder=512)
+    hidden = np.zeros(data.plan.tokens)
+    for n in range(300):
+        text, sample = data.window(n)[0], data[n]
+        kept = np.array(numbers(sample, "encoder")[:-1])
+        assert np.isin(kept, T5.sentinels).sum() == 28
+        at = 0
+        for token in kept:  # mark what the encoder sees
+            if token in T5.sentinels:
+                span = numbers(sample, "labels")
+                begin = span.index(int(token)) + 1
+                end = next(i for i in range(begin, len(span)) if span[i] in T5.sentinels or i == len(span) - 1)
+                hidden[at : at + end - begin] += 1
+                at += end - begin
+            else:
+                assert token == text[at]
+                at += 1
+    share = hidden.reshape(8, -1).mean(1) / 300
+    assert abs(hidden.mean() / 300 - 85 / 568) < 1e-9
+    assert share.min() > 0.1
+    assert share.max() < 0.2
+
+
+def test_compositions_are_even() -> None:
+    """Each of the 6 ways to write 5 as 3 positive numbers comes about as often."""
+    rng = np.random.default_rng(0)
+    seen: dict[tuple[int, ...], int] = {}
+    for _ in range(6000):
+        found = tuple(compose(rng, 5, 3).tolist())
+        seen[found] = seen.get(found, 0) + 1
+    assert len(seen) == 6
+    assert min(seen.values()) > 850
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 17, 200])
+def test_borders_of_any_density_fit(every: int) -> None:
+    """Down to documents of one token."""
+    plan = plan_spans(128, None, 0.15, 3.0, 100, False)
+    ends = np.zeros(plan.tokens, dtype=bool)
+    ends[every - 1 :: every] = True
+    for seed in range(20):
+        masked, first, used = draw_spans_to_borders(np.random.default_rng(seed), plan, ends)
+        noise, spans = int(masked[:used].sum()), int(first[:used].sum())
+        assert used - noise + spans <= plan.encoder
+        assert noise + spans <= plan.decoder
+        assert masked[:used][ends[:used]].all()
+        assert (masked | ~first).all()
+        after = np.flatnonzero(ends[: used - 1]) + 1  # behind an end a span may begin, but none goes on
+        assert (~masked[after] | first[after]).all()
+
+
+def test_a_sample_is_a_pure_function_of_its_number_and_epochs_differ(prefix: str) -> None:
+    one, two = dataset(prefix, "t5"), dataset(prefix, "t5")
+    two[500]
+    assert all(numbers(one[7], key) == numbers(two[7], key) for key in ("encoder", "decoder", "labels"))
+    assert numbers(one[7], "encoder") != numbers(one[7 + one.samples_per_epoch], "encoder")
+    assert numbers(dataset(prefix, "t5", seed=2)[7], "encoder") != numbers(one[7], "encoder")
+
+
+def test_reading_is_not_the_bottleneck(prefix: str) -> None:
+    """A loose bound on shared machines, ten times below what is measured: a loop over tokens in Python would miss it."""
+    data = dataset(prefix, "t5", encoder=512)
+    data[0]
+    begin = time.process_time()
+    for n in range(500):
+        data[n]
+    assert 500 / (time.process_time() - begin) > 1000
+
+
+def test_damaged_corpora_are_refused(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="outside the vocabulary of 500"):
+        build_train_valid_test_datasets(prefix, "1", Objective(), 64, None, T5, 1, 500)
+    assert IndexedDataset(prefix).num_documents == 210
