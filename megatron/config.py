@@ -286,9 +286,13 @@ class Config:
             raise ConfigError(
                 f"--ff-hidden-size {m.ff_size} cannot be split over --model-parallel-size {p.model_parallel_size}"
             )
-        if p.stages > m.num_layers:
+        t5 = d.enc_seq_length is not None
+        layers = m.num_layers + (m.decoder_layers if t5 else 0)
+        if p.stages * p.virtual_pipeline_size > layers:
+            chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
+            flags = f"--num-layers {m.num_layers}" + (f" + --num-decoder-layers {m.decoder_layers}" if t5 else "")
             raise ConfigError(
-                f"--pipe-parallel-size {p.pipe_parallel_size} is more than --num-layers {m.num_layers}: "
+                f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: "
                 f"some stages would have no layer"
             )
         if m.max_position_embeddings is not None and m.max_position_embeddings < d.seq_length:

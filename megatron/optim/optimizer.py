@@ -15,7 +15,8 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    # A pipeline stage may have no parameters (a stretch of norms or starts), but an optimizer must have one.
+    return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}]
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

@@ -104,10 +104,11 @@ def test_every_setting_is_read_by_something() -> None:
             if path.name not in ("config.py", "arguments.py")
         )
         + (root / "pretrain_gpt2.py").read_text()
+        + (root / "pretrain_t5.py").read_text()
         + (root / "megatron/config.py").read_text().split("class Config:")[1]
     )
     derived = {"kv_hidden_size": "head_size", "ff_hidden_size": "ff_size", "max_position_embeddings": "positions"}
-    derived |= {"pipe_parallel_size": "stages"}
+    derived |= {"pipe_parallel_size": "stages", "num_decoder_layers": "decoder_layers"}
     for section in SECTIONS.values():
         for f in fields(section):
             assert f".{derived.get(f.name, f.name)}" in source, f.name
