@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.config import Config
-from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
+from megatron.data import cpm_triples
+from megatron.data.t5_dataset import Datasets, Objective, Specials, build_train_valid_test_datasets
 from megatron.model import T5Model
 from megatron.model.masks import no_documents
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
@@ -24,22 +25,23 @@ def tokenizer_provider(config: Config, tokenizer: Tokenizer) -> Tokenizer:
     return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
 
-def train_valid_test_datasets_provider() -> tuple[T5Dataset | None, T5Dataset | None, T5Dataset | None]:
+def train_valid_test_datasets_provider() -> Datasets:
     """The three parts of the corpus."""
     args = get_args()
     tokenizer = cast(SentinelTokenizer, get_tokenizer())
     if args.data_path is None:
         raise ValueError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
-    datasets, notes = build_train_valid_test_datasets(
-        args.data_path,
-        args.split,
-        Objective(args.objective, args.span_convention, args.noise_density, args.mean_span_length),
-        args.enc_seq_length or args.seq_length,
-        args.dec_seq_length,
-        Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels),
-        args.seed,
-        text_vocab_size=tokenizer.pad,
-    )
+    lengths = args.enc_seq_length or args.seq_length, args.dec_seq_length
+    specials = Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels)
+    if cpm_triples.is_triple(args.data_path):
+        datasets, notes = cpm_triples.build_train_valid_test_datasets(
+            args.data_path, args.split, *lengths, specials, args.seed, tokenizer.pad
+        )
+    else:
+        objective = Objective(args.objective, args.span_convention, args.noise_density, args.mean_span_length)
+        datasets, notes = build_train_valid_test_datasets(
+            args.data_path, args.split, objective, *lengths, specials, args.seed, tokenizer.pad
+        )
     for note in notes:
         print_rank_0(f"note: {note}")
     return datasets

@@ -233,7 +233,8 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         """The outputs of a micro-batch, with what was declared of them."""
         outputs, declared = self._outputs[at], self._contract.puts_out[at[1]]
         split = [each.split for each in declared] if declared else [False] * len(outputs)
-        return [Parcel(t, t.requires_grad, s) for t, s in zip(outputs, split, strict=True)]
+        learns = torch.is_grad_enabled()  # a weight among the outputs says that it wants a gradient even in evaluation
+        return [Parcel(t, t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)]
 
     def _send_activation(self, at: At) -> None:
         micro, chunk = at

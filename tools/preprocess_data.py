@@ -5,12 +5,14 @@ at most a few chunks of about a megabyte are under way for each worker.
 """
 
 import argparse
+import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_utils.documents import BadLine, Chunk, InputError, chunks, documents, find_files
+from megatron.data import cpm_triples
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.tokenizer import Tokenizer, load_tokenizer
 
@@ -92,6 +95,8 @@ def tokenize_all(pending: Iterator[Chunk], workers: int, settings: tuple[str, st
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.objective == "cpm-t5" and not args.append_eod:
+        raise ValueError("--objective cpm-t5 masks the end of every document: leave --no-append-eod out")
     tokenizer = load_tokenizer(args.vocab_file)
     files = find_files(args.input)
     prefix = f"{args.output_prefix}_{args.json_key}_document"
@@ -103,11 +108,11 @@ def main(args: argparse.Namespace) -> None:
     progress = tqdm(
         total=None if any_compressed else total, unit="B", unit_scale=True, desc="tokenizing", disable=args.quiet
     )
-    with progress, IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as builder:
+    with progress, _writer(args, prefix, tokenizer) as write:
         for tokens in results:
             if tokens.bad and args.on_error == "stop":
                 raise InputError(f"{tokens.bad[0]} (--on-error skip leaves such documents out)")
-            builder.add_batch(tokens.ids, tokens.lengths, np.ones(len(tokens.lengths), np.int64))
+            write(tokens)
             count["documents"] += len(tokens.lengths)
             count["tokens"] += len(tokens.ids)
             count["bad_lines"] += len(tokens.bad)
@@ -120,9 +125,33 @@ def main(args: argparse.Namespace) -> None:
         _write_sidecar(prefix, tokenizer, args.append_eod, count)
     left_out = f", {count['bad_lines']} bad and {count['empty']} empty left out"
     print(
-        f"{count['documents']} documents, {count['tokens']} tokens -> {prefix}.bin"
+        f"{count['documents']} documents, {count['tokens']} tokens -> {prefix}{'_context' * (args.objective != 'text')}.bin"
         + left_out * bool(count["bad_lines"] or count["empty"])
     )
+
+
+@contextmanager
+def _writer(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer) -> Iterator[Callable[[Tokens], None]]:
+    """What appends the documents of a chunk to the output; all files get their names at the end, or none."""
+    if args.objective == "text":
+        with IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as builder:
+            yield lambda tokens: builder.add_batch(tokens.ids, tokens.lengths, np.ones(len(tokens.lengths), np.int64))
+        return
+    with ExitStack() as stack:
+        # Ids behind the vocabulary stand for spans, and nothing bounds a document's number of them.
+        parts = [stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{name}", np.int32)) for name in cpm_triples.PARTS]
+        numbers = itertools.count()
+
+        def write(tokens: Tokens) -> None:
+            for ids in np.split(tokens.ids, np.cumsum(tokens.lengths)[:-1]):
+                seed = args.seed, next(numbers)
+                masked = cpm_triples.mask_document(
+                    ids, tokenizer.vocab_size, args.noise_density, args.mean_span_length, seed
+                )
+                for builder, part in zip(parts, masked, strict=True):
+                    builder.add_document(part)
+
+        yield write
 
 
 def _write_sidecar(prefix: str, tokenizer: Tokenizer, append_eod: bool, count: dict[str, int]) -> None:
@@ -152,6 +181,15 @@ def build_parser() -> Parser:
         "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end every document with <eod>"
     )
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a bad line")
+    parser.add_argument(
+        "--objective", choices=("text", "cpm-t5"), default="text",
+        help="cpm-t5 masks spans now and writes PREFIX_context, _target and _target_offset; T5 can mask plain text as it reads (default: text)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)"
+    )
+    parser.add_argument("--mean-span-length", type=float, default=3.0, help="cpm-t5: tokens of a span (default: 3)")
+    parser.add_argument("--seed", type=int, default=1234, help="cpm-t5: seed of the spans (default: 1234)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser
 

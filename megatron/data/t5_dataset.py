@@ -9,6 +9,7 @@ part, seed, number of the sample), so every epoch masks others and nothing is st
     decoder   <1> C D <2> G                 t5: after a start token, and an end token as the last label
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,13 +54,46 @@ class Objective:
         return plan_spans(encoder, decoder, self.noise_density, self.mean_span_length, sentinels, ends)
 
 
-class T5Dataset(Dataset[dict[str, Tensor]]):
+class T5Samples(Dataset[dict[str, Tensor]]):
     """`dataset[n]`, for any n >= 0, is a dict of int64 tensors, k tokens of the encoder and q of the decoder:
 
-    encoder, decoder, labels: token ids [k], [q], [q]; padding only where a window has more documents
-    than spans. encoder_documents, decoder_documents: number of the document that each token belongs to,
-    from 1, 0 for padding. loss_mask [q]: 1 where a label counts.
+    encoder, decoder, labels: token ids [k], [q], [q], padded where there are fewer.
+    encoder_documents, decoder_documents: number of the document that each token belongs to, from 1,
+    0 for padding. loss_mask [q]: 1 where a label counts.
     """
+
+    plan: SpanPlan
+    specials: Specials
+    order: SampleOrder
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.order.per_epoch
+
+    def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
+        """A sample from its parts: token ids and document numbers of the encoder, ids, labels and numbers of the decoder."""
+        k, q = self.plan.encoder, self.plan.decoder
+
+        def fill(values: Ids, length: int, filler: int) -> Tensor:
+            if len(values) == length:
+                return torch.from_numpy(values)
+            out = np.full(length, filler, dtype=np.int64)
+            out[: len(values)] = values
+            return torch.from_numpy(out)
+
+        pad = self.specials.pad
+        return {
+            "encoder": fill(encoder, k, pad),
+            "decoder": fill(decoder, q, pad),
+            "labels": fill(labels, q, pad),
+            "encoder_documents": fill(documents, k, 0),
+            "decoder_documents": fill(owner, q, 0),
+            "loss_mask": fill(np.ones(len(labels), dtype=np.int64), q, 0),
+        }
+
+
+class T5Dataset(T5Samples):
+    """Spans are drawn when a sample is read. There is padding only where a window has more documents than spans."""
 
     def __init__(
         self,
@@ -79,15 +113,6 @@ class T5Dataset(Dataset[dict[str, Tensor]]):
         self.order = SampleOrder(sizes, plan.tokens, seed, f"{part} spans", overlap=0)
         self.seed = [seed, *part.encode()]
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return self.order.per_epoch
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """Of encoder and decoder together."""
-        return self.plan.encoder + self.plan.decoder
 
     def window(self, n: int) -> tuple[Ids, Ids]:
         """(tokens, number of the document of each from 1) of the text behind sample n."""
@@ -135,35 +160,18 @@ class T5Dataset(Dataset[dict[str, Tensor]]):
         if prefix:
             marks, written, owner = marks[:0], np.append(self.sentinels[0], written), np.append(owner[:1], owner)
         closed = np.append(written, self.sentinels[len(marks) + prefix])
-        return self._padded(encoder[seen], documents[seen], closed[:-1], closed[1:], owner)
+        return self.padded(encoder[seen], documents[seen], closed[:-1], closed[1:], owner)
 
     def _t5(self, encoder: Ids, documents: Ids, written: Ids, owner: Ids) -> dict[str, Tensor]:
         eod = self.specials.eod
         decoder = np.concatenate([[self.specials.pad], written])
-        return self._padded(
+        return self.padded(
             np.append(encoder, eod), np.append(documents, documents[-1]), decoder, np.append(written, eod),
             np.append(owner, owner[-1]),
         )  # fmt: skip
 
-    def _padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
-        k, q = self.plan.encoder, self.plan.decoder
 
-        def fill(values: Ids, length: int, filler: int) -> Tensor:
-            if len(values) == length:
-                return torch.from_numpy(values)
-            out = np.full(length, filler, dtype=np.int64)
-            out[: len(values)] = values
-            return torch.from_numpy(out)
-
-        pad = self.specials.pad
-        return {
-            "encoder": fill(encoder, k, pad),
-            "decoder": fill(decoder, q, pad),
-            "labels": fill(labels, q, pad),
-            "encoder_documents": fill(documents, k, 0),
-            "decoder_documents": fill(owner, q, 0),
-            "loss_mask": fill(np.ones(len(labels), dtype=np.int64), q, 0),
-        }
+Datasets = tuple[T5Samples | None, T5Samples | None, T5Samples | None]
 
 
 def build_train_valid_test_datasets(
@@ -175,7 +183,7 @@ def build_train_valid_test_datasets(
     specials: Specials,
     seed: int,
     text_vocab_size: int | None = None,
-) -> tuple[tuple[T5Dataset | None, T5Dataset | None, T5Dataset | None], list[str]]:
+) -> tuple[Datasets, list[str]]:
     """The three datasets of a `.bin/.idx` pair, and notes on the parts that stayed empty.
 
     text_vocab_size: ids from here on are not text. Raises DatasetError as GPT-2's does, and for too few sentinels.
@@ -185,15 +193,28 @@ def build_train_valid_test_datasets(
         raise DatasetError(f"{data_path}.bin holds no tokens")
     check_ids(indexed, text_vocab_size)
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
-    datasets: list[T5Dataset | None] = []
-    notes = [f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"]
+    note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
+
+    def make(documents: range, part: str) -> T5Samples:
+        return T5Dataset(indexed, documents, objective, plan, specials, seed, part)
+
+    datasets, notes = build_parts(make, data_path, split, indexed.num_documents)
+    return datasets, [note, *notes]
+
+
+def build_parts(
+    make: Callable[[range, str], T5Samples], data_path: str, split: str, num_documents: int
+) -> tuple[Datasets, list[str]]:
+    """What `make` gives for the documents of each part, and notes on the parts that stayed empty."""
+    datasets: list[T5Samples | None] = []
+    notes = []
     shares = parse_split(split)
-    ranges = split_documents(shares, indexed.num_documents)
+    ranges = split_documents(shares, num_documents)
     for part, documents, share in zip(PARTS, ranges, shares, strict=True):
         try:
-            datasets.append(T5Dataset(indexed, documents, objective, plan, specials, seed, part) if share else None)
+            datasets.append(make(documents, part) if share else None)
         except ValueError as error:
-            where = f"the {part} part of {data_path} ({len(documents)} of {indexed.num_documents} documents)"
+            where = f"the {part} part of {data_path} ({len(documents)} of {num_documents} documents)"
             if part == "train":
                 raise DatasetError(f"{where}: {error}") from None
             notes.append(f"{where} stays empty: {error}")

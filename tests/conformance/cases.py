@@ -115,6 +115,29 @@ class Joint(nn.Module):
         return torch.tanh(self.a(a) * b), torch.tanh(self.b(b) + a), *rest
 
 
+class Table(nn.Module):
+    """(hidden, ...) -> (hidden, ..., weight): hands out a weight, which the layer behind uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, inputs: Any) -> Any:
+        return *tensors_of(inputs), self.weight
+
+
+class UseTable(nn.Module):
+    """(hidden, weight) -> hidden"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any) -> Tensor:
+        hidden, weight = inputs
+        return torch.tanh(self.linear(hidden) * weight)
+
+
 class End(nn.Module):
     """To one tensor. What else arrives with a gradient does not reach the loss."""
 
@@ -192,6 +215,11 @@ def _tied() -> list[nn.Module]:
     return [embed, Widen(), square, extra_of(extra), square, Joint(), extra_of(extra), square, embed]
 
 
+def _tables() -> list[nn.Module]:
+    table = Table()
+    return [Start("grad"), table, UseTable(), table, UseTable(), table, UseTable(), Middle(), End()]
+
+
 class Widen(nn.Module):
     """(hidden, ids) -> (hidden, sine of it, ids)."""
 
@@ -234,6 +262,7 @@ CASES: Sequence[Case] = (
     Case("tokens first, tied embedding and two more ties", _tied, loss=token_loss, tokens=True, ties=(
         (0, Tie("embed")), (8, Tie("embed", "scores")), (2, Tie("square")), (4, Tie("square")), (7, Tie("square")),
         (3, Tie("extra")), (6, Tie("extra")))),
+    Case("a weight as an output, tied over stages", _tables, ties=tuple((i, Tie("table")) for i in (1, 3, 5))),
     Case("stages without parameters", lambda: [Start("grad bool"), *(Nothing() for _ in range(7)), End()]),
     Case("split over tensor-parallel ranks", _chain("grad grad2 bool"), declared=(
         ("_input_grad", [True, True, False]), ("_input_type", ["float", "float", "bool"]),

@@ -10,7 +10,7 @@ from torch import Tensor
 import pretrain_t5
 from megatron import runtime
 from megatron.arguments import parse, with_values
-from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
+from megatron.data.t5_dataset import Objective, Specials, T5Samples, build_train_valid_test_datasets
 from megatron.ds_config import resolve
 from megatron.engine import build_engine
 from megatron.initialize import initialize_megatron
@@ -48,7 +48,7 @@ def _flags(way: Way) -> list[str]:
     return f"{COMMON} {VARIANTS[way.variant]} --precision {way.precision} {way.flags}".split()
 
 
-def _data(way: Way, data: str, vocab_file: str) -> tuple[T5Dataset, SentinelTokenizer]:
+def _data(way: Way, data: str, vocab_file: str) -> tuple[T5Samples, SentinelTokenizer]:
     config = parse(_flags(way))
     tokenizer = SentinelTokenizer(load_tokenizer(vocab_file), config.data.num_sentinels, config.data.span_convention)
     objective = Objective("span-corruption", config.data.span_convention)
@@ -58,7 +58,7 @@ def _data(way: Way, data: str, vocab_file: str) -> tuple[T5Dataset, SentinelToke
     return dataset, tokenizer
 
 
-def _stack(dataset: T5Dataset, first: int, count: int) -> dict[str, Tensor]:
+def _stack(dataset: T5Samples, first: int, count: int) -> dict[str, Tensor]:
     samples = [dataset[n] for n in range(first, first + count)]
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 

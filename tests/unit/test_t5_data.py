@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data import cpm_triples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetBuilder
 from megatron.data.spans import SpanPlan, compose, draw_spans_to_borders, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
@@ -32,7 +33,7 @@ def dataset(prefix: str, convention: str, name: str = "span-corruption", encoder
     (train, _, _), _ = build_train_valid_test_datasets(
         prefix, "1", objective, encoder, more.get("decoder"), specials, more.get("seed", 1), TEXT
     )
-    assert train is not None
+    assert isinstance(train, T5Dataset)
     return train
 
 
@@ -207,3 +208,69 @@ def test_damaged_corpora_are_refused(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="outside the vocabulary of 500"):
         build_train_valid_test_datasets(prefix, "1", Objective(), 64, None, T5, 1, 500)
     assert IndexedDataset(prefix).num_documents == 210
+
+
+def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
+    """The first documents of a corpus, masked beforehand."""
+    source, path = IndexedDataset(prefix), str(folder / "triple")
+    ends = source.document_ends()
+    builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in cpm_triples.PARTS]
+    for document in range(limit):
+        ids = source.tokens[ends[document - 1] if document else 0 : ends[document]]
+        for builder, part in zip(builders, cpm_triples.mask_document(ids, TEXT, 0.15, 3.0, (1, document)), strict=True):
+            builder.add_document(part)
+    for builder in builders:
+        builder.finalize()
+    return path
+
+
+def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path) -> None:
+    """Put together by the format's own words: ids V + j, spans by offset and length."""
+    path, source = write_triple(prefix, tmp_path), IndexedDataset(prefix)
+    parts = [IndexedDataset(f"{path}_{name}") for name in ("context", "target", "target_offset")]
+    for document in range(40):
+        context, target, offset = (np.array(part[document]).tolist() for part in parts)
+        assert EOD not in context
+        assert target[-1] == EOD
+        whole: list[int] = []
+        for token in context:
+            if token < TEXT:
+                whole.append(token)
+            else:
+                begin, length = offset[2 * (token - TEXT) : 2 * (token - TEXT) + 2]
+                assert target[begin] == token
+                whole += target[begin + 1 : begin + length]
+        assert whole == np.array(source[document]).tolist()
+
+
+@pytest.mark.parametrize("decoder", [20, 60])
+def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
+    """Sentinels numbered anew in each sample, a closing one, padding where a span finds no room, no span in part."""
+    path = write_triple(prefix, tmp_path)
+    (data, _, _), _ = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
+    assert data is not None
+    seen = set()
+    for n in range(data.samples_per_epoch):
+        sample = data[n]
+        kept = np.array(numbers(sample, "loss_mask"), dtype=bool)
+        context = np.array(numbers(sample, "encoder"))[np.array(numbers(sample, "encoder_documents")) > 0].tolist()
+        written, labels = (np.array(numbers(sample, key))[kept].tolist() for key in ("decoder", "labels"))
+        assert written[1:] == labels[:-1]
+        used = [t for t in context if t > TEXT]
+        assert used == list(CPM.sentinels[: len(used)])
+        assert [t for t in written if t > TEXT] == used or not used
+        assert labels[-1] == CPM.sentinels[max(len(used), 1)]
+        assert len(context) == 100 or len(written) > decoder - 60
+        seen.add(len(context) == 100)
+        assert TEXT not in context
+    assert True in seen
+
+
+def test_triples_that_cannot_be_read_are_refused(prefix: str, tmp_path: Path) -> None:
+    path = write_triple(prefix, tmp_path)
+    with pytest.raises(DatasetError, match="give --dec-seq-length"):
+        cpm_triples.build_train_valid_test_datasets(path, "1", 100, None, CPM, 1, TEXT)
+    for ending in ("bin", "idx"):
+        Path(f"{path}_target.{ending}").write_bytes(Path(f"{prefix}.{ending}").read_bytes())
+    with pytest.raises(DatasetError, match="do not belong together"):
+        cpm_triples.build_train_valid_test_datasets(path, "1", 100, 60, CPM, 1, TEXT)

@@ -1,0 +1,134 @@
+"""CPM's corpora for T5, whose spans were masked when they were made: three `.bin/.idx` pairs, read and written.
+
+    PREFIX_context        a document with one id V + j in place of its span j (V: tokens of the text's vocabulary)
+    PREFIX_target         its spans, each behind its id: V + 0, tokens, V + 1, tokens, ...
+    PREFIX_target_offset  for each span where it begins in the target, its id counted, and its length
+
+Every document ends with a span that ends with the end-of-document token, which stands nowhere else.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .indexed_dataset import DatasetError, IndexedDataset
+from .sample_order import SampleOrder
+from .spans import SpanPlan, draw_spans_to_borders
+from .t5_dataset import Datasets, Specials, T5Samples, build_parts
+
+Ids = NDArray[np.int64]
+PARTS = ("context", "target", "target_offset")
+
+
+def is_triple(prefix: str) -> bool:
+    return Path(f"{prefix}_context.idx").is_file()
+
+
+def mask_document(
+    ids: NDArray[np.integer], first_id: int, density: float, mean_span: float, seed: Sequence[int]
+) -> tuple[Ids, Ids, Ids]:
+    """(context, target, offsets) of one document that ends with its end-of-document token. first_id: V.
+
+    A pure function of its arguments, so the output does not depend on how many processes make it.
+    """
+    text = ids.astype(np.int64)
+    noise = min(max(round(len(text) * density), 1), len(text))
+    spans = min(max(round(noise / mean_span), 1), noise, max(len(text) - noise, 1))
+    ends = np.arange(len(text)) == len(text) - 1
+    rng = np.random.default_rng(list(seed))
+    masked, first, _ = draw_spans_to_borders(rng, SpanPlan(len(text), noise, spans, 0, 0), ends)
+    starts = np.flatnonzero(first)
+    marks = first_id + np.arange(len(starts))
+    context = text.copy()
+    context[first] = marks
+    repeats = 1 + first[masked]
+    target = np.repeat(text[masked], repeats)
+    at = (np.cumsum(repeats) - repeats)[first[masked]]
+    target[at] = marks
+    lengths = np.diff(at, append=len(target))
+    return context[~masked | first], target, np.stack([at, lengths], axis=1).ravel()
+
+
+class CPMTripleDataset(T5Samples):
+    """Samples as of `T5Dataset`, of contexts laid end to end: `encoder` tokens a sample, of the decoder as many as are needed.
+
+    A span that the decoder, or the sentinels, have no room for ends the sample: what is behind it
+    becomes padding on both sides, and no target is cut.
+    """
+
+    def __init__(
+        self, prefix: str, documents: range, encoder: int, decoder: int, specials: Specials, text_vocab_size: int,
+        seed: int, part: str,
+    ) -> None:  # fmt: skip
+        self.parts = {name: IndexedDataset(f"{prefix}_{name}") for name in PARTS}
+        counts = {name: each.num_documents for name, each in self.parts.items()}
+        if len(set(counts.values())) > 1:
+            raise DatasetError(f"the files of {prefix} do not belong together: they hold {counts} documents")
+        self.specials, self.first_id, self.first = specials, text_vocab_size, documents.start
+        self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
+        self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
+        sizes = np.diff(self.starts["context"])[documents.start : documents.stop]
+        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0)
+
+    def _of(self, name: str, document: int) -> Ids:
+        begin, end = self.starts[name][document : document + 2]
+        return self.parts[name].tokens[begin:end].astype(np.int64)
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        context: list[int] = []
+        owners: list[int] = []
+        written: list[int] = []
+        theirs: list[int] = []
+        sentinels, used = self.specials.sentinels, 0
+        for number, (place, start, end) in enumerate(self.order.stretches(int(n)), 1):
+            document = self.first + place
+            target = self._of("target", document)
+            offsets = self._of("target_offset", document).reshape(-1, 2)
+            for token in self._of("context", document)[start:end].tolist():
+                if token < self.first_id:
+                    context.append(token)
+                    owners.append(number)
+                    continue
+                begin, length = offsets[token - self.first_id].tolist()
+                span = target[begin : begin + length].tolist()
+                span = span[1:] if span and span[0] >= self.first_id else span
+                if len(written) + 1 + len(span) > self.plan.decoder or used + 1 >= len(sentinels):
+                    return self._closed(context, owners, written, theirs, used)
+                context.append(sentinels[used])
+                owners.append(number)
+                written += [sentinels[used], *span]
+                theirs += [number] * (1 + len(span))
+                used += 1
+        return self._closed(context, owners, written, theirs, used)
+
+    def _closed(
+        self, context: list[int], owners: list[int], written: list[int], theirs: list[int], used: int
+    ) -> dict[str, Tensor]:
+        if not written:  # a window without a span: the decoder has nothing to do but to close
+            written, theirs = [self.specials.sentinels[0]], [1]
+            used = max(used, 1)
+        closed = [*written, self.specials.sentinels[used]]
+        arrays = (np.array(each, dtype=np.int64) for each in (context, owners, closed[:-1], closed[1:], theirs))
+        return self.padded(*arrays)
+
+
+def build_train_valid_test_datasets(
+    data_path: str, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
+    text_vocab_size: int,
+) -> tuple[Datasets, list[str]]:  # fmt: skip
+    """The three datasets of a triple, and notes on the parts that stayed empty. Raises DatasetError."""
+    if dec_seq_length is None:
+        raise DatasetError(
+            f"the spans of {data_path}_context were masked when it was made: give --dec-seq-length for them"
+        )
+    documents = IndexedDataset(f"{data_path}_context").num_documents
+
+    def make(chosen: range, part: str) -> T5Samples:
+        return CPMTripleDataset(
+            data_path, chosen, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part
+        )
+
+    return build_parts(make, data_path, split, documents)
