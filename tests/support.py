@@ -2,6 +2,8 @@
 
 import contextlib
 import faulthandler
+import functools
+import importlib
 import io
 import json
 import multiprocessing
@@ -150,26 +152,32 @@ def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: flo
         return [End(c, w + e, t) for c, w, e, t in zip(codes, words, errors, took, strict=True)]
 
 
-def _pretrain(argv: list[str]) -> None:
-    import pretrain_gpt2 as entry
+def _pretrain(name: str, argv: list[str]) -> None:
     from megatron.training import pretrain
 
+    entry = importlib.import_module(f"pretrain_{name}")
     with contextlib.redirect_stdout(io.StringIO()):
         pretrain(
             entry.train_valid_test_datasets_provider,
             entry.model_provider,
             entry.forward_step,
             count_targets=entry.count_targets,
-            name="gpt2",
+            tokenizer_provider=getattr(entry, "tokenizer_provider", None),
+            args_defaults=getattr(entry, "DEFAULTS", None),
+            name=name,
             argv=argv,
             exit=False,
         )
 
 
-def train_gpt2(world: int, run_dir: Path, *argv: str) -> list[dict[str, Any]]:
-    """Train through the entry script's own functions on `world` ranks; the rows of metrics.jsonl."""
-    on_ranks(world, _pretrain, ["--run-dir", str(run_dir), *argv])
+def train(name: str, world: int, run_dir: Path, *argv: str) -> list[dict[str, Any]]:
+    """Train through the own functions of `pretrain_<name>.py` on `world` ranks; the rows of metrics.jsonl."""
+    on_ranks(world, _pretrain, name, ["--run-dir", str(run_dir), *argv])
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+train_gpt2 = functools.partial(train, "gpt2")
+train_t5 = functools.partial(train, "t5")
 
 
 def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:

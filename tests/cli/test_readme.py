@@ -21,6 +21,7 @@ def blocks(readme: str, language: str) -> list[str]:
 def test_the_first_command_stands_at_the_top(readme: str) -> None:
     lines = (ROOT / readme).read_text(encoding="utf-8").splitlines()
     assert "bash scripts/run_gpt2.sh" in lines[:30]
+    assert "bash scripts/run_t5.sh" in lines
 
 
 @pytest.mark.parametrize("readme", READMES)
@@ -40,7 +41,7 @@ def test_both_languages_show_the_same_commands_and_numbers() -> None:
     ]
     numbers = [[re.findall(r"\d\.\d{6}", row) for row in table] for table in tables]
     assert numbers[0] == numbers[1]
-    assert len(numbers[0]) == 12
+    assert len(numbers[0]) == 30
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
@@ -48,7 +49,8 @@ def test_the_commands_run(tmp_path: Path) -> None:
     for block in blocks("README.md", "bash"):
         script = block.replace("runs/", f"{tmp_path}/")
         if "RUN_DIR=" not in script:
-            script = f"export RUN_DIR={tmp_path}/default\n{script}"
+            name = "t5" if "run_t5" in script else "default"
+            script = f"export RUN_DIR={tmp_path}/{name}\n{script}"
         done = command("bash", "-euc", script, env=SMALL)
         assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert (

@@ -1,0 +1,113 @@
+"""`pretrain_t5.py` and its tools as users run them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import command, losses, train_t5
+
+VARIANTS = {
+    "cpm": ["--span-convention", "cpm", "--reset-attention-mask", "--num-sentinels", "30"],
+    "t5": [
+        "--normalization", "rmsnorm", "--position-embedding", "relative", "--no-scale-attention", "--no-hidden-bias",
+        "--activation", "gated-gelu", "--no-tie-embeddings",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def flags(request: pytest.FixtureRequest, tiny_data: str, vocab_file: str) -> list[str]:
+    return [
+        "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "1", "--num-decoder-layers", "2",
+        "--hidden-size", "16", "--num-attention-heads", "2", "--enc-seq-length", "24", "--seq-length", "24", "--batch-size", "2",
+        "--log-interval", "1", "--eval-iters", "2", "--precision", "fp32", "--no-tensorboard", "--train-iters", "4",
+        "--save-interval", "2", "--eval-interval", "1", "--lr", "1e-2", "--lr-decay-iters", "4", *VARIANTS[request.param],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ["--pipe-parallel-size", "2"]),
+        (2, ["--pipe-parallel-size", "2", "--precision", "bf16", "--checkpoint-activations"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int, layout: list[str]) -> None:
+    """With dropout on, evaluations between: a run cut in two is the run that was never cut."""
+    flags = [*flags, *layout]
+    whole = losses(train_t5(world, tmp_path / "whole", *flags))
+    first = losses(train_t5(world, tmp_path / "cut", *flags, "--train-iters", "2"))
+    both = losses(train_t5(world, tmp_path / "cut", *flags))
+    assert first == whole[:2]
+    assert both == whole
+
+
+def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
+    """A relay of layouts, each of which goes on from the one before; dropout, which layouts draw apart, is off."""
+    flags = [*flags, "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
+    halves = [*flags, "--gas", "1"]
+    layouts = [
+        (1, flags),
+        (3, [*flags, "--pipe-parallel-size", "3"]),
+        (2, [*halves, "--zero-stage", "2"]),
+        (4, [*flags, "--model-parallel-size", "2", "--pipe-parallel-size", "2"]),
+    ]
+    whole = losses(train_t5(1, tmp_path / "whole", *flags))
+    for iterations, (world, argv) in enumerate(layouts, 1):
+        found = losses(train_t5(world, tmp_path / "relay", *argv, "--train-iters", str(iterations)))
+    assert found == pytest.approx(whole, rel=1e-5)
+
+
+def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus: Path, vocab_file: str) -> None:
+    """preprocess --objective cpm-t5 -> pretrain_t5 -> generate, on one process and on two model-parallel ranks."""
+    prefix = str(tmp_path / "corpus")
+    made = command(
+        "python", "tools/preprocess_data.py", "--input", str(sample_corpus), "--vocab-file", vocab_file, "--output-prefix", prefix,
+        "--objective", "cpm-t5", "--quiet",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    run_dir = str(tmp_path / "run")
+    argv = [
+        "--data-path", f"{prefix}_text_document", "--vocab-file", vocab_file, "--split", "9,1", "--num-layers", "1",
+        "--hidden-size", "16", "--num-attention-heads", "2", "--enc-seq-length", "48", "--seq-length", "48", "--batch-size", "2",
+        "--train-iters", "4", "--eval-iters", "1", "--no-tensorboard", "--run-dir", run_dir, *VARIANTS["cpm"],
+    ]  # fmt: skip
+    refused = command("python", "pretrain_t5.py", *argv)
+    assert refused.returncode == 1
+    assert "give --dec-seq-length" in refused.stderr
+    done = command("python", "pretrain_t5.py", *argv, "--dec-seq-length", "24")
+    assert done.returncode == 0, done.stderr
+    ask = ["tools/generate.py", "--load", run_dir, "--prompt", "春天<s_0>花<s_1>。", "--temperature", "0", "--json"]
+    alone = command("python", *ask)
+    assert alone.returncode == 0, alone.stderr
+    text = json.loads(alone.stdout)["text"]
+    assert text.startswith("春天")
+    launch = ("python", "tools/launch.py", "--standalone", "--nproc-per-node", "2")
+    both = command(*launch, *ask, "--model-parallel-size", "2")
+    assert both.returncode == 0, both.stderr
+    assert json.loads(both.stdout)["text"] == text
+    beams = command("python", *ask, "--num-beams", "3", "--num-samples", "2")
+    assert len(beams.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "message"),
+    [
+        (1, ["--num-sentinels", "1"], "raise --num-sentinels 1"),
+        (2, ["--span-convention", "bert"], "--span-convention bert must be one of t5, cpm"),
+        (2, ["--scale-tied-logits", "--no-tie-embeddings"], "--scale-tied-logits is for a tied output layer"),
+        (2, ["--pipeline-schedule", "interleaved"], "interleaved needs 2 or more"),
+        (2, ["--pipeline-schedule", "zb-h1", "--checkpoint-activations"], "use 1f1b with --checkpoint-activations"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_gets_one_sentence(
+    tmp_path: Path, tiny_data: str, vocab_file: str, code: int, more: list[str], message: str
+) -> None:
+    base = ["--data-path", tiny_data, "--vocab-file", vocab_file, "--run-dir", str(tmp_path), "--enc-seq-length", "24"]
+    done = command("python", "pretrain_t5.py", *base, "--num-layers", "1", "--hidden-size", "12", *more)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
