@@ -3,14 +3,13 @@
 import gc
 import json
 import math
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.init import full_shape
 from .model.layers import global_parameters
 from .optim import lr_at
-from .runtime import RunError, is_rank_0, print_rank_0, start, together
+from .runtime import RunError, is_rank_0, leave, print_rank_0, start, together
 from .tokenizer import Tokenizer, load_tokenizer
 
 Datasets = tuple[Any, Any, Any]
@@ -108,12 +107,12 @@ def pretrain(
         if not exit or os.environ.get("MEGATRON_DEBUG"):
             raise
         _complain(error, everywhere=code == 2 or isinstance(error, RunError))
-        _leave(code)
+        leave(code)
     run.metrics.close()
     gc.collect()  # ends worker processes that read data
     dist.barrier()
     if exit:
-        _leave(0)
+        leave(0)
     dist.destroy_process_group()
 
 
@@ -126,19 +125,6 @@ def _complain(error: Exception, everywhere: bool) -> None:
     else:
         # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
         time.sleep(10)
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process at once.
-
-    While Python shuts down, a thread of gloo's that lets go of a tensor aborts the process
-    (about one exit in thirty), so nothing of the shut-down is left to do: files are closed here.
-    """
-    for worker in multiprocessing.active_children():
-        worker.terminate()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 # ------------------------------------------------------------------------------------- set-up

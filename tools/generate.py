@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+import torch.distributed as dist
 from _cli import Parser, run
 
 from megatron.arguments import HOME, with_values
@@ -12,7 +13,7 @@ from megatron.config import Config
 from megatron.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_search, sample
 from megatron.initialize import initialize_megatron
 from megatron.model import GPT2Model, T5Model
-from megatron.runtime import is_rank_0
+from megatron.runtime import is_rank_0, leave
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 
 EXAMPLES = """\
@@ -93,14 +94,15 @@ def main(args: argparse.Namespace) -> None:
     if args.model_parallel_size > 1:
         initialize_megatron(config)
     stepper, end = stepper_of(path, config, tokenizer, args.prompt)
+    longest = args.max_new_tokens
+    if t5 and config.model.position_embedding == "learned":
+        longest = min(longest, config.positions)
     if args.num_beams:
-        found = [ids for _, ids in beam_search(stepper, args.num_beams, args.max_new_tokens, end)][: args.num_samples]
+        found = [ids for _, ids in beam_search(stepper, args.num_beams, longest, end)][: args.num_samples]
     else:
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        found = sample(stepper, args.num_samples, args.max_new_tokens, end, sampling, args.seed)
-    if not is_rank_0():
-        return
-    for ids in found:
+        found = sample(stepper, args.num_samples, longest, end, sampling, args.seed)
+    for ids in found if is_rank_0() else []:
         kept = ids[:-1] if ids[-1:] == [end] else ids
         text = (
             fill(args.prompt, tokenizer, kept)
@@ -108,6 +110,9 @@ def main(args: argparse.Namespace) -> None:
             else args.prompt + tokenizer.decode(kept)
         )
         print(json.dumps({"text": text}, ensure_ascii=False) if args.json else text, flush=True)
+    if args.model_parallel_size > 1:
+        dist.barrier()
+        leave(0)
 
 
 def build_parser() -> Parser:

@@ -106,7 +106,18 @@ def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus:
 def test_a_mistake_gets_one_sentence(
     tmp_path: Path, tiny_data: str, vocab_file: str, code: int, more: list[str], message: str
 ) -> None:
-    base = ["--data-path", tiny_data, "--vocab-file", vocab_file, "--run-dir", str(tmp_path), "--enc-seq-length", "24"]
+    base = [
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        vocab_file,
+        "--run-dir",
+        str(tmp_path),
+        "--enc-seq-length",
+        "64",
+        "--train-iters",
+        "1",
+    ]
     done = command("python", "pretrain_t5.py", *base, "--num-layers", "1", "--hidden-size", "12", *more)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
