@@ -38,7 +38,27 @@ class Stepper(Protocol):
         ...
 
 
-class GPT2Stepper:
+class _Stepper:
+    """What the steppers of both models share: the tokens so far, and what the layers keep of them."""
+
+    tokens: Tensor
+    caches: dict[str, Caches]
+
+    def next(self, tokens: Tensor) -> Tensor:
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
+        return self._logits(tokens.unsqueeze(1))
+
+    def reorder(self, rows: Tensor) -> None:
+        self.tokens = self.tokens[rows]
+        for each in self.caches.values():
+            each.own.reorder(rows)
+            each.cross.reorder(rows)
+
+    def _logits(self, new: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class GPT2Stepper(_Stepper):
     """Continues a prompt. Behind the last learned position the window slides, which has to be computed anew each time."""
 
     def __init__(self, model: GPT2Model, prompt: list[int], positions: int, cached: bool = True) -> None:
@@ -49,14 +69,6 @@ class GPT2Stepper:
         self.caches = _caches(self.model)
         return self._logits(self.tokens)
 
-    def next(self, tokens: Tensor) -> Tensor:
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
-        return self._logits(tokens.unsqueeze(1))
-
-    def reorder(self, rows: Tensor) -> None:
-        self.tokens = self.tokens[rows]
-        _reorder(self.caches, rows)
-
     def _logits(self, new: Tensor) -> Tensor:
         length = self.tokens.shape[1]
         if not self.cached or length > self.positions:
@@ -66,7 +78,7 @@ class GPT2Stepper:
         return _whole(self.model, _run(self.model, (new, place, no_documents(new.device)), self.caches))
 
 
-class T5Stepper:
+class T5Stepper(_Stepper):
     """Writes the decoder's side of a source text. start: the token that the decoder begins with."""
 
     def __init__(self, model: T5Model, source: list[int], start: int, cached: bool = True) -> None:
@@ -83,14 +95,6 @@ class T5Stepper:
         self.encoded = _run(self.model, (self.encoder_tokens, self.tokens, empty, empty), self.caches, end=self.cut)[0]
         return self._logits(self.tokens)
 
-    def next(self, tokens: Tensor) -> Tensor:
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
-        return self._logits(tokens.unsqueeze(1))
-
-    def reorder(self, rows: Tensor) -> None:
-        self.tokens = self.tokens[rows]
-        _reorder(self.caches, rows)
-
     def _logits(self, new: Tensor) -> Tensor:
         if not self.cached:
             logits: Tensor = self.model(self.encoder_tokens, self.tokens)[:, -1]
@@ -102,12 +106,6 @@ class T5Stepper:
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
     return {name: Caches() for name, module in model.named_layers() if isinstance(module, TransformerLayer)}
-
-
-def _reorder(caches: dict[str, Caches], rows: Tensor) -> None:
-    for each in caches.values():
-        each.own.reorder(rows)
-        each.cross.reorder(rows)
 
 
 def _run(

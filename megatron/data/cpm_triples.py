@@ -17,7 +17,8 @@ from torch import Tensor
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
 from .spans import SpanPlan, draw_spans_to_borders
-from .t5_dataset import Datasets, Specials, T5Samples, build_parts
+from .splits import build_parts
+from .t5_dataset import Datasets, Specials, T5Samples
 
 Ids = NDArray[np.int64]
 PARTS = ("context", "target", "target_offset")

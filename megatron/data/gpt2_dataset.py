@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
-from .splits import PARTS, parse_split, split_documents
+from .splits import build_parts
 
 
 class GPT2Dataset(Dataset[dict[str, Tensor]]):
@@ -51,23 +51,11 @@ def build_train_valid_test_datasets(
     if not indexed.num_tokens:
         raise DatasetError(f"{data_path}.bin holds no tokens")
     check_ids(indexed, vocab_size)
-    datasets: list[GPT2Dataset | None] = []
-    notes = []
-    shares = parse_split(split)
-    ranges = split_documents(shares, indexed.num_documents)
-    for part, documents, share in zip(PARTS, ranges, shares, strict=True):
-        try:
-            datasets.append(GPT2Dataset(indexed, documents, seq_length, seed, part) if share else None)
-        except ValueError as error:
-            where = f"the {part} part of {data_path} ({len(documents)} of {indexed.num_documents} documents)"
-            if part == "train":
-                raise DatasetError(f"{where}: {error}") from None
-            notes.append(f"{where} stays empty: {error}")
-            datasets.append(None)
-    train, valid, test = datasets
-    if train is None:
-        raise DatasetError(f"--split {split} leaves nothing for training")
-    return (train, valid, test), notes
+
+    def make(documents: range, part: str) -> GPT2Dataset:
+        return GPT2Dataset(indexed, documents, seq_length, seed, part)
+
+    return build_parts(make, data_path, split, indexed.num_documents)
 
 
 def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 10_000_000) -> None:

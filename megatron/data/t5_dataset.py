@@ -9,7 +9,6 @@ part, seed, number of the sample), so every epoch masks others and nothing is st
     decoder   <1> C D <2> G                 t5: after a start token, and an end token as the last label
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ from .gpt2_dataset import check_ids
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
 from .spans import SpanPlan, draw_spans, draw_spans_to_borders, plan_spans
-from .splits import PARTS, parse_split, split_documents
+from .splits import build_parts
 
 Ids = NDArray[np.int64]
 
@@ -200,26 +199,3 @@ def build_train_valid_test_datasets(
 
     datasets, notes = build_parts(make, data_path, split, indexed.num_documents)
     return datasets, [note, *notes]
-
-
-def build_parts(
-    make: Callable[[range, str], T5Samples], data_path: str, split: str, num_documents: int
-) -> tuple[Datasets, list[str]]:
-    """What `make` gives for the documents of each part, and notes on the parts that stayed empty."""
-    datasets: list[T5Samples | None] = []
-    notes = []
-    shares = parse_split(split)
-    ranges = split_documents(shares, num_documents)
-    for part, documents, share in zip(PARTS, ranges, shares, strict=True):
-        try:
-            datasets.append(make(documents, part) if share else None)
-        except ValueError as error:
-            where = f"the {part} part of {data_path} ({len(documents)} of {num_documents} documents)"
-            if part == "train":
-                raise DatasetError(f"{where}: {error}") from None
-            notes.append(f"{where} stays empty: {error}")
-            datasets.append(None)
-    train, valid, test = datasets
-    if train is None:
-        raise DatasetError(f"--split {split} leaves nothing for training")
-    return (train, valid, test), notes

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron import mpu
 from megatron.config import Config
 
 from .block import Block
@@ -88,7 +87,4 @@ class GPT2Model(LayerStack):
         logits: Any = self.run((tokens, position_ids, document_ids))  # [s, b, v/t]
         if labels is not None:
             return self.loss_fn.per_token(logits, labels)
-        logits = logits.transpose(0, 1)
-        if self.parallel_output:
-            return logits  # type: ignore[no-any-return]
-        return mpu.gather_from_model_parallel_region(logits)[..., : self.vocab_size]
+        return self.output(logits, self.vocab_size, self.parallel_output)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron import mpu
 
@@ -102,6 +102,11 @@ class LayerStack(nn.Module):
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """(global name, module) of every layer built here, tied ones once."""
         yield from self._named
+
+    def output(self, logits: Tensor, vocab_size: int, parallel: bool) -> Tensor:
+        """[s, b, v/t] of the padded vocabulary -> [b, s, v/t] (parallel), or [b, s, v] gathered and without padding."""
+        logits = logits.transpose(0, 1)
+        return logits if parallel else mpu.gather_from_model_parallel_region(logits)[..., :vocab_size]
 
     def run(self, inputs: Any) -> Any:
         return run(self.steps, inputs, self._chunk if self.training else 0)

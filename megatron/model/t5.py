@@ -209,7 +209,4 @@ class T5Model(LayerStack):
         logits: Any = self.run((encoder_tokens, decoder_tokens, theirs, ours))  # [q, b, v/t]
         if labels is not None:
             return self.loss_fn.per_token(logits, labels)
-        logits = logits.transpose(0, 1)
-        if self.parallel_output:
-            return logits  # type: ignore[no-any-return]
-        return mpu.gather_from_model_parallel_region(logits)[..., : self.vocab_size]
+        return self.output(logits, self.vocab_size, self.parallel_output)
