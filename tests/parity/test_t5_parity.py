@@ -39,10 +39,11 @@ def check(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}")
 def test_losses_equal_one_process(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
     """With every schedule that applies, with and without recomputed activations; fp64 leaves the order of sums alone."""
+    # Grids of 1 rank a layer run every schedule; with 2 the layers are what differs, and every second one is enough.
     ways = [
         Way(variant, schedule)
         for variant in VARIANTS
-        for schedule in SCHEDULES
+        for schedule in SCHEDULES[:: grid[2]]
         if grid[0] > 1 or "pipeline" not in schedule
     ]
     if grid[0] == 2:  # 2 + 3 blocks: no more than two stages of two chunks
