@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_utils.documents import BadLine, Chunk, InputError, chunks, documents, find_files
-from megatron.data import cpm_triples
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.tokenizer import Tokenizer, load_tokenizer
 
@@ -137,6 +136,8 @@ def _writer(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer) -> Iter
         with IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as builder:
             yield lambda tokens: builder.add_batch(tokens.ids, tokens.lengths, np.ones(len(tokens.lengths), np.int64))
         return
+    from megatron.data import cpm_triples  # it needs torch, which the workers are spared
+
     with ExitStack() as stack:
         # Ids behind the vocabulary stand for spans, and nothing bounds a document's number of them.
         parts = [stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{name}", np.int32)) for name in cpm_triples.PARTS]
