@@ -307,6 +307,11 @@ class Config:
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
 
     @property
+    def recomputed_layers(self) -> int:
+        """Layers between two kept inputs; 0 keeps all activations."""
+        return self.parallel.checkpoint_num_layers if self.parallel.checkpoint_activations else 0
+
+    @property
     def lr_decay_iters(self) -> int:
         return self.optim.lr_decay_iters or max(self.train.train_iters, 1)
 

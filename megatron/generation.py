@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron import mpu
 from megatron.model import GPT2Model, T5Model
 from megatron.model.block import Caches, TransformerLayer
 from megatron.model.masks import no_documents
@@ -105,7 +106,12 @@ class T5Stepper(_Stepper):
 
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
-    return {name: Caches() for name, module in model.named_layers() if isinstance(module, TransformerLayer)}
+    """For the layers that see their tokens one by one; an encoder reads them all at once."""
+    return {
+        name: Caches()
+        for name, module in model.named_layers()
+        if isinstance(module, TransformerLayer) and module.causal
+    }
 
 
 def _run(
@@ -116,9 +122,9 @@ def _run(
     end: int | None = None,
 ) -> tuple[Tensor, ...]:
     """The layers `begin` to `end` for new tokens alone, each with what it keeps."""
-    seen = next((c.own.key.shape[2] for c in reversed(caches.values()) if c.own.key is not None), 0)
+    seen = next((c.own.key.shape[2] for c in caches.values() if c.own.key is not None), 0)
     for layer, call in model.steps[begin:end]:
-        if layer.name in caches and not layer.name.startswith("encoder."):
+        if layer.name in caches:
             inputs = call(inputs, caches[layer.name])
         elif isinstance(call, StackStart):
             inputs = call(inputs, seen)
@@ -129,8 +135,6 @@ def _run(
 
 def _whole(model: GPT2Model | T5Model, logits: object) -> Tensor:
     """[s, b, v/t] of the padded vocabulary -> [b, v] of the newest token."""
-    from megatron import mpu
-
     assert isinstance(logits, Tensor)
     return mpu.gather_from_model_parallel_region(logits[-1])[..., : model.vocab_size]
 

@@ -19,16 +19,12 @@ case "$VARIANT" in
     cpm) preset=cpm2 gap="<s_0>" ;;
     *) echo "run_t5.sh: VARIANT=$VARIANT is neither t5 nor cpm" >&2; exit 2 ;;
 esac
+model=(--config "configs/models/${preset}_${MODEL_SIZE:-tiny}.json")
+NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-} BATCHSIZE=${BATCHSIZE:-4}
 if [ -n "$MODEL_SIZE" ]; then
-    model=(--config "configs/models/${preset}_${MODEL_SIZE}.json")
-    NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-}
-    LR=${LR:-1e-4} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01}
-    EVERY=1000
+    LR=${LR:-1e-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01} EVERY=1000
 else
-    model=(--config "configs/models/${preset}_tiny.json")
-    NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-}
-    LR=${LR:-1e-3} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1}
-    EVERY=50
+    LR=${LR:-1e-3} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1} EVERY=50
 fi
 [ -n "$NLAYERS" ] && model+=(--num-layers "$NLAYERS")
 [ -n "$NHIDDEN" ] && model+=(--hidden-size "$NHIDDEN" --ff-hidden-size $((2 * NHIDDEN)))

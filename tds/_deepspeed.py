@@ -107,13 +107,6 @@ def finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def optimizer_kind(engine: Any) -> str:
-    """`bf16`, `zero` or `plain`: which of DeepSpeed's wrappers holds the gradients."""
-    if engine.using_bf16_optimizer:
-        return "bf16"
-    return "zero" if engine.zero_optimization() else "plain"
-
-
 __all__ = [
     "TESTED_VERSIONS",
     "StockPipelineEngine",
@@ -122,7 +115,6 @@ __all__ = [
     "default_to_non_reentrant",
     "engine_class",
     "finish",
-    "optimizer_kind",
     "partition_balanced",
     "partition_uniform",
     "prepare",

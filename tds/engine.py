@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import schedule
-from ._deepspeed import StockPipelineEngine, default_to_non_reentrant, optimizer_kind, quietly
+from ._deepspeed import StockPipelineEngine, default_to_non_reentrant, quietly
 from .boundary import BoundaryError, agree, check, contract_of
 from .channel import Channel, Layout, Parcel, layout_of, open_borders
 from .clip import clip_grad_norm
@@ -204,11 +204,10 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
         """Around a backward pass: DeepSpeed's bf16 optimizer adds gradients up in fp32 itself."""
-        by_optimizer = optimizer_kind(self) == "bf16"
-        if by_optimizer:
+        if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads()
         yield
-        if by_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
     def _backward(self, at: At) -> None:
@@ -356,7 +355,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     def _exec_reduce_tied_grads(self) -> None:
         for weight, _ in self.module.get_tied_weights_and_groups():
-            if weight.grad is None and optimizer_kind(self) != "bf16":
+            if weight.grad is None and not self.using_bf16_optimizer:
                 weight.grad = torch.zeros_like(weight)  # another stage may have one, and waits for all
         super()._exec_reduce_tied_grads()
 

@@ -46,9 +46,9 @@ class Losses:
 
     def reduce(self, replicas: Any) -> None:
         """On the last stage: add up over the group of replicas."""
-        numbers = self._numbers()
-        dist.all_reduce(numbers, group=replicas)
-        self._read(numbers, tuple(self._sums))
+        sums = torch.stack(list(self._sums.values()))
+        dist.all_reduce(sums, group=replicas)
+        self.means = {name: each / self.targets for name, each in zip(self._sums, sums, strict=True)}
 
     def tell(self, source: int, stages: Any) -> None:
         """Give the result of rank `source` to the group of stages, which all call this."""
@@ -68,9 +68,3 @@ class Losses:
     @property
     def total(self) -> Tensor:
         return torch.stack(list(self.means.values())).sum()
-
-    def _numbers(self) -> Tensor:
-        return torch.stack(list(self._sums.values())) if self._sums else torch.zeros(1, dtype=torch.float64)
-
-    def _read(self, sums: Tensor, names: tuple[str, ...]) -> None:
-        self.means = {name: each / self.targets for name, each in zip(names, sums, strict=True)}

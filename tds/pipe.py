@@ -68,14 +68,14 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         if self.num_stages == 1:
             self.chunks = 1  # nothing to take turns with
         self.cuts = self._cuts(method)
-        mine = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]
-        self.indices = [index for start, stop in mine for index in range(start, stop)]
+        self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # of this stage's layers, by chunk
+        self.indices = [index for start, stop in self.bounds for index in range(start, stop)]
         ends = [0]
-        for start, stop in mine:
+        for start, stop in self.bounds:
             ends.append(ends[-1] + stop - start)
         self.stretches = list(pairwise(ends))  # of the layers that are built here
         self.parts = self.cuts
-        self._set_bounds(start=mine[0][0], stop=mine[0][1])
+        self._set_bounds(*self.bounds[0])
 
     def _cuts(self, method: str | Sequence[int]) -> list[int]:
         """Where each stretch of layers begins, and the number of layers."""
@@ -114,10 +114,10 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         )
 
     def _build(self) -> None:
-        for start, stop in list(pairwise(self.cuts))[self.stage_id :: self.num_stages]:
-            self._set_bounds(start=start, stop=stop)
+        for bounds in self.bounds:
+            self._set_bounds(*bounds)
             super()._build()
-        self._set_bounds(start=self.cuts[self.stage_id], stop=self.cuts[self.stage_id + 1])
+        self._set_bounds(*self.bounds[0])
 
 
 def _run(funcs: Sequence[Any], inputs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
-from .spans import SpanPlan, draw_spans_to_borders
+from .spans import SpanPlan, draw_spans_to_borders, splice
 from .splits import build_parts
 from .t5_dataset import Datasets, Specials, T5Samples
 
@@ -41,16 +41,9 @@ def mask_document(
     ends = np.arange(len(text)) == len(text) - 1
     rng = np.random.default_rng(list(seed))
     masked, first, _ = draw_spans_to_borders(rng, SpanPlan(len(text), noise, spans, 0, 0), ends)
-    starts = np.flatnonzero(first)
-    marks = first_id + np.arange(len(starts))
-    context = text.copy()
-    context[first] = marks
-    repeats = 1 + first[masked]
-    target = np.repeat(text[masked], repeats)
-    at = (np.cumsum(repeats) - repeats)[first[masked]]
-    target[at] = marks
+    context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
     lengths = np.diff(at, append=len(target))
-    return context[~masked | first], target, np.stack([at, lengths], axis=1).ravel()
+    return context, target, np.stack([at, lengths], axis=1).ravel()
 
 
 class CPMTripleDataset(T5Samples):

@@ -1,14 +1,12 @@
 """Samples for a left-to-right language model: seq_length + 1 tokens cut from documents laid end to end."""
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from .indexed_dataset import DatasetError, IndexedDataset
-from .sample_order import SampleOrder
 from .splits import build_parts
+from .windows import Windows
 
 
 class GPT2Dataset(Dataset[dict[str, Tensor]]):
@@ -19,23 +17,15 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, indexed: IndexedDataset, documents: range, seq_length: int, seed: int, part: str) -> None:
-        self.indexed, self.first = indexed, documents.start
-        ends = np.concatenate([[0], indexed.document_ends()])
-        self.starts: NDArray[np.int64] = ends[:-1]
-        sizes = np.diff(ends)[documents.start : documents.stop]
-        self.order = SampleOrder(sizes, seq_length, seed, part)
+        self.windows = Windows(indexed, documents, seq_length, seed, part)
+        self.order = self.windows.order
 
     @property
     def samples_per_epoch(self) -> int:
         return self.order.per_epoch
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        text = np.empty(self.order.length + self.order.overlap, dtype=np.int64)
-        at = 0
-        for document, start, end in self.order.stretches(int(n)):
-            base = int(self.starts[self.first + document])
-            text[at : at + end - start] = self.indexed.tokens[base + start : base + end]
-            at += end - start
+        text, _ = self.windows.read(int(n))
         return {"text": torch.from_numpy(text)}
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from .indexed_dataset import DatasetError
 
 Mask = NDArray[np.bool_]
+Ids = NDArray[np.int64]
 
 
 class SpanPlan(NamedTuple):
@@ -132,3 +133,14 @@ def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise
     first[starts] = True
     for start, length in zip(starts, lengths, strict=True):
         masked[start : start + length] = True
+
+
+def splice(text: Ids, masked: Mask, first: Mask, marks: Ids) -> tuple[Ids, Ids, Ids]:
+    """(what is kept, with a mark in place of each span; the spans, each behind its mark; where each begins there)."""
+    kept = text.copy()
+    kept[first] = marks
+    repeats = 1 + first[masked]
+    spans = np.repeat(text[masked], repeats)
+    at: Ids = (np.cumsum(repeats) - repeats)[first[masked]]
+    spans[at] = marks
+    return kept[~masked | first], spans, at

@@ -20,8 +20,9 @@ from torch.utils.data import Dataset
 from .gpt2_dataset import check_ids
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
-from .spans import SpanPlan, draw_spans, draw_spans_to_borders, plan_spans
+from .spans import SpanPlan, draw_spans, draw_spans_to_borders, plan_spans, splice
 from .splits import build_parts
+from .windows import Windows
 
 Ids = NDArray[np.int64]
 
@@ -104,25 +105,16 @@ class T5Dataset(T5Samples):
         seed: int,
         part: str,
     ) -> None:
-        self.indexed, self.first = indexed, documents.start
         self.objective, self.plan, self.specials = objective, plan, specials
-        ends = np.concatenate([[0], indexed.document_ends()])
-        self.starts: Ids = ends[:-1]
-        sizes = np.diff(ends)[documents.start : documents.stop]
-        self.order = SampleOrder(sizes, plan.tokens, seed, f"{part} spans", overlap=0)
+        self.windows = Windows(indexed, documents, plan.tokens, seed, f"{part} spans", overlap=0)
+        self.order = self.windows.order
         self.seed = [seed, *part.encode()]
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
 
     def window(self, n: int) -> tuple[Ids, Ids]:
         """(tokens, number of the document of each from 1) of the text behind sample n."""
-        text, documents = np.empty((2, self.plan.tokens), dtype=np.int64)
-        at = 0
-        for number, (document, start, end) in enumerate(self.order.stretches(n), 1):
-            base = int(self.starts[self.first + document])
-            text[at : at + end - start] = self.indexed.tokens[base + start : base + end]
-            documents[at : at + end - start] = number
-            at += end - start
-        return text, documents
+        text, sizes = self.windows.read(n)
+        return text, np.repeat(np.arange(1, len(sizes) + 1), sizes)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         text, documents = self.window(int(n))
@@ -141,25 +133,20 @@ class T5Dataset(T5Samples):
         self, text: Ids, documents: Ids, masked: NDArray[np.bool_], first: NDArray[np.bool_]
     ) -> dict[str, Tensor]:
         """Cut the text into what the encoder reads and what the decoder writes."""
-        prefix = self.objective.name == "prefix-lm"
-        marks = self.sentinels[: int(first.sum())]
-        seen = ~masked if prefix else ~masked | first
-        encoder = text.copy()
-        if not prefix:
-            encoder[first] = marks
-        answer = masked if prefix else masked | first
-        # Before the first token of each span stands its sentinel, which belongs to the same document.
-        repeats = (answer.astype(np.int64) + (0 if prefix else first))[answer]
-        written, owner = np.repeat(text[answer], repeats), np.repeat(documents[answer], repeats)
-        if not prefix:
-            at = np.cumsum(repeats) - repeats
-            written[at[first[answer]]] = marks
+        count = int(first.sum())
+        if self.objective.name == "prefix-lm":
+            encoder, written = text[~masked], text[masked]
+            seen, owner = documents[~masked], documents[masked]
+        else:
+            encoder, written, _ = splice(text, masked, first, self.sentinels[:count])
+            # A sentinel belongs to the document of the token that it stands for.
+            seen, owner = documents[~masked | first], np.repeat(documents[masked], 1 + first[masked])
         if self.objective.convention == "t5":
-            return self._t5(encoder[seen], documents[seen], written, owner)
-        if prefix:
-            marks, written, owner = marks[:0], np.append(self.sentinels[0], written), np.append(owner[:1], owner)
-        closed = np.append(written, self.sentinels[len(marks) + prefix])
-        return self.padded(encoder[seen], documents[seen], closed[:-1], closed[1:], owner)
+            return self._t5(encoder, seen, written, owner)
+        if self.objective.name == "prefix-lm":
+            written, owner = np.append(self.sentinels[0], written), np.append(owner[:1], owner)
+        closed = np.append(written, self.sentinels[count])
+        return self.padded(encoder, seen, closed[:-1], closed[1:], owner)
 
     def _t5(self, encoder: Ids, documents: Ids, written: Ids, owner: Ids) -> dict[str, Tensor]:
         eod = self.specials.eod

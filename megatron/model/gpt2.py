@@ -62,9 +62,8 @@ class GPT2Model(LayerStack):
     """
 
     def __init__(self, config: Config, parallel_output: bool = True) -> None:
-        chunk = config.parallel.checkpoint_num_layers if config.parallel.checkpoint_activations else 0
         self.vocab_size = vocab_size_of(config)
-        super().__init__(gpt2_layers(config, self.vocab_size), chunk)
+        super().__init__(gpt2_layers(config, self.vocab_size), config.recomputed_layers)
         self.parallel_output = parallel_output
         self.loss_fn = TokenLoss(self.vocab_size)
         init_weights(self, config.train.seed)

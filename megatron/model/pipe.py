@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,13 +47,12 @@ class LayerStackPipe(PipelineModule):
             chunks=config.parallel.virtual_pipeline_size,
             example=example,
         )
-        self._chunk = config.parallel.checkpoint_num_layers if config.parallel.checkpoint_activations else 0
+        self._chunk = config.recomputed_layers
         self._layers = [layers[index] for index in self.indices]
         first_with = {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
         self._names = [first_with[layer.tied] if layer.tied else layer.name for layer in self._layers]
-        mine = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]
-        puts_out = [_travellers(layers[stop - 1]) for _, stop in mine]
-        takes_in = [_travellers(layers[start - 1]) if start else None for start, _ in mine]
+        puts_out = [_travellers(layers[stop - 1]) for _, stop in self.bounds]
+        takes_in = [_travellers(layers[start - 1]) if start else None for start, _ in self.bounds]
         self.boundaries: Any = puts_out if self.chunks > 1 else puts_out[0]
         self.receives: Any = takes_in if self.chunks > 1 else takes_in[0]
         init_weights(self, config.train.seed)

@@ -111,8 +111,7 @@ class DecoderBlock(TransformerLayer):
         seen = caches.own.key.shape[2] if caches and caches.own.key is not None else 0
         total = seen + len(hidden)
         bias = position_bias(table[0], len(hidden), total, self.config, causal=True) if table else None
-        cross = document_mask(ours, theirs) if ours.numel() else None
-        mask = document_mask(ours, causal=True)
+        mask, cross = document_mask(ours, causal=True), document_mask(ours, theirs)
         return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, theirs, ours
 
 
@@ -181,9 +180,8 @@ class T5Model(LayerStack):
     """
 
     def __init__(self, config: Config, parallel_output: bool = True) -> None:
-        chunk = config.parallel.checkpoint_num_layers if config.parallel.checkpoint_activations else 0
         self.vocab_size = vocab_size_of(config)
-        super().__init__(t5_layers(config, self.vocab_size), chunk)
+        super().__init__(t5_layers(config, self.vocab_size), config.recomputed_layers)
         self.parallel_output = parallel_output
         self.loss_fn = TokenLoss(self.vocab_size)
         init_weights(self, config.train.seed)

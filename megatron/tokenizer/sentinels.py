@@ -24,12 +24,9 @@ class SentinelTokenizer:
         self.name, self.fingerprint, self.eod = tokenizer.name, tokenizer.fingerprint, tokenizer.eod
         self.pad = tokenizer.vocab_size
         self.vocab_size = tokenizer.vocab_size + 1 + count
-
-    @property
-    def sentinels(self) -> tuple[int, ...]:
-        """Ids of the sentinels of span 0, 1, ..."""
         ids = range(self.pad + 1, self.vocab_size)
-        return tuple(reversed(ids)) if self.convention == "t5" else tuple(ids)
+        self.sentinels = tuple(reversed(ids)) if convention == "t5" else tuple(ids)  # of span 0, 1, ...
+        self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
 
     def encode(self, text: str) -> list[int]:
         """Raises ValueError for a sentinel that there is not."""
@@ -50,7 +47,6 @@ class SentinelTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text with sentinels in it; padding is left out."""
         name = "extra_id_" if self.convention == "t5" else "s_"
-        number = {id_: i for i, id_ in enumerate(self.sentinels)}
         parts: list[str] = []
         run: list[int] = []
         for id_ in [*map(int, ids), self.pad]:
@@ -58,6 +54,6 @@ class SentinelTokenizer:
                 run.append(id_)
                 continue
             parts += [self.base.decode(run)] if run else []
-            parts += [f"<{name}{number[id_]}>"] if id_ in number else []
+            parts += [f"<{name}{self._number[id_]}>"] if id_ in self._number else []
             run = []
         return "".join(parts)

@@ -212,7 +212,7 @@ def _translation() -> list[nn.Module]:
 def _tied() -> list[nn.Module]:
     embed, square = Embed(), Joint()
     extra = nn.Linear(WIDTH, WIDTH)
-    return [embed, Widen(), square, extra_of(extra), square, Joint(), extra_of(extra), square, embed]
+    return [embed, Widen(), square, Keep(extra), square, Joint(), Keep(extra), square, embed]
 
 
 def _tables() -> list[nn.Module]:
@@ -238,10 +238,6 @@ class Keep(nn.Module):
     def forward(self, inputs: Any) -> Any:
         hidden, *rest = inputs
         return hidden + torch.tanh(self.inner(hidden)), *rest
-
-
-def extra_of(inner: nn.Linear) -> nn.Module:
-    return Keep(inner)
 
 
 def _case(kinds: str, **more: Any) -> Case:

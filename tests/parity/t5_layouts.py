@@ -1,14 +1,14 @@
 """Trains T5 in many ways within one launch of ranks: all that share a (pipe, data, model) grid."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 import pretrain_t5
-from megatron import runtime
+from megatron import mpu, runtime
 from megatron.arguments import parse, with_values
 from megatron.data.t5_dataset import Objective, Specials, T5Samples, build_train_valid_test_datasets
 from megatron.ds_config import resolve
@@ -18,6 +18,7 @@ from megatron.metrics import Timers
 from megatron.model import T5Model, global_parameters
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from tests.conformance.engines import remembered_groups
+from tests.support import on_ranks
 
 from .t5_reference import Shape, train
 
@@ -59,8 +60,8 @@ def _data(way: Way, data: str, vocab_file: str) -> tuple[T5Samples, SentinelToke
 
 
 def _stack(dataset: T5Samples, first: int, count: int) -> dict[str, Tensor]:
-    samples = [dataset[n] for n in range(first, first + count)]
-    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    batch: dict[str, Tensor] = default_collate([dataset[n] for n in range(first, first + count)])
+    return batch
 
 
 def expected(way: Way, data: str, vocab_file: str) -> list[float]:
@@ -97,8 +98,6 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
     engine = build_engine(
         model, config, resolve(config, world, False), pretrain_t5.forward_step, pretrain_t5.count_targets, Timers()
     )
-    from megatron import mpu
-
     mesh = mpu.get_mesh()
     reads = mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
     share = GLOBAL_BATCH // replicas
@@ -114,12 +113,7 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
 
 def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
     """Of each way, on rank 0, after a check that all ranks agree. grid: (pipe, data, model)."""
-    from tests.support import on_ranks
-
     pp, dp, tp = grid
     by_rank = on_ranks(max(pp, 1) * dp * tp, _body, grid, ways, data, vocab_file, timeout=500)
     assert all(each == by_rank[0] for each in by_rank)
     return by_rank[0]
-
-
-__all__ = ["LAYERS", "Path", "Way", "expected", "losses"]

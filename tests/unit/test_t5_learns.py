@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from megatron.arguments import parse
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
@@ -41,8 +42,7 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     losses = []
     for step in range(STEPS):
-        samples = [data[n] for n in range(step * BATCH, step * BATCH + BATCH)]
-        batch = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
+        batch = default_collate([data[n] for n in range(step * BATCH, step * BATCH + BATCH)])
         mask = batch["loss_mask"] * (batch["labels"] != EOD)  # the end of a document comes without warning
         loss = (model(batch["encoder"], batch["decoder"], labels=batch["labels"]) * mask).sum() / mask.sum()
         optimizer.zero_grad()
