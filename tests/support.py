@@ -137,12 +137,12 @@ def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: flo
         for process in ranks:
             process.start()
         took = [timeout] * world
-        while any(p.is_alive() for p in ranks) and time.monotonic() - begin < timeout:
+        alive = set(range(world))
+        while alive and time.monotonic() - begin < timeout:
             time.sleep(0.02)
-            took = [
-                min(t, time.monotonic() - begin) if not p.is_alive() else timeout
-                for t, p in zip(took, ranks, strict=True)
-            ]
+            for rank in [rank for rank in alive if not ranks[rank].is_alive()]:
+                took[rank] = time.monotonic() - begin
+                alive.remove(rank)
         codes = [p.exitcode for p in ranks]
         for process in ranks:
             process.kill()
