@@ -19,12 +19,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
 
 # Ranks are forked from one process that has imported the heavy libraries already.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "tds", "tests.support"])
+
+
+def covering(cases: Sequence[Any], chosen: Callable[[Any], bool]) -> list[Any]:
+    """Parameters of a test: those chosen always run, the others with --full."""
+    return [case if chosen(case) else pytest.param(case, marks=FULL) for case in cases]
 
 
 class RankFailure(AssertionError):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import command, losses, train_t5
+from tests.support import FULL, command, losses, train_t5
 
 VARIANTS = {
     "cpm": ["--span-convention", "cpm", "--reset-attention-mask", "--num-sentinels", "30"],
@@ -29,7 +29,7 @@ def flags(request: pytest.FixtureRequest, tiny_data: str, vocab_file: str) -> li
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, ["--pipe-parallel-size", "2"]),
+        pytest.param(2, ["--pipe-parallel-size", "2"], marks=FULL),
         (2, ["--pipe-parallel-size", "2", "--precision", "bf16", "--checkpoint-activations"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

@@ -1,11 +1,12 @@
 """Every case x stages x tensor-parallel ranks x schedule: the losses and weights of the same layers in one process."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import on_ranks
+from tests.support import covering, on_ranks
 
 from .cases import CASES
 from .engines import remembered_groups, train
@@ -46,11 +47,14 @@ def errors(stages: int, tensor: int) -> list[list[tuple[float, float]]]:
     return on_ranks(stages * tensor, _all, stages, tensor, timeout=400)
 
 
-@pytest.mark.parametrize("tensor", [2, 1])
-@pytest.mark.parametrize("stages", [4, 3, 2, 1])
-def test_like_one_process(stages: int, tensor: int) -> None:
+GRIDS = list(itertools.product([4, 3, 2, 1], [1, 2]))
+COVERING = [(4, 1), (3, 1), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("grid", covering(GRIDS, COVERING.__contains__), ids=lambda g: f"pp{g[0]}-tp{g[1]}")
+def test_like_one_process(grid: tuple[int, int]) -> None:
     bad = []
-    for rank, found in enumerate(errors(stages, tensor)):
+    for rank, found in enumerate(errors(*grid)):
         for (name, schedule, dtype), (loss, weight) in zip(RUNS, found, strict=True):
             if not max(loss, weight) <= TOLERANCE[dtype]:
                 bad.append(f"rank {rank}, {name}, {schedule}, {dtype}: loss off by {loss:.1e}, weights by {weight:.1e}")
