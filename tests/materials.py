@@ -7,7 +7,7 @@ import numpy as np
 from data_utils.documents import texts
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.sentencepiece import train
+from megatron.tokenizer.train import train_sentencepiece
 
 from .support import ROOT
 
@@ -17,7 +17,7 @@ SAMPLE = ROOT / "corpus" / "sample.jsonl"
 def small_tokenizer(folder: Path) -> str:
     """A tokenizer of 3000 tokens, trained on the bundled corpus; its file."""
     path = str(folder / "tokenizer.model")
-    train(texts([str(SAMPLE)]), path, 3000)
+    train_sentencepiece(texts([str(SAMPLE)]), path, 3000)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Train a lossless sentencepiece tokenizer on a corpus."""
+"""Train a tokenizer on a corpus: any Unicode text comes back from its ids as it was."""
 
 import argparse
 import random
@@ -9,18 +9,26 @@ from tqdm import tqdm
 
 from data_utils.documents import InputError, find_files, texts
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.sentencepiece import train
+from megatron.tokenizer.segment import SEGMENTERS
+from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 
 EXAMPLES = """\
   python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8000 --output tokenizer.model
-  python tools/train_tokenizer.py --input texts/ --vocab-size 32000 --output tokenizer.model --max-mb 200"""
+      sentencepiece BPE on raw text, the default: trains fastest, fewest tokens
+  python tools/train_tokenizer.py --input texts/ --model-type unigram --word-borders auto --vocab-size 32000 \\
+      --output tokenizer.model
+      no token crosses a word border of jieba; text is still tokenized without jieba
+  python tools/train_tokenizer.py --input texts/ --tokenizer-type cpm --vocab-size 30000 --output cpm.model
+  python tools/train_tokenizer.py --input texts/ --tokenizer-type gpt2-bpe --vocab-size 50000 --output bpe/
+      writes bpe/vocab.json and bpe/merges.txt"""
+TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
-def sample(inputs: list[str], key: str, max_bytes: int, seed: int) -> list[str]:
+def sample(inputs: list[str], key: str, max_bytes: int, seed: int, quiet: bool) -> list[str]:
     """Documents of the corpus, at most about `max_bytes`, every one as likely (reservoir by size)."""
     kept: list[str] = []
     rng, size = random.Random(seed), 0
-    for seen, text in enumerate(texts(inputs, key), start=1):
+    for seen, text in enumerate(tqdm(texts(inputs, key), desc="reading", unit=" documents", disable=quiet), start=1):
         if size < max_bytes:
             kept.append(text)
             size += len(text.encode())
@@ -32,25 +40,48 @@ def sample(inputs: list[str], key: str, max_bytes: int, seed: int) -> list[str]:
 def main(args: argparse.Namespace) -> None:
     if args.vocab_size < 300:
         raise ValueError("--vocab-size must be at least 300: 256 bytes come first")
+    kind = args.tokenizer_type
+    if args.word_borders and kind != "sentencepiece":
+        raise ValueError(f"--word-borders is for --tokenizer-type sentencepiece, not for {kind}")
+    if args.model_type and kind not in ("sentencepiece", "cpm"):
+        raise ValueError(f"--model-type is for sentencepiece and cpm, not for {kind}")
     find_files(args.input)
-    corpus = sample(args.input, args.json_key, args.max_mb * 10**6, args.seed)
+    corpus = sample(args.input, args.json_key, args.max_mb * 10**6, args.seed, args.quiet)
     if not any(text.strip() for text in corpus):
         raise InputError(f"no text in {', '.join(args.input)}")
 
     def watched() -> Iterator[str]:
         yield from tqdm(corpus, desc="training tokenizer", unit=" documents", disable=args.quiet)
 
-    train(watched(), args.output, args.vocab_size, args.model_type)
-    tokenizer = load_tokenizer(args.output)
+    if kind == "sentencepiece":
+        train_sentencepiece(watched(), args.output, args.vocab_size, args.model_type or "bpe", args.word_borders)
+    elif kind == "cpm":
+        train_cpm(watched(), args.output, args.vocab_size, args.model_type or "unigram")
+    elif kind == "cpm-vocab":
+        train_cpm_vocab(watched(), args.output, args.vocab_size)
+    else:
+        train_byte_bpe(watched(), args.output, args.vocab_size, kind)
+    tokenizer = load_tokenizer(args.output, kind)
     print(f"{tokenizer.vocab_size} tokens -> {args.output}")
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--input", nargs="+", required=True, help="files or folders: .jsonl, .json, .txt, plain or .gz")
-    parser.add_argument("--output", required=True, help="where to write the .model file")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, folders or globs of .jsonl, .json, .csv or .txt, plain or .gz, .xz, .zst",
+    )
+    parser.add_argument(
+        "--output", required=True, help="the .model, .txt or .json file to write; a folder for gpt2-bpe"
+    )
     parser.add_argument("--vocab-size", type=int, default=8000, help="number of tokens (default: 8000)")
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: bpe")
+    parser.add_argument("--tokenizer-type", choices=TYPES, default="sentencepiece", help="default: sentencepiece")
+    parser.add_argument(
+        "--model-type", choices=("bpe", "unigram"), help="default: bpe for sentencepiece, unigram for cpm"
+    )
+    parser.add_argument("--word-borders", choices=SEGMENTERS, help="let no token cross a border of jieba's words")
     parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
     parser.add_argument("--max-mb", type=int, default=50, help="train on at most this much of the text (default: 50)")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")

@@ -1,6 +1,7 @@
 """Text to ids and back, without loss."""
 
-from .base import Tokenizer, TokenizerError, load_tokenizer
+from .base import Tokenizer, TokenizerError
+from .load import load_tokenizer
 from .sentinels import SentinelTokenizer
 
 __all__ = ["SentinelTokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]

@@ -1,8 +1,8 @@
-"""What every tokenizer answers to, and how one is found from a file."""
+"""What every tokenizer answers to."""
 
+import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,29 +12,42 @@ class TokenizerError(ValueError):
     """A vocabulary file is missing or is not what it should be; the message names it."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Text to ids and back.
 
     vocab_size: number of ids. eod: the id that ends a document. fingerprint: the same for
-    tokenizers that give the same ids, another for any other.
+    tokenizers that give the same ids, another for any other. specials: ids that no text gives, by name.
     """
 
     name: str
     vocab_size: int
     eod: int
     fingerprint: str
+    specials: dict[str, int]
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Ids of each text. One thread: callers run a process a core."""
+        return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text again; `eod` is left out. Ids that are part of a character give U+FFFD."""
+
+    def padded_vocab_size(self, multiple: int) -> int:
+        """Rows of an embedding whose number is to be divisible by `multiple`."""
+        return -(-self.vocab_size // multiple) * multiple
 
 
-def load_tokenizer(vocab_file: str) -> Tokenizer:
-    """The tokenizer in `vocab_file`, a sentencepiece model. Raises TokenizerError."""
-    if not Path(vocab_file).is_file():
-        raise TokenizerError(f"there is no vocabulary file {vocab_file}; tools/train_tokenizer.py makes one")
-    from .sentencepiece import SentencePieceTokenizer
+def fingerprint(kind: str, *contents: bytes) -> str:
+    digest = hashlib.sha256(kind.encode())
+    for content in contents:
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
 
-    return SentencePieceTokenizer(vocab_file)
+
+def byte_piece(byte: int) -> str:
+    """How vocabularies write a token that stands for one byte of UTF-8."""
+    return f"<0x{byte:02X}>"

@@ -3,15 +3,12 @@
 import re
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .base import Tokenizer
 
 MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
 
 
-class SentinelTokenizer:
+class SentinelTokenizer(Tokenizer):
     """`tokenizer`'s ids, then one for padding, then `count` sentinels.
 
     convention `t5`: the first sentinel has the last id and they descend, as in Hugging Face;
@@ -26,6 +23,7 @@ class SentinelTokenizer:
         self.vocab_size = tokenizer.vocab_size + 1 + count
         ids = range(self.pad + 1, self.vocab_size)
         self.sentinels = tuple(reversed(ids)) if convention == "t5" else tuple(ids)  # of span 0, 1, ...
+        self.specials = {**tokenizer.specials, "<pad>": self.pad}
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
 
     def encode(self, text: str) -> list[int]:
@@ -40,9 +38,6 @@ class SentinelTokenizer:
             ids.append(self.sentinels[number])
             at = mark.end()
         return ids + (self.base.encode(text[at:]) if at < len(text) else [])
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with sentinels in it; padding is left out."""

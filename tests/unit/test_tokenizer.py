@@ -1,9 +1,16 @@
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
-from megatron.tokenizer import TokenizerError, load_tokenizer
-from megatron.tokenizer.sentencepiece import train
+from data_utils.documents import texts
+from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from megatron.tokenizer.segment import BORDER, segmenter
+from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
+from tests.materials import SAMPLE
 
 TEXTS = [
     "你好，世界。",
@@ -12,47 +19,176 @@ TEXTS = [
     "emoji 😀👩‍👩‍👧 and rare 𠮷 𪚥",
     "",
     " ",
-    "\u0000\u0007\u200b",
+    "\u0000\u0007\u200b\r\n\ufeff",
     "naïve café — “quotes”",
-    "<eod> is only text here",
+    "<eod> is only text here, and so are <unk>, <0x41> and <|endoftext|>",
+    "marks of sentencepiece \u2581 and of CPM \u2582\u2583, \u2581\u2581",
+    "x" * 300 + "T恤和C++，用package.json写代码v1.5%",
 ]
+KINDS = ("sentencepiece", "unigram", "borders", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=repr)
-def test_nothing_is_lost(vocab_file: str, text: str) -> None:
-    tokenizer = load_tokenizer(vocab_file)
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """One of each kind, trained on the bundled corpus."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    corpus = list(texts([str(SAMPLE)]))[:150]
+    train_sentencepiece(corpus, str(folder / "sentencepiece.model"), 2000)
+    train_sentencepiece(corpus, str(folder / "unigram.model"), 2000, "unigram")
+    train_sentencepiece(corpus, str(folder / "borders.model"), 2000, word_borders="jieba")
+    train_cpm(corpus, str(folder / "cpm.model"), 2000)
+    train_cpm_vocab(corpus, str(folder / "cpm-vocab.txt"), 2000)
+    train_byte_bpe(corpus, str(folder / "gpt2-bpe"), 2000, "gpt2-bpe")
+    train_byte_bpe(corpus, str(folder / "hf.json"), 2000, "hf")
+    files = {path.stem: path for path in folder.iterdir()}
+    found = {kind: load_tokenizer(str(files[kind])) for kind in KINDS}
+    assert [t.name for t in found.values()] == ["sentencepiece"] * 3 + ["cpm", "cpm-vocab", "gpt2-bpe", "hf"]
+    return found
+
+
+def check(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
-    assert tokenizer.eod not in ids
+    assert not set(tokenizer.specials.values()) & set(ids)
+    assert [each.tolist() for each in tokenizer.encode_batch([text, "x", text])][::2] == [ids, ids]
 
 
-def test_batches_equal_single_texts(vocab_file: str) -> None:
-    tokenizer = load_tokenizer(vocab_file)
-    assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [tokenizer.encode(text) for text in TEXTS]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:30]))
+def test_nothing_is_lost(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    check(tokenizers[kind], text)
+
+
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
+CHINESE = st.text(
+    st.sampled_from("的一是在不了有和人这中大为上个国我以要他\u2581\u2582\u2583 \n\tabcC+9.%T恤，。"), max_size=60
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.one_of(UNICODE, CHINESE))
+@example(text="\u2581")
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_comes_back(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    check(tokenizers[kind], text)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("rjieba"), reason="needs rjieba")
+@given(text=st.one_of(UNICODE, CHINESE))
+@example(text="他常在这里看C盘，白云常在水潺潺，B34C常在书房里")
+@example(text="来AddPort请求新端口，应用到GPU大型机")
+@settings(max_examples=1000, deadline=None)
+def test_the_fast_segmenter_cuts_as_jieba(text: str) -> None:
+    assert segmenter("rjieba")(text) == segmenter("jieba")(text)
+
+
+def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> None:
+    pytest.importorskip("rjieba")
+    fast, slow = segmenter("rjieba"), segmenter("jieba")
+    for text in texts([str(sample_corpus)]):
+        assert fast(text) == slow(text)
+        assert fast(text).replace(BORDER, "") == text
+
+
+def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    corpus = list(texts([str(SAMPLE)]))[:150]
+    train_byte_bpe(corpus, str(tmp_path), 2000, "gpt2-bpe")
+    theirs = GPT2Tokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    for text in [*TEXTS[:8], *corpus]:
+        assert tokenizers["gpt2-bpe"].encode(text) == theirs(text)["input_ids"]
+
+
+def test_cpm_is_jieba_joined_by_spaces(tokenizers: dict[str, Tokenizer], sample_corpus: Path) -> None:
+    """What CPM-1 does, spelled out: its translation table, its join, sentencepiece on the whole."""
+    import jieba
+
+    cpm = tokenizers["cpm"]
+    table = str.maketrans(" \n", "\u2582\u2583")
+    for text in list(texts([str(sample_corpus)]))[:50]:
+        joined = " ".join(word.translate(table) for word in jieba.cut(text))
+        assert cpm.encode(text) == cpm._model.encode(joined)  # type: ignore[attr-defined]
+
+
+def longest_match(word: str, vocabulary: dict[str, int]) -> list[int]:
+    ids = []
+    while word:
+        end = next((n for n in range(len(word), 0, -1) if word[:n] in vocabulary), 0)
+        ids.append(vocabulary[word[:end]] if end else vocabulary["<unk>"])
+        word = word[end or 1 :]
+    return ids
+
+
+@pytest.mark.parametrize("ending", ["txt", "json"])
+def test_a_published_cpm_vocabulary(tmp_path: Path, ending: str) -> None:
+    """No bytes in it: unknown characters are <unk>, and words of more than 200 characters, too."""
+    import jieba
+
+    tokens = [
+        "<unk>",
+        "<eod>",
+        "<s_0>",
+        "\u2582",
+        "\u2583",
+        "你",
+        "好",
+        "你好",
+        "世界",
+        "世",
+        "，",
+        "wor",
+        "w",
+        "o",
+        "r",
+        "ld",
+    ]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    path = tmp_path / f"vocab.{ending}"
+    path.write_text("\n".join(tokens) + "\n" if ending == "txt" else json.dumps(vocabulary), encoding="utf-8")
+    tokenizer = load_tokenizer(str(path if ending == "json" else tmp_path), "cpm-vocab" if ending == "json" else "auto")
+    for text in ["你好，世界 world\n你也好世", "wo" * 80]:
+        words = [w.replace(" ", "\u2582").replace("\n", "\u2583") for w in jieba.cut(text)]
+        assert tokenizer.encode(text) == [i for word in words for i in longest_match(word, vocabulary)]
+    assert tokenizer.encode("w" * 201) == [0]
+    assert tokenizer.decode(tokenizer.encode("你好 世界\n")) == "你好 世界\n"
+    assert (tokenizer.eod, tokenizer.specials["<s_0>"], tokenizer.padded_vocab_size(128)) == (1, 2, 128)
 
 
 def test_training_is_reproducible_and_the_fingerprint_tells(tmp_path: Path) -> None:
-    texts = ["春眠不觉晓，处处闻啼鸟。" * 3, "the quick brown fox jumps over the lazy dog " * 3]
+    corpus = ["春眠不觉晓，处处闻啼鸟。" * 3, "the quick brown fox jumps over the lazy dog " * 3]
     for name, size in (("a", 330), ("b", 330), ("c", 340)):
-        train(texts, str(tmp_path / name), size)
+        train_sentencepiece(corpus, str(tmp_path / name), size)
     a, b, c = (load_tokenizer(str(tmp_path / name)) for name in "abc")
     assert a.fingerprint == b.fingerprint != c.fingerprint
     assert (a.vocab_size, c.vocab_size) == (330, 340)
 
 
 def test_a_script_of_many_characters_fits_a_small_vocabulary(tmp_path: Path) -> None:
-    texts = ["".join(chr(0x4E00 + 7 * i % 3000) for i in range(9000)) + "的一是" * 300000]
-    train(texts, str(tmp_path / "m"), 600)
+    corpus = ["".join(chr(0x4E00 + 7 * i % 3000) for i in range(9000)) + "的一是" * 300000]
+    train_sentencepiece(corpus, str(tmp_path / "m"), 600)
     assert load_tokenizer(str(tmp_path / "m")).decode(load_tokenizer(str(tmp_path / "m")).encode("龘的")) == "龘的"
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TokenizerError, match="there is no vocabulary file"):
         load_tokenizer(str(tmp_path / "none.model"))
     (tmp_path / "bad.model").write_bytes(b"not a model")
     with pytest.raises(TokenizerError, match="bad.model is not a sentencepiece model"):
         load_tokenizer(str(tmp_path / "bad.model"))
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is not a tokenizer.json"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "vocab.txt").write_bytes(b"a\nb\n")
+    with pytest.raises(TokenizerError, match="vocab.txt has no <eod>"):
+        load_tokenizer(str(tmp_path / "vocab.txt"))
+    with pytest.raises(TokenizerError, match="holds none of tokenizer.json"):
+        (tmp_path / "empty").mkdir()
+        load_tokenizer(str(tmp_path / "empty"))
     with pytest.raises(TokenizerError, match="try a smaller --vocab-size"):
-        train(["too short"], str(tmp_path / "m"), 5000)
+        train_sentencepiece(["too short"], str(tmp_path / "m"), 5000)
     assert not (tmp_path / "m").exists()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TokenizerError, match="pip install jieba"):
+        segmenter("auto")

@@ -1,0 +1,167 @@
+"""The two tokenizers of CPM: words of jieba, then sentencepiece (CPM-1) or the longest match in a list of tokens.
+
+Both write a space as U+2582 and a newline as U+2583. Where the vocabulary has a token for each
+byte, as those that tools/train_tokenizer.py makes, every text comes back as it was; the
+vocabularies published for CPM have none, and a character that they lack becomes <unk>.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .base import Tokenizer, TokenizerError, byte_piece, fingerprint
+from .segment import BORDER, segmenter
+from .sentencepiece import EOD, open_model
+
+WORD, SPACE, NEWLINE = "\u2581", "\u2582", "\u2583"
+_MARKS = re.compile(f"([{WORD}{SPACE}{NEWLINE}])")
+LONGEST_WORD = 200  # of CPM; longer ones are <unk>
+
+
+def is_cpm_model(path: Path) -> bool:
+    """Whether a sentencepiece model has learned CPM's marks for space and newline."""
+    model = open_model(str(path))
+    return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
+
+
+def joined_words(cut_text: str) -> str:
+    """Words between BORDERs -> what CPM gives to sentencepiece."""
+    return cut_text.replace(" ", SPACE).replace("\n", NEWLINE).replace(BORDER, " ")
+
+
+def _as_text(piece: str) -> bytes:
+    return piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n").encode()
+
+
+class _ByPieces(Tokenizer):
+    """Decodes piece by piece; what would be read as a mark is written in bytes."""
+
+    _bytes: list[int]  # ids of the 256 bytes; empty where the vocabulary has none
+    _table: list[bytes]  # what each id stands for
+
+    def encode(self, text: str) -> list[int]:
+        return self._ids(text).tolist()  # type: ignore[no-any-return]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        return [self._ids(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        table, eod = self._table, self.eod
+        return b"".join(table[i] for i in ids if i != eod).decode("utf-8", errors="replace")
+
+    def _ids(self, text: str) -> NDArray[np.int32]:
+        if not self._bytes or not _MARKS.search(text):
+            return self._plain(text)
+        parts = [
+            np.array([self._bytes[b] for b in part.encode()], np.int32) if i % 2 else self._plain(part)
+            for i, part in enumerate(_MARKS.split(text))
+            if part
+        ]
+        return np.concatenate(parts)
+
+    def _plain(self, text: str) -> NDArray[np.int32]:
+        raise NotImplementedError
+
+
+class CpmTokenizer(_ByPieces):
+    """A sentencepiece model over jieba's words, joined by spaces, as CPM-1's."""
+
+    name = "cpm"
+
+    def __init__(self, model_file: str, cut_with: str = "auto") -> None:
+        self._model = open_model(model_file)
+        self._cut = segmenter(cut_with)
+        self.vocab_size = self._model.vocab_size()
+        pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        names = (EOD, "</s>")
+        self.eod = next((ids[name] for name in names if name in ids), -1)
+        if self.eod < 0:
+            raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
+        self._bytes = [ids[byte_piece(b)] for b in range(256)] if byte_piece(0) in ids else []
+        self._table = [_as_text(piece) for piece in pieces]
+        for b, i in enumerate(self._bytes):
+            self._table[i] = bytes([b])
+        self.specials = {piece: i for i, piece in enumerate(pieces) if self._model.is_control(i)}
+        for i in self.specials.values():
+            self._table[i] = b""
+        self.fingerprint = fingerprint(self.name, Path(model_file).read_bytes())
+
+    def _plain(self, text: str) -> NDArray[np.int32]:
+        return self._model.encode(joined_words(self._cut(text)), return_type="numpy")  # type: ignore[no-any-return]
+
+
+class CpmVocabTokenizer(_ByPieces):
+    """The longest tokens of a list that a word of jieba begins with, from its front to its end, as CPM-Pretrain's.
+
+    The file has a token a line (.txt), its number being the id, or is a JSON object token -> id.
+    """
+
+    name = "cpm-vocab"
+
+    def __init__(self, vocab_file: str, cut_with: str = "auto") -> None:
+        content = Path(vocab_file).read_bytes()
+        self._vocabulary = read_vocabulary(vocab_file, content)
+        self._cut = segmenter(cut_with)
+        self.vocab_size = max(self._vocabulary.values()) + 1
+        if EOD not in self._vocabulary:
+            raise TokenizerError(f"{vocab_file} has no {EOD} to end a document with")
+        self.eod = self._vocabulary[EOD]
+        self._bytes = [self._vocabulary[byte_piece(b)] for b in range(256)] if byte_piece(0) in self._vocabulary else []
+        self._table = [b""] * self.vocab_size
+        for token, i in self._vocabulary.items():
+            self._table[i] = _as_text(token)
+        for b, i in enumerate(self._bytes):
+            self._table[i] = bytes([b])
+        self.specials = {t: i for t, i in self._vocabulary.items() if re.fullmatch(r"<(?!0x)\w+>", t)}
+        self._longest = max(map(len, self._vocabulary))
+        self._unknown = self._vocabulary.get("<unk>")
+        self._word = lru_cache(maxsize=1 << 17)(self._match)
+        self.fingerprint = fingerprint(self.name, content)
+
+    def _plain(self, text: str) -> NDArray[np.int32]:
+        cut = self._cut(text).replace(" ", SPACE).replace("\n", NEWLINE)
+        words = cut.split(BORDER) if cut else []
+        return np.array([i for word in words for i in self._word(word)], dtype=np.int32)
+
+    def _match(self, word: str) -> tuple[int, ...]:
+        if len(word) > LONGEST_WORD and not self._bytes and self._unknown is not None:
+            return (self._unknown,)
+        found: list[int] = []
+        at = 0
+        while at < len(word):
+            for end in range(min(len(word), at + self._longest), at, -1):
+                if (token := self._vocabulary.get(word[at:end])) is not None and token not in self.specials.values():
+                    found.append(token)
+                    at = end
+                    break
+            else:
+                found += self._spell(word[at])
+                at += 1
+        return tuple(found)
+
+    def _spell(self, char: str) -> list[int]:
+        if self._bytes:
+            return [self._bytes[b] for b in char.encode()]
+        if self._unknown is None:
+            raise TokenizerError(f"the vocabulary has neither {char!r}, nor bytes to spell it with, nor <unk>")
+        return [self._unknown]
+
+
+def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
+    """Token -> id. Raises TokenizerError for what is no list of tokens."""
+    try:
+        text = content.decode("utf-8")
+        if not vocab_file.endswith(".json"):
+            return {token: i for i, token in enumerate(text.removesuffix("\n").split("\n"))}
+        found = json.loads(text)
+        if not isinstance(found, dict) or not all(isinstance(i, int) and i >= 0 for i in found.values()) or not found:
+            raise ValueError("not a JSON object of tokens and their numbers")
+    except ValueError as error:
+        raise TokenizerError(f"{vocab_file} is not a vocabulary: {error}") from None
+    return found

@@ -1,0 +1,74 @@
+"""Which tokenizer a file holds."""
+
+from pathlib import Path
+
+from .base import Tokenizer, TokenizerError
+
+KINDS = ("auto", "sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
+IN_FOLDER = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+
+
+def load_tokenizer(vocab_file: str, kind: str = "auto", segmenter: str = "auto") -> Tokenizer:
+    """The tokenizer in `vocab_file`, or in a folder of it. Raises TokenizerError.
+
+    kind: `sentencepiece` (X.model), `cpm` (X.model over words of jieba), `cpm-vocab` (X.txt or
+    X.json over words of jieba), `gpt2-bpe` (vocab.json beside merges.txt), `hf` (tokenizer.json), or `auto`.
+    segmenter: what cuts words for the two of CPM: `jieba`, `rjieba` (the same words, faster) or `auto`.
+    """
+    if kind not in KINDS:
+        raise TokenizerError(f"--tokenizer-type {kind!r} must be one of {', '.join(KINDS)}")
+    path = Path(vocab_file)
+    if path.is_dir():
+        path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
+        if path.is_dir():
+            raise TokenizerError(f"the folder {vocab_file} holds none of {', '.join(IN_FOLDER)}")
+    if not path.is_file():
+        raise TokenizerError(f"there is no vocabulary file {vocab_file}; tools/train_tokenizer.py makes one")
+    return _OPEN[_recognize(path) if kind == "auto" else kind](path, segmenter)
+
+
+def _recognize(path: Path) -> str:
+    if path.suffix == ".txt":
+        return "cpm-vocab"
+    if path.suffix != ".json":
+        from .cpm import is_cpm_model
+
+        return "cpm" if is_cpm_model(path) else "sentencepiece"
+    if path.with_name("merges.txt").is_file() and path.name != "tokenizer.json":
+        return "gpt2-bpe"
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    return "hf" if b'"model"' in head or b'"added_tokens"' in head or path.name == "tokenizer.json" else "cpm-vocab"
+
+
+def _sentencepiece(path: Path, segmenter: str) -> Tokenizer:
+    from .sentencepiece import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(str(path))
+
+
+def _cpm(path: Path, segmenter: str) -> Tokenizer:
+    from .cpm import CpmTokenizer
+
+    return CpmTokenizer(str(path), segmenter)
+
+
+def _cpm_vocab(path: Path, segmenter: str) -> Tokenizer:
+    from .cpm import CpmVocabTokenizer
+
+    return CpmVocabTokenizer(str(path), segmenter)
+
+
+def _gpt2_bpe(path: Path, segmenter: str) -> Tokenizer:
+    from .hf import Gpt2BpeTokenizer
+
+    return Gpt2BpeTokenizer(str(path))
+
+
+def _hf(path: Path, segmenter: str) -> Tokenizer:
+    from .hf import HFTokenizer
+
+    return HFTokenizer(str(path))
+
+
+_OPEN = {"sentencepiece": _sentencepiece, "cpm": _cpm, "cpm-vocab": _cpm_vocab, "gpt2-bpe": _gpt2_bpe, "hf": _hf}

@@ -1,0 +1,170 @@
+"""Learning a vocabulary. Every kind that is trained here gives any Unicode text back as it was.
+
+The same texts give the same file.
+"""
+
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .base import TokenizerError, byte_piece
+from .cpm import NEWLINE, SPACE, joined_words
+from .hf import library
+from .segment import BORDER, segmenter
+from .sentencepiece import EOD
+
+LONGEST_LINE = 16384  # characters given to the trainer at once; it drops longer lines without a word
+BYTES = [byte_piece(b) for b in range(256)]
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.split("\n"):
+            yield from (line[at : at + LONGEST_LINE] for at in range(0, len(line), LONGEST_LINE))
+
+
+def train_sentencepiece(
+    texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "bpe", word_borders: str | None = None
+) -> None:
+    """Sentencepiece on raw text, written to `model_file`.
+
+    Nothing is normalised, spaces and newlines are kept, and characters outside the vocabulary
+    become bytes. word_borders: a segmenter (`jieba`, `rjieba`, `auto`) whose words no token may cross; it
+    is needed for training only. Raises TokenizerError if the text is too small for `vocab_size`.
+    """
+    lines = list(_lines(texts))
+    more: dict[str, Any] = {}
+    if word_borders:
+        cut = segmenter(word_borders)
+        more["pretokenization_delimiter"] = "\x1f"
+        given = [cut(line).replace("\x1f", "").replace(BORDER, "\x1f") for line in lines]
+    else:
+        given = lines
+    options = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True, **more}
+    _write(model_file, _sentencepiece(given, lines, vocab_size, model_type, options))
+
+
+def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:
+    """Sentencepiece on jieba's words joined by spaces, as CPM-1's, with bytes besides."""
+    cut = segmenter()
+    lines = [joined_words(cut(text))[:LONGEST_LINE] for text in _pieces(texts)]
+    options = {"required_chars": SPACE + NEWLINE, "split_digits": True}
+    _write(model_file, _sentencepiece(lines, lines, vocab_size, model_type, options))
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Texts in pieces of which the words, with spaces between them, fit one line of the trainer."""
+    for text in texts:
+        for at in range(0, len(text), LONGEST_LINE // 2):
+            yield text[at : at + LONGEST_LINE // 2]
+
+
+def _sentencepiece(
+    given: Sequence[str], lines: Sequence[str], vocab_size: int, model_type: str, options: dict[str, Any]
+) -> bytes:
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(given),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=_coverage(lines, vocab_size),
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=8 * LONGEST_LINE,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            unk_id=0,
+            control_symbols=[EOD],
+            num_threads=1,
+            minloglevel=2,
+            **options,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1][:200]
+        raise TokenizerError(
+            f"cannot train {vocab_size} tokens on this text; try a smaller --vocab-size ({reason})"
+        ) from None
+    return model.getvalue()
+
+
+def _coverage(lines: Sequence[str], vocab_size: int) -> float:
+    """Share of the characters of the text that get tokens of their own; the rest become bytes.
+
+    At most half of the vocabulary goes to single characters, or none would be left for words
+    in a script of thousands of them.
+    """
+    counts = Counter(char for line in lines for char in line)
+    common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
+    return max(0.98, min(0.9995, common / max(counts.total(), 1)))  # sentencepiece takes no less than 0.98
+
+
+def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> None:
+    """A token a line: <unk>, <eod>, the bytes, then the most frequent characters and words of jieba."""
+    cut = segmenter()
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update(cut(text).replace(" ", SPACE).replace("\n", NEWLINE).split(BORDER))
+    characters: Counter[str] = Counter()
+    for word, count in words.items():
+        for char in word:
+            characters[char] += count
+    fixed = ["<unk>", EOD, *BYTES, SPACE, NEWLINE]
+    room = vocab_size - len(fixed)
+    usable = [(c, n) for c, n in _by_count(characters) if c not in f"{SPACE}{NEWLINE}" and c.isprintable()]
+    chosen = dict.fromkeys(c for c, _ in usable[: room // 2])
+    for word, _ in _by_count(words):
+        if len(chosen) >= room:
+            break
+        if word.isprintable() and word not in fixed and word:
+            chosen.setdefault(word)
+    if len(chosen) < room:
+        raise TokenizerError(f"this text has only {len(chosen) + len(fixed)} tokens; try a smaller --vocab-size")
+    _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:room]]) + "\n").encode())
+
+
+def _by_count(counter: Counter[str]) -> list[tuple[str, int]]:
+    return sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+
+
+def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str) -> None:
+    """Byte-level BPE. kind `gpt2-bpe`: vocab.json and merges.txt in the folder `output`; `hf`: a tokenizer.json."""
+    tokenizers = library()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    end = "<|endoftext|>"
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        raise TokenizerError(
+            f"this text gives only {tokenizer.get_vocab_size()} tokens; try a smaller --vocab-size than {vocab_size}"
+        )
+    if kind == "hf":
+        _write(output, tokenizer.to_str(pretty=True).encode())
+        return
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    _write(f"{output}/merges.txt", ("#version: 0.2\n" + "\n".join(merges) + "\n").encode())
+    _write(f"{output}/vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
+
+
+def _write(path: str, content: bytes) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    Path(temporary).write_bytes(content)
+    os.replace(temporary, path)
