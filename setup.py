@@ -16,6 +16,11 @@ def pinned(file: str) -> list[str]:
 
 REQUIRED = [line for line in pinned("requirements.txt") if not line.startswith("matplotlib")]
 PLOTS = [line for line in pinned("requirements.txt") if line.startswith("matplotlib")]
+DATA = [
+    line
+    for line in pinned("requirements-dev.txt")
+    if line.startswith(("jieba", "rjieba", "tokenizers", "regex", "zstandard", "datasketch"))
+]
 HF = [line for line in pinned("requirements-dev.txt") if line.startswith("transformers")]
 
 setup(
@@ -30,6 +35,7 @@ setup(
         "apex": [],  # build it from NVIDIA's source; see the note above
         "tensorboard": ["tensorboard==2.21.0"],
         "plots": PLOTS,
+        "data": DATA,  # other tokenizers than sentencepiece, .zst files, cleaning, near duplicates
         "hf": HF,
         "dev": pinned("requirements-dev.txt"),
         "bench": HF,

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.documents import texts
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.train import train_sentencepiece
 

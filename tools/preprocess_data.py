@@ -1,43 +1,67 @@
-"""Text to tokens: jsonl or txt files -> one .bin/.idx pair for training.
+"""Text to tokens: text files -> .bin/.idx pairs for training, one for each key.
 
-The output does not depend on the number of workers, and memory not on the size of the input:
-at most a few chunks of about a megabyte are under way for each worker.
+The output does not depend on the number of workers, and memory not on the size of the input: a
+few chunks of about a megabyte are under way for each worker, and no document may be longer than
+--max-document-mb. A run that was killed goes on where it was when it is started again.
 """
 
 import argparse
 import itertools
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
-from typing import NamedTuple
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from _cli import Parser, run
+from _journal import Journal
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_utils.documents import BadLine, Chunk, InputError, chunks, documents, find_files
-from megatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from data_utils.documents import (
+    CHUNK_BYTES,
+    LARGEST_DOCUMENT,
+    BadLine,
+    Chunk,
+    Source,
+    chunks,
+    documents,
+    find_files,
+    is_compressed,
+)
+from data_utils.parallel import ordered_map
+from data_utils.sentences import split_sentences
+from data_utils.streams import InputError
+from megatron.data.cpm_masking import PARTS, mask_document
+from megatron.data.indexed_dataset import best_dtype
+from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer.load import KINDS
 
 EXAMPLES = """\
   python tools/preprocess_data.py --input corpus.jsonl --vocab-file tokenizer.model --output-prefix data/corpus
       writes data/corpus_text_document.bin, .idx and .json; train with --data-path data/corpus_text_document
-  python tools/preprocess_data.py --input texts/ more.jsonl.gz --vocab-file tokenizer.model --output-prefix data/all \\
-      --workers 8 --on-error skip"""
-CHUNKS_AHEAD = 3  # per worker
+  python tools/preprocess_data.py --input texts/ 'more/*.jsonl.gz@0.5' --vocab-file tokenizer.model \\
+      --output-prefix data/all --workers 8 --on-error skip
+      every document of texts/, and of the rest a random half
+  python tools/preprocess_data.py --input qa.jsonl --keys question answer --vocab-file vocab.json --output-prefix data/qa
+      writes data/qa_question_document and data/qa_answer_document"""
+JOURNAL_SECONDS = 10.0
+
+
+class Part(NamedTuple):
+    """What a chunk adds to one of the outputs."""
+
+    ids: NDArray[Any]  # all tokens, back to back
+    lengths: NDArray[np.int32]  # tokens of each sequence
+    sequences: NDArray[np.int32]  # sequences of each document
 
 
 class Tokens(NamedTuple):
     """What a worker makes of a chunk."""
 
-    ids: NDArray[np.int32]  # all tokens, back to back
-    lengths: NDArray[np.int32]  # tokens of each document
+    parts: list[Part]
     bad: list[BadLine]
     empty: int
     source_bytes: int
@@ -46,124 +70,202 @@ class Tokens(NamedTuple):
 class _Worker:
     """Settings of a worker process, set once when it starts."""
 
+    args: argparse.Namespace
     tokenizer: Tokenizer
-    key: str
-    append_eod: bool
+    eod: NDArray[np.int32]
 
 
-def _start_worker(vocab_file: str, key: str, append_eod: bool) -> None:
-    _Worker.tokenizer, _Worker.key, _Worker.append_eod = load_tokenizer(vocab_file), key, append_eod
+def _start_worker(args: argparse.Namespace) -> None:
+    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
+    _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
 
 
 def tokenize(chunk: Chunk) -> Tokens:
     """Read and encode one chunk."""
-    found = list(documents(chunk, _Worker.key))
+    args = _Worker.args
+    found = list(documents(chunk, args.keys, args.seed))
     bad = [each for each in found if isinstance(each, BadLine)]
-    good = [each for each in found if isinstance(each, str) and each]
-    encoded = _Worker.tokenizer.encode_batch(good)
-    if _Worker.append_eod:
-        eod = np.array([_Worker.tokenizer.eod], dtype=np.int32)
-        encoded = [part for ids in encoded for part in (ids, eod)]
+    good = [each for each in found if not isinstance(each, BadLine) and all(each)]
+    parts: list[Part] = []
+    for column in range(len(args.keys)):
+        texts = [document[column] for document in good]
+        parts += _masked(chunk, texts) if args.objective == "cpm-t5" else [_encoded(texts)]
+    return Tokens(parts, bad, len(found) - len(bad) - len(good), chunk.length)
+
+
+def _encoded(texts: list[str]) -> Part:
+    split = [split_sentences(text) for text in texts] if _Worker.args.split_sentences else [[text] for text in texts]
+    encoded = _Worker.tokenizer.encode_batch([piece for pieces in split for piece in pieces])
+    counts = np.array([len(pieces) for pieces in split], dtype=np.int32)
+    if len(_Worker.eod):
+        for last in np.cumsum(counts) - 1:
+            encoded[last] = np.append(encoded[last], _Worker.eod)
     ids = np.concatenate(encoded) if encoded else np.empty(0, np.int32)
-    sizes = np.array([len(part) for part in encoded], dtype=np.int32)
-    if _Worker.append_eod:
-        sizes = sizes.reshape(-1, 2).sum(axis=1, dtype=np.int32)
-    empty = len(found) - len(bad) - len(good)
-    return Tokens(ids, sizes, bad, empty, chunk.length)
+    dtype = np.dtype(best_dtype(_Worker.tokenizer.vocab_size))
+    return Part(fit(ids, dtype, "the output"), np.array([len(part) for part in encoded], dtype=np.int32), counts)
 
 
-def tokenize_all(pending: Iterator[Chunk], workers: int, settings: tuple[str, str, bool]) -> Iterator[Tokens]:
-    """`tokenize` over all chunks, in their order, by `workers` processes (0: in this one)."""
-    if workers == 0:
-        _start_worker(*settings)
-        yield from map(tokenize, pending)
-        return
-    under_way: deque[Future[Tokens]] = deque()
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, settings) as pool:
-        try:
-            for chunk in pending:
-                under_way.append(pool.submit(tokenize, chunk))
-                if len(under_way) >= workers * CHUNKS_AHEAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        except BrokenProcessPool:
-            raise RuntimeError("a worker process died, perhaps for lack of memory; try fewer --workers") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
+    """The three parts of CPM's corpora for T5. Where a document stands decides which of its spans are masked."""
+    args, tokenizer = _Worker.args, _Worker.tokenizer
+    made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
+    for number, ids in enumerate(tokenizer.encode_batch(texts)):
+        seed = (args.seed, chunk.source.number, chunk.start, number)
+        whole = np.append(ids, _Worker.eod)
+        masked = mask_document(whole, tokenizer.vocab_size, args.noise_density, args.mean_span_length, seed)
+        for part, piece in zip(made, masked, strict=True):
+            part.append(piece)
+    return [
+        Part(
+            # Ids behind the vocabulary stand for spans, and nothing bounds a document's number of them.
+            fit(np.concatenate(pieces), np.dtype(np.int32), "the output") if pieces else np.empty(0, np.int32),
+            np.array([len(piece) for piece in pieces], dtype=np.int32),
+            np.ones(len(pieces), dtype=np.int32),
+        )
+        for pieces in made
+    ]
 
 
 def main(args: argparse.Namespace) -> None:
+    _check(args)
+    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    sources = find_files(args.input)
+    journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
+    output = _Output(args, tokenizer, journal.state or {})
+    try:
+        _convert(args, sources, output, journal)
+    except KeyboardInterrupt:
+        output.close()
+        raise
+    except BaseException:
+        output.abort()
+        journal.remove()
+        raise
+    output.finish()
+    journal.remove()
+
+
+def _check(args: argparse.Namespace) -> None:
     if args.objective == "cpm-t5" and not args.append_eod:
         raise ValueError("--objective cpm-t5 masks the end of every document: leave --no-append-eod out")
-    tokenizer = load_tokenizer(args.vocab_file)
-    files = find_files(args.input)
-    prefix = f"{args.output_prefix}_{args.json_key}_document"
-    total = sum(os.path.getsize(path) for path in files if not path.endswith(".gz"))
-    any_compressed = any(path.endswith(".gz") for path in files)
-    pending = (chunk for path in files for chunk in chunks(path))
-    results = tokenize_all(pending, args.workers, (args.vocab_file, args.json_key, args.append_eod))
-    count = {"documents": 0, "tokens": 0, "bad_lines": 0, "empty": 0}
+    if args.objective == "cpm-t5" and args.split_sentences:
+        raise ValueError("--objective cpm-t5 masks whole documents: leave --split-sentences out")
+    if len(set(args.keys)) != len(args.keys):
+        raise ValueError("--keys names a key twice")
+    if args.workers < 0 or args.max_document_mb <= 0:
+        raise ValueError("--workers must not be negative, and --max-document-mb be positive")
+
+
+def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that the output depends on."""
+    files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
+    ignored = ("input", "workers", "quiet", "debug", "vocab_file")
+    settings = {name: value for name, value in vars(args).items() if name not in ignored}
+    return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
+
+
+def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
+    """Tokenize what the journal does not name as done yet."""
+    done = output.count["chunks"]
+    largest = int(args.max_document_mb * 2**20)
+    pending = itertools.islice((c for source in sources for c in chunks(source, largest=largest)), done, None)
+    any_stream = any(is_compressed(source.path) for source in sources)
+    total = None if any_stream else sum(os.path.getsize(source.path) for source in sources)
     progress = tqdm(
-        total=None if any_compressed else total, unit="B", unit_scale=True, desc="tokenizing", disable=args.quiet
-    )
-    with progress, _writer(args, prefix, tokenizer) as write:
-        for tokens in results:
+        total=total, initial=output.count["source_bytes"], unit="B", unit_scale=True, desc="tokenizing",
+        disable=args.quiet,
+    )  # fmt: skip
+    if done:
+        progress.write(f"going on behind {output.count['documents']} documents", file=None)
+    begin, saved = output.count["tokens"], time.monotonic()
+    with progress:
+        for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,)):
             if tokens.bad and args.on_error == "stop":
                 raise InputError(f"{tokens.bad[0]} (--on-error skip leaves such documents out)")
-            write(tokens)
-            count["documents"] += len(tokens.lengths)
-            count["tokens"] += len(tokens.ids)
-            count["bad_lines"] += len(tokens.bad)
-            count["empty"] += tokens.empty
+            output.add(tokens)
             progress.update(tokens.source_bytes)
             elapsed = max(progress.format_dict["elapsed"], 1e-9)
-            progress.set_postfix_str(f"{count['tokens'] / elapsed / 1e3:.0f}k tokens/s")
-        if not count["documents"]:
-            raise InputError(f"no text in {', '.join(args.input)}")
-        _write_sidecar(prefix, tokenizer, args.append_eod, count)
-    left_out = f", {count['bad_lines']} bad and {count['empty']} empty left out"
-    print(
-        f"{count['documents']} documents, {count['tokens']} tokens -> {prefix}{'_context' * (args.objective != 'text')}.bin"
-        + left_out * bool(count["bad_lines"] or count["empty"])
-    )
+            progress.set_postfix_str(f"{(output.count['tokens'] - begin) / elapsed / 1e3:.0f}k tokens/s")
+            if time.monotonic() - saved > JOURNAL_SECONDS:
+                journal.write(output.state())
+                saved = time.monotonic()
+    if not output.count["documents"]:
+        raise InputError(f"no text in {', '.join(args.input)}")
 
 
-@contextmanager
-def _writer(args: argparse.Namespace, prefix: str, tokenizer: Tokenizer) -> Iterator[Callable[[Tokens], None]]:
-    """What appends the documents of a chunk to the output; all files get their names at the end, or none."""
-    if args.objective == "text":
-        with IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as builder:
-            yield lambda tokens: builder.add_batch(tokens.ids, tokens.lengths, np.ones(len(tokens.lengths), np.int64))
-        return
-    from megatron.data import cpm_triples  # it needs torch, which the workers are spared
+class _Output:
+    """The pairs that are written, and what was counted."""
 
-    with ExitStack() as stack:
-        # Ids behind the vocabulary stand for spans, and nothing bounds a document's number of them.
-        parts = [stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{name}", np.int32)) for name in cpm_triples.PARTS]
-        numbers = itertools.count()
+    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
+        self.args, self.tokenizer = args, tokenizer
+        level = "sentence" if args.split_sentences else "document"
+        self.prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.keys]
+        masks = args.objective == "cpm-t5"
+        self.names = [f"{p}_{part}" for p in self.prefixes for part in PARTS] if masks else self.prefixes
+        dtype = np.int32 if masks else best_dtype(tokenizer.vocab_size)
+        if not all(os.path.exists(f"{name}.bin.part") for name in self.names):
+            state = {}  # killed while the files got their names
+        states = state.get("builders", [None] * len(self.names))
+        self.builders = [IndexedDatasetBuilder(n, dtype, "part", s) for n, s in zip(self.names, states, strict=True)]
+        zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "bad_lines", "empty"), 0)
+        self.count: dict[str, int] = {**zero, **state.get("count", {})}
 
-        def write(tokens: Tokens) -> None:
-            for ids in np.split(tokens.ids, np.cumsum(tokens.lengths)[:-1]):
-                seed = args.seed, next(numbers)
-                masked = cpm_triples.mask_document(
-                    ids, tokenizer.vocab_size, args.noise_density, args.mean_span_length, seed
-                )
-                for builder, part in zip(parts, masked, strict=True):
-                    builder.add_document(part)
+    def add(self, tokens: Tokens) -> None:
+        for builder, part in zip(self.builders, tokens.parts, strict=True):
+            builder.add_batch(*part)
+        self.count["chunks"] += 1
+        self.count["source_bytes"] += tokens.source_bytes
+        self.count["documents"] += len(tokens.parts[0].sequences)
+        self.count["tokens"] += sum(len(part.ids) for part in tokens.parts)
+        self.count["bad_lines"] += len(tokens.bad)
+        self.count["empty"] += tokens.empty
 
-        yield write
+    def state(self) -> dict[str, Any]:
+        return {"builders": [builder.state() for builder in self.builders], "count": self.count}
+
+    def finish(self) -> None:
+        for builder in self.builders:
+            builder.finalize()
+        for prefix in self.prefixes:
+            _write_sidecar(
+                prefix, self.tokenizer, self.args, [b for b in self.builders if b.prefix.startswith(prefix)], self.count
+            )
+        left_out = f", {self.count['bad_lines']} bad and {self.count['empty']} empty left out"
+        print(
+            f"{self.count['documents']} documents, {self.count['tokens']} tokens -> "
+            + ", ".join(f"{name}.bin" for name in self.names)
+            + left_out * bool(self.count["bad_lines"] or self.count["empty"])
+        )
+
+    def close(self) -> None:
+        for builder in self.builders:
+            builder.close()
+
+    def abort(self) -> None:
+        for builder in self.builders:
+            builder.abort()
 
 
-def _write_sidecar(prefix: str, tokenizer: Tokenizer, append_eod: bool, count: dict[str, int]) -> None:
-    """What training checks the data against: which tokenizer made it."""
+def _write_sidecar(
+    prefix: str,
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
+    builders: list[IndexedDatasetBuilder],
+    count: dict[str, int],
+) -> None:
+    """What training and tools/inspect_data.py check the data against."""
     content = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
-        "append_eod": append_eod,
-        **count,
+        "append_eod": args.append_eod,
+        "documents": count["documents"],
+        "sequences": builders[0].sequences,
+        "tokens": sum(builder.num_tokens for builder in builders),
+        "bad_lines": count["bad_lines"],
+        "empty": count["empty"],
+        "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},
     }
     temporary = f"{prefix}.json.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
@@ -173,25 +275,53 @@ def _write_sidecar(prefix: str, tokenizer: Tokenizer, append_eod: bool, count: d
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--input", nargs="+", required=True, help="files or folders: .jsonl, .json, .txt, plain or .gz")
-    parser.add_argument("--output-prefix", required=True, help="where to write, without the ending")
-    parser.add_argument("--vocab-file", required=True, help="the tokenizer: a sentencepiece .model file")
-    parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    parser.add_argument(
-        "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end every document with <eod>"
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, folders or globs of .jsonl, .json, .csv or .txt, plain or .gz, .xz, .zst; FILE@2 takes it twice",
     )
-    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a bad line")
-    parser.add_argument(
+    add("--output-prefix", required=True, help="where to write, without the ending")
+    add(
+        "--vocab-file",
+        required=True,
+        help="the tokenizer: a file or folder of tools/train_tokenizer.py or of Hugging Face",
+    )
+    add("--tokenizer-type", choices=KINDS, default="auto", help="default: told from the file")
+    add(
+        "--keys",
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        help="keys of the texts in a record (default: text)",
+    )
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="make every sentence a sequence of its own; writes PREFIX_KEY_sentence",
+    )
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end every document with <eod> (default: yes)",
+    )
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a bad line")
+    add(
+        "--max-document-mb", type=float, default=LARGEST_DOCUMENT / 2**20,
+        help="longest document; memory is some fifty times it for each worker at worst (default: 16)",
+    )  # fmt: skip
+    add(
         "--objective", choices=("text", "cpm-t5"), default="text",
         help="cpm-t5 masks spans now and writes PREFIX_context, _target and _target_offset; T5 can mask plain text as it reads (default: text)",
     )  # fmt: skip
-    parser.add_argument(
-        "--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)"
-    )
-    parser.add_argument("--mean-span-length", type=float, default=3.0, help="cpm-t5: tokens of a span (default: 3)")
-    parser.add_argument("--seed", type=int, default=1234, help="cpm-t5: seed of the spans (default: 1234)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
+    add("--mean-span-length", type=float, default=3.0, help="cpm-t5: tokens of a span (default: 3)")
+    add("--seed", type=int, default=1234, help="seed of masked spans and of broken weights (default: 1234)")
+    add("--quiet", action="store_true", help="no progress bar")
     return parser
 
 

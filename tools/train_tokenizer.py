@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from _cli import Parser, run
 from tqdm import tqdm
 
-from data_utils.documents import InputError, find_files, texts
+from data_utils.documents import find_files, texts
+from data_utils.streams import InputError
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
 from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece

@@ -1,4 +1,4 @@
-"""CPM's corpora for T5, whose spans were masked when they were made: three `.bin/.idx` pairs, read and written.
+"""CPM's corpora for T5, whose spans were masked when they were made: three `.bin/.idx` pairs (cpm_masking.py makes them).
 
     PREFIX_context        a document with one id V + j in place of its span j (V: tokens of the text's vocabulary)
     PREFIX_target         its spans, each behind its id: V + 0, tokens, V + 1, tokens, ...
@@ -7,43 +7,24 @@
 Every document ends with a span that ends with the end-of-document token, which stands nowhere else.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
-from .spans import SpanPlan, draw_spans_to_borders, splice
+from .spans import SpanPlan
 from .splits import build_parts
 from .t5_dataset import Datasets, Specials, T5Samples
 
 Ids = NDArray[np.int64]
-PARTS = ("context", "target", "target_offset")
 
 
 def is_triple(prefix: str) -> bool:
     return Path(f"{prefix}_context.idx").is_file()
-
-
-def mask_document(
-    ids: NDArray[np.integer], first_id: int, density: float, mean_span: float, seed: Sequence[int]
-) -> tuple[Ids, Ids, Ids]:
-    """(context, target, offsets) of one document that ends with its end-of-document token. first_id: V.
-
-    A pure function of its arguments, so the output does not depend on how many processes make it.
-    """
-    text = ids.astype(np.int64)
-    noise = min(max(round(len(text) * density), 1), len(text))
-    spans = min(max(round(noise / mean_span), 1), noise, max(len(text) - noise, 1))
-    ends = np.arange(len(text)) == len(text) - 1
-    rng = np.random.default_rng(list(seed))
-    masked, first, _ = draw_spans_to_borders(rng, SpanPlan(len(text), noise, spans, 0, 0), ends)
-    context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
-    lengths = np.diff(at, append=len(target))
-    return context, target, np.stack([at, lengths], axis=1).ravel()
 
 
 class CPMTripleDataset(T5Samples):

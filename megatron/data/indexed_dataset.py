@@ -12,15 +12,12 @@ The format is Megatron's MMIDIDX version 1, byte for byte (little-endian):
            int64 x D index of the first sequence of each document; 0 first, S last
     .bin   the tokens, no header, no padding
 
-A pair is written under temporary names and the .idx is renamed last: an .idx proves a whole pair.
+indexed_writer.py writes such pairs.
 """
 
 import os
 import struct
-from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,87 +125,3 @@ class IndexedDataset:
         """[documents] number of tokens up to the end of each document."""
         ends = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
         return ends[self.document_index[1:]]
-
-
-class IndexedDatasetBuilder:
-    """Writes a `.bin/.idx` pair. Use as a context manager: an error inside leaves nothing behind.
-
-    Raises ValueError for ids that the dtype cannot hold.
-    """
-
-    def __init__(self, prefix: str | os.PathLike[str], dtype: type[np.integer[Any]] = np.int32) -> None:
-        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
-        self._temporary = f"{self.prefix}.bin.{os.getpid()}.tmp"
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._data: BinaryIO = open(self._temporary, "wb")  # noqa: SIM115  # closed in finalize or abort
-        self._sizes: list[NDArray[np.int32]] = []
-        self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
-        self._sequences = 0
-
-    def add_document(self, ids: Sequence[int] | NDArray[Any], lengths: Sequence[int] | None = None) -> None:
-        """Append one document of one sequence, or of several sequences of the given lengths."""
-        sizes = np.array([len(ids)] if lengths is None else lengths, dtype=np.int64)
-        self.add_batch(np.asarray(ids), sizes, np.array([len(sizes)]))
-
-    def add_batch(self, ids: NDArray[Any], lengths: NDArray[Any], sequences_per_document: NDArray[Any]) -> None:
-        """Append many documents at once.
-
-        ids: all tokens, back to back. lengths: tokens of each sequence. sequences_per_document:
-        how many of these sequences each document has.
-        """
-        if int(lengths.sum()) != len(ids) or int(sequences_per_document.sum()) != len(lengths):
-            raise ValueError("lengths and tokens, or documents and sequences, do not add up")
-        if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
-            raise ValueError(f"a sequence of {int(lengths.max())} tokens is too long for the format; split it")
-        self._data.write(self._cast(ids).tobytes())
-        self._sizes.append(lengths.astype(np.int32))
-        self._documents.append(self._sequences + np.cumsum(sequences_per_document, dtype=np.int64))
-        self._sequences += len(lengths)
-
-    def _cast(self, ids: NDArray[Any]) -> NDArray[Any]:
-        if ids.dtype == self.dtype or not len(ids):
-            return ids.astype(self.dtype, copy=False)
-        limits = np.iinfo(self.dtype)
-        low, high = int(ids.min()), int(ids.max())
-        if low < limits.min or high > limits.max:
-            raise ValueError(
-                f"token id {low if low < limits.min else high} does not fit {self.dtype} in {self.prefix}.bin"
-            )
-        return ids.astype(self.dtype)
-
-    def finalize(self) -> None:
-        """Write the index and give both files their names; only now does the pair exist."""
-        self._data.flush()
-        os.fsync(self._data.fileno())
-        self._data.close()
-        sizes = np.concatenate([np.empty(0, np.int32), *self._sizes])
-        documents = np.concatenate(self._documents)
-        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-        pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(sizes)]
-        index = f"{self.prefix}.idx.{os.getpid()}.tmp"
-        with open(index, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(documents)))
-            for array in (sizes, pointers, documents):
-                file.write(array.astype(array.dtype.newbyteorder("<")).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        # An old index must not stand beside new data, not even for a moment.
-        Path(self.prefix + ".idx").unlink(missing_ok=True)
-        os.replace(self._temporary, self.prefix + ".bin")
-        os.replace(index, self.prefix + ".idx")
-
-    def abort(self) -> None:
-        """Throw away what was written."""
-        self._data.close()
-        Path(self._temporary).unlink(missing_ok=True)
-
-    def __enter__(self) -> "IndexedDatasetBuilder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.finalize()
-        else:
-            self.abort()

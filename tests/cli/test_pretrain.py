@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.indexed_writer import IndexedDatasetBuilder
 from tests.support import ROOT, command, losses, train_gpt2
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, best_dtype
+from megatron.data.indexed_writer import IndexedDatasetBuilder
 from tests.support import ROOT
 
 

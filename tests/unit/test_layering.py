@@ -23,10 +23,10 @@ MAY_IMPORT = {
 # Package -> which of the outside world it may import beside the standard library.
 OUTSIDE = {
     "tds": {"torch", "deepspeed"},
-    "data_utils": set(),
+    "data_utils": {"regex", "zstandard", "datasketch"},  # each imported where it is needed
     "megatron.config": set(),
     "megatron.mpu": {"torch"},
-    "megatron.tokenizer": {"numpy", "sentencepiece"},
+    "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers"},
     "megatron.data": {"numpy", "torch"},
     "megatron.model": {"torch"},
     "megatron.optim": {"torch"},

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import cpm_triples
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetBuilder
+from megatron.data import cpm_masking, cpm_triples
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.spans import SpanPlan, compose, draw_spans_to_borders, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
 
@@ -214,10 +215,10 @@ def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
     """The first documents of a corpus, masked beforehand."""
     source, path = IndexedDataset(prefix), str(folder / "triple")
     ends = source.document_ends()
-    builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in cpm_triples.PARTS]
+    builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in cpm_masking.PARTS]
     for document in range(limit):
         ids = source.tokens[ends[document - 1] if document else 0 : ends[document]]
-        for builder, part in zip(builders, cpm_triples.mask_document(ids, TEXT, 0.15, 3.0, (1, document)), strict=True):
+        for builder, part in zip(builders, cpm_masking.mask_document(ids, TEXT, 0.15, 3.0, (1, document)), strict=True):
             builder.add_document(part)
     for builder in builders:
         builder.finalize()

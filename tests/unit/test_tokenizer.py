@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from data_utils.documents import texts
 from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from megatron.tokenizer.segment import BORDER, segmenter
+from megatron.tokenizer.segment import BORDER, Cut, segmenter
 from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from tests.materials import SAMPLE
 
@@ -74,18 +75,24 @@ def test_any_text_comes_back(tokenizers: dict[str, Tokenizer], kind: str, text: 
     check(tokenizers[kind], text)
 
 
+@functools.cache
+def both_segmenters() -> tuple[Cut, Cut]:
+    return segmenter("rjieba"), segmenter("jieba")
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("rjieba"), reason="needs rjieba")
 @given(text=st.one_of(UNICODE, CHINESE))
 @example(text="他常在这里看C盘，白云常在水潺潺，B34C常在书房里")
 @example(text="来AddPort请求新端口，应用到GPU大型机")
 @settings(max_examples=1000, deadline=None)
 def test_the_fast_segmenter_cuts_as_jieba(text: str) -> None:
-    assert segmenter("rjieba")(text) == segmenter("jieba")(text)
+    fast, slow = both_segmenters()
+    assert fast(text) == slow(text)
 
 
 def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> None:
     pytest.importorskip("rjieba")
-    fast, slow = segmenter("rjieba"), segmenter("jieba")
+    fast, slow = both_segmenters()
     for text in texts([str(sample_corpus)]):
         assert fast(text) == slow(text)
         assert fast(text).replace(BORDER, "") == text

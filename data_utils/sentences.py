@@ -1,0 +1,40 @@
+"""Where sentences end, in Chinese and English."""
+
+import re
+
+# Chinese: a mark, with the closing quotes and brackets behind it. English: a mark and white space, unless what stands
+# before it is an abbreviation, an initial or a number of a list. A line break ends a sentence, too.
+_END = re.compile(
+    r"""(?:[。！？!?…；]+[”’」』）》〉】"')\]]*\s*
+        |(?<=[^\s.])\.+["')\]”’]*(?:\s+|$)
+        |\n\s*)""",
+    re.VERBOSE,
+)
+_OPEN = re.compile(
+    r"(?:^|[\s(“\"'])(?:[A-Za-z]|\d+|(?:[A-Za-z]\.)+[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|Fig|No|Vol|pp|al|Inc|Ltd|Jr|Sr)$"
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text, white space behind them included: joined, they are the text again.
+
+    A text without any sentence gives [].
+    """
+    sentences: list[str] = []
+    start = 0
+    for mark in _END.finditer(text):
+        words = text[start : mark.start()]
+        if mark[0][0] == "." and "\n" not in mark[0] and _OPEN.search(words[-12:]):
+            continue
+        if words.strip() or sentences:
+            if words.strip():
+                sentences.append(text[start : mark.end()])
+            else:
+                sentences[-1] += text[start : mark.end()]
+            start = mark.end()
+    if start < len(text):
+        if text[start:].strip() or not sentences:
+            sentences.append(text[start:])
+        else:
+            sentences[-1] += text[start:]
+    return sentences

@@ -1,0 +1,29 @@
+"""Masking documents beforehand, as the corpora of CPM's T5 are: what cpm_triples.py reads. numpy only, for many workers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .spans import SpanPlan, draw_spans_to_borders, splice
+
+Ids = NDArray[np.int64]
+PARTS = ("context", "target", "target_offset")
+
+
+def mask_document(
+    ids: NDArray[np.integer], first_id: int, density: float, mean_span: float, seed: Sequence[int]
+) -> tuple[Ids, Ids, Ids]:
+    """(context, target, offsets) of one document that ends with its end-of-document token. first_id: V.
+
+    A pure function of its arguments, so the output does not depend on how many processes make it.
+    """
+    text = ids.astype(np.int64)
+    noise = min(max(round(len(text) * density), 1), len(text))
+    spans = min(max(round(noise / mean_span), 1), noise, max(len(text) - noise, 1))
+    ends = np.arange(len(text)) == len(text) - 1
+    rng = np.random.default_rng(list(seed))
+    masked, first, _ = draw_spans_to_borders(rng, SpanPlan(len(text), noise, spans, 0, 0), ends)
+    context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
+    lengths = np.diff(at, append=len(target))
+    return context, target, np.stack([at, lengths], axis=1).ravel()

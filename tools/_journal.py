@@ -1,0 +1,52 @@
+"""How far a long job is, on disk, so that it can go on after it was killed."""
+
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """One JSON file, replaced as a whole; while it is open no other process can open it.
+
+    job: what the work depends on. state: what the last run wrote, None if there was none. Raises
+    ValueError if another run has it open, or left it for another job.
+    """
+
+    def __init__(self, path: str, job: dict[str, Any]) -> None:
+        self.path = path
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._lock = open(f"{path}.lock", "w")  # noqa: SIM115  # the lock lives as long as it is open
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ValueError(f"another run is writing the same output ({path}.lock is held)") from None
+        self._key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self.state: dict[str, Any] | None = None
+        if os.path.exists(path):
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["job"] != self._key:
+                self.release()
+                raise ValueError(
+                    f"{path} was left by a run with other settings or other input; delete it to start from the beginning"
+                )
+            self.state = content["state"]
+
+    def write(self, state: dict[str, Any]) -> None:
+        temporary = f"{self.path}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump({"job": self._key, "state": state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+
+    def remove(self) -> None:
+        Path(self.path).unlink(missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        Path(f"{self.path}.lock").unlink(missing_ok=True)
+        self._lock.close()
