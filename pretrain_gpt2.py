@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
-from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
+from megatron.data.gpt2_dataset import AnyDataset, build_train_valid_test_datasets
 from megatron.model import GPT2Model
 from megatron.training import pretrain
 from megatron.utils import get_ltor_masks_and_position_ids
@@ -15,13 +15,11 @@ from megatron.utils import get_ltor_masks_and_position_ids
 Batch = dict[str, Tensor]
 
 
-def train_valid_test_datasets_provider() -> tuple[GPT2Dataset | None, GPT2Dataset | None, GPT2Dataset | None]:
+def train_valid_test_datasets_provider() -> tuple[AnyDataset, AnyDataset, AnyDataset]:
     """The three parts of the corpus."""
     args = get_args()
-    if args.data_path is None:
-        raise ValueError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
     datasets, notes = build_train_valid_test_datasets(
-        args.data_path, args.split, args.seq_length, args.seed, get_tokenizer().vocab_size
+        args.config.data.paths, args.split, args.seq_length, args.seed, get_tokenizer().vocab_size
     )
     for note in notes:
         print_rank_0(f"note: {note}")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.config import Config
 from megatron.data import cpm_triples
+from megatron.data.corpora import prefixes_of
 from megatron.data.t5_dataset import Datasets, Objective, Specials, build_train_valid_test_datasets
 from megatron.model import T5Model
 from megatron.model.masks import no_documents
@@ -29,18 +30,17 @@ def train_valid_test_datasets_provider() -> Datasets:
     """The three parts of the corpus."""
     args = get_args()
     tokenizer = cast(SentinelTokenizer, get_tokenizer())
-    if args.data_path is None:
-        raise ValueError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
+    paths = args.config.data.paths
     lengths = args.enc_seq_length or args.seq_length, args.dec_seq_length
     specials = Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels)
-    if cpm_triples.is_triple(args.data_path):
+    if all(map(cpm_triples.is_triple, prefixes_of(paths))):
         datasets, notes = cpm_triples.build_train_valid_test_datasets(
-            args.data_path, args.split, *lengths, specials, args.seed, tokenizer.pad
+            paths, args.split, *lengths, specials, args.seed, tokenizer.pad
         )
     else:
         objective = Objective(args.objective, args.span_convention, args.noise_density, args.mean_span_length)
         datasets, notes = build_train_valid_test_datasets(
-            args.data_path, args.split, objective, *lengths, specials, args.seed, tokenizer.pad
+            paths, args.split, objective, *lengths, specials, args.seed, tokenizer.pad
         )
     for note in notes:
         print_rank_0(f"note: {note}")

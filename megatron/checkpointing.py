@@ -46,6 +46,7 @@ class TrainState:
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    sample_hash: int = 0  # of the samples consumed, in their order; see data/position.py
 
 
 # What must agree between a checkpoint and the run that loads it, as dotted names of settings.

@@ -6,7 +6,7 @@ Each setting is declared once, with its help and its check. The flags and the JS
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -52,6 +52,9 @@ class Section:
             value, kinds = getattr(self, f.name), types_of(type(self), f.name)
             if value is None and type(None) in kinds:
                 continue
+            if tuple in kinds and isinstance(value, (str, list)):
+                value = (value,) if isinstance(value, str) else tuple(map(str, value))
+                object.__setattr__(self, f.name, value)
             if float in kinds and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
             elif type(value) not in kinds:
@@ -66,7 +69,8 @@ class Section:
 def types_of(section: type, name: str) -> tuple[type, ...]:
     """The types a field may have, `int | None` taken apart."""
     hint = get_type_hints(section)[name]
-    return get_args(hint) or (hint,)
+    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +197,15 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    data_path: str | None = opt(None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote")
+    data_path: tuple[str, ...] | None = opt(
+        None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or several: 0.7 a 0.3 b"
+    )
+    train_data_path: tuple[str, ...] | None = opt(None, "pairs for training alone, instead of --data-path")
+    valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation alone")
+    test_data_path: tuple[str, ...] | None = opt(None, "pairs for test alone")
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
-    vocab_file: str | None = opt(None, "the tokenizer: a sentencepiece .model file")
+    vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
+    tokenizer_type: str = opt("auto", "sentencepiece, cpm, cpm-vocab, gpt2-bpe or hf; auto looks at the file")
     seq_length: int = opt(1024, "tokens of a training sample", _at_least(1))
     enc_seq_length: int | None = opt(None, "T5: tokens that the encoder reads; --seq-length if not given", _at_least(8))
     dec_seq_length: int | None = opt(
@@ -212,6 +222,27 @@ class DataConfig(Section):
     reset_attention_mask: bool = opt(False, "let no token see a document before its own")
     eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
     num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", _at_least(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        apart = self.train_data_path or self.valid_data_path or self.test_data_path
+        if apart and self.data_path:
+            raise ConfigError("--data-path is shared out by --split; give it or --train-data-path, not both")
+        if apart and not self.train_data_path:
+            raise ConfigError("--valid-data-path and --test-data-path need --train-data-path")
+
+    @property
+    def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
+        """What is trained on, as `build_train_valid_test_datasets` takes it. Raises ConfigError if nothing is given."""
+        if self.data_path:
+            return self.data_path
+        if not self.train_data_path:
+            raise ConfigError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
+        return {
+            "train": self.train_data_path,
+            "valid": self.valid_data_path or (),
+            "test": self.test_data_path or (),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ from . import mpu
 from .arguments import build_parser, parse, with_values
 from .checkpointing import TrainState, load_checkpoint, save_checkpoint
 from .config import Config, describe
+from .data.corpora import prefixes_of
+from .data.position import extend
 from .data.sampler import ConsecutiveSampler, build_loader
 from .ds_config import Resolved, resolve
 from .engine import Batches, CountTargets, Engine, ForwardStep, build_engine
@@ -155,6 +157,11 @@ def set_up(
     state = loaded or TrainState()
     if loaded:
         print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
+        if state.sample_hash != extend(0, datasets[0], 0, state.consumed_samples):
+            print_rank_0(
+                "note: the samples before this point were others than those that these data, --split, --seed and lengths "
+                "give; what follows may have been seen before"
+            )
     elif config.checkpoint.load:
         raise RunError(f"--load {config.checkpoint.load} holds no checkpoint")
     print_rank_0(f"{parameters / 1e6:.2f} million parameters")
@@ -166,7 +173,7 @@ def _prepare(config: Config, name: str, provider: TokenizerProvider | None) -> t
     """Load the tokenizer, settle the vocabulary size, make the run directory and write config.json there."""
     if config.data.vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
-    tokenizer = load_tokenizer(config.data.vocab_file)
+    tokenizer = load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
     if provider is not None:
         tokenizer = provider(config, tokenizer)
     given = config.model.vocab_size
@@ -196,14 +203,14 @@ def _default_run_dir(name: str) -> str:
 
 
 def _datasets(provider: Callable[[], Datasets], config: Config, tokenizer: Tokenizer) -> Datasets:
-    path = config.data.data_path
-    if path is not None and Path(f"{path}.json").is_file():
-        about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-        if about.get("fingerprint") != tokenizer.fingerprint:
-            raise ValueError(
-                f"{path}.bin was made with another tokenizer (SHA-256 {str(about.get('fingerprint'))[:12]}) than "
-                f"--vocab-file {config.data.vocab_file} ({tokenizer.fingerprint[:12]})"
-            )
+    for path in prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []:
+        if Path(f"{path}.json").is_file():
+            about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+            if about.get("fingerprint") != tokenizer.fingerprint:
+                raise ValueError(
+                    f"{path}.bin was made with another tokenizer (SHA-256 {str(about.get('fingerprint'))[:12]}) than "
+                    f"--vocab-file {config.data.vocab_file} ({tokenizer.fingerprint[:12]})"
+                )
     return provider()
 
 
@@ -259,6 +266,7 @@ def train(run: Run) -> None:
             mpu.get_mesh().rng.begin(state.iteration)
             step = run.engine.train_batch(batches, lr_at(state.iteration, config))
             state.iteration += 1
+            state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, run.global_batch)
             state.consumed_samples += run.global_batch
             state.consumed_tokens += run.global_batch * sum(run.sample_shape)
             bar.update()

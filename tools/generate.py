@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
     vocab_file = args.vocab_file or config.data.vocab_file
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")
-    tokenizer = load_tokenizer(vocab_file)
+    tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
     t5 = config.data.enc_seq_length is not None
     if t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)

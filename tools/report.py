@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from _cli import Parser, run
 
+from megatron.data.corpora import parse_blend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
 
@@ -26,12 +27,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def unigram_loss(data_path: str, split: str, vocab_size: int) -> float | None:
+def unigram_loss(data_path: list[str] | None, split: str, vocab_size: int) -> float | None:
     """Nats per token that a model of token frequencies alone has on the validation part.
 
-    Frequencies are counted in the training part, one added to each. None without validation documents.
+    Frequencies are counted in the training part, one added to each. None without validation documents,
+    and for several corpora.
     """
-    indexed = IndexedDataset(data_path)
+    corpora = parse_blend(data_path or [])
+    if len(corpora) != 1:
+        return None
+    indexed = IndexedDataset(corpora[0][1])
     train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
     ends = np.concatenate([[0], indexed.document_ends()])
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .corpora import Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
 from .spans import SpanPlan
-from .splits import build_parts
 from .t5_dataset import Datasets, Specials, T5Samples
 
 Ids = NDArray[np.int64]
@@ -91,19 +91,20 @@ class CPMTripleDataset(T5Samples):
 
 
 def build_train_valid_test_datasets(
-    data_path: str, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
+    data_path: Paths, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
     text_vocab_size: int,
 ) -> tuple[Datasets, list[str]]:  # fmt: skip
-    """The three datasets of a triple, and notes on the parts that stayed empty. Raises DatasetError."""
+    """The three datasets of one triple or several, and notes on the parts that stayed empty. Raises DatasetError."""
     if dec_seq_length is None:
         raise DatasetError(
-            f"the spans of {data_path}_context were masked when it was made: give --dec-seq-length for them"
-        )
-    documents = IndexedDataset(f"{data_path}_context").num_documents
-
-    def make(chosen: range, part: str) -> T5Samples:
-        return CPMTripleDataset(
-            data_path, chosen, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part
+            f"the spans of {prefixes_of(data_path)[0]}_context were masked when it was made: give --dec-seq-length for them"
         )
 
-    return build_parts(make, data_path, split, documents)
+    def documents_of(prefix: str) -> int:
+        return IndexedDataset(f"{prefix}_context").num_documents
+
+    def make(prefix: str, documents: range | None, part: str) -> T5Samples:
+        chosen = documents or range(documents_of(prefix))
+        return CPMTripleDataset(prefix, chosen, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part)
+
+    return build_datasets(make, data_path, split, documents_of)

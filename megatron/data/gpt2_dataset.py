@@ -1,11 +1,14 @@
 """Samples for a left-to-right language model: seq_length + 1 tokens cut from documents laid end to end."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .blend import BlendedDataset
+from .corpora import Paths, build_datasets
 from .indexed_dataset import DatasetError, IndexedDataset
-from .splits import build_parts
 from .windows import Windows
 
 
@@ -13,39 +16,65 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
     """`dataset[n]` is `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
 
     The last token of a sample is the first of the sample behind it in the text, so that every
-    token is once a target.
+    token is once a target. A sample with an id outside the vocabulary raises DatasetError.
     """
 
-    def __init__(self, indexed: IndexedDataset, documents: range, seq_length: int, seed: int, part: str) -> None:
-        self.windows = Windows(indexed, documents, seq_length, seed, part)
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        seq_length: int,
+        seed: int,
+        part: str,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order
 
     @property
     def samples_per_epoch(self) -> int:
         return self.order.per_epoch
 
+    def places(self, first: int, count: int) -> NDArray[np.int64]:
+        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        return self.order.places(first, count)
+
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         text, _ = self.windows.read(int(n))
         return {"text": torch.from_numpy(text)}
 
 
-def build_train_valid_test_datasets(
-    data_path: str, split: str, seq_length: int, seed: int, vocab_size: int | None = None
-) -> tuple[tuple[GPT2Dataset | None, GPT2Dataset | None, GPT2Dataset | None], list[str]]:
-    """The three datasets of a `.bin/.idx` pair, and notes on the parts that stayed empty.
+AnyDataset = GPT2Dataset | BlendedDataset | None
 
-    Raises DatasetError if the pair is damaged, holds ids outside the vocabulary, or the training
+
+def build_train_valid_test_datasets(
+    data_path: Paths, split: str, seq_length: int, seed: int, vocab_size: int | None = None
+) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
+    """The three datasets of one `.bin/.idx` pair or several (see corpora.py), and notes on the parts that stayed empty.
+
+    Raises DatasetError if a pair is damaged, holds ids outside the vocabulary, or a training
     part does not fill a sample.
     """
-    indexed = IndexedDataset(data_path)
+    opened: dict[str, IndexedDataset] = {}
+
+    def documents_of(prefix: str) -> int:
+        opened[prefix] = open_corpus(prefix, vocab_size)
+        return opened[prefix].num_documents
+
+    def make(prefix: str, documents: range | None, part: str) -> GPT2Dataset:
+        indexed = opened[prefix]
+        return GPT2Dataset(indexed, documents or range(indexed.num_documents), seq_length, seed, part, vocab_size)
+
+    return build_datasets(make, data_path, split, documents_of)
+
+
+def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
+    """The pair, with a look at its ids. Raises DatasetError."""
+    indexed = IndexedDataset(prefix)
     if not indexed.num_tokens:
-        raise DatasetError(f"{data_path}.bin holds no tokens")
+        raise DatasetError(f"{prefix}.bin holds no tokens")
     check_ids(indexed, vocab_size)
-
-    def make(documents: range, part: str) -> GPT2Dataset:
-        return GPT2Dataset(indexed, documents, seq_length, seed, part)
-
-    return build_parts(make, data_path, split, indexed.num_documents)
+    return indexed
 
 
 def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 10_000_000) -> None:

@@ -26,6 +26,7 @@ MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
+AT_ONCE = 1 << 22  # entries of the index that are checked at once
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
@@ -79,10 +80,24 @@ class IndexedDataset:
         found = os.path.getsize(data_path)
         if found != needed:
             raise DatasetError(f"{data_path} has {found} bytes, but {self.prefix}.idx describes {needed}")
-        if not len(self.document_index) or self.document_index[0] != 0 or self.document_index[-1] != len(self.sizes):
+        documents = self.document_index
+        if not len(documents) or documents[0] != 0 or documents[-1] != len(self.sizes):
             raise DatasetError(
                 f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences"
             )
+        # What follows would otherwise read other tokens than it should, much later and without a word.
+        begin, self._one_each = 0, True
+        for at in range(0, max(len(self.sizes), len(documents)), AT_ONCE):
+            sizes = self.sizes[at : at + AT_ONCE]
+            ends = begin + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            starts = np.concatenate([[begin], ends])[: len(sizes)]
+            if (sizes < 0).any() or (self.pointers[at : at + AT_ONCE] != starts).any():
+                raise DatasetError(f"{self.prefix}.idx is damaged: its sequences do not follow each other in the .bin")
+            counts = np.diff(documents[at : at + AT_ONCE + 1])
+            self._one_each &= bool((counts == 1).all())
+            if (counts < 0).any():
+                raise DatasetError(f"{self.prefix}.idx is damaged: a document ends before it begins")
+            begin = int(ends[-1]) if len(ends) else begin
 
     def __getstate__(self) -> str:
         return self.prefix
@@ -120,6 +135,18 @@ class IndexedDataset:
             )
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
+
+    def document(self, d: int, start: int, end: int) -> NDArray[Any]:
+        """Tokens `start` to `end` of document d, which must have them."""
+        base = int(self.pointers[self.document_index[d]]) // self.dtype.itemsize
+        return self.tokens[base + start : base + end]
+
+    def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
+        """[documents] tokens of each; a view into the file where every document is one sequence."""
+        if self._one_each:
+            return self.sizes[documents.start : documents.stop]
+        ends = np.concatenate([[0], self.document_ends()])
+        return np.diff(ends[documents.start : documents.stop + 1])
 
     def document_ends(self) -> NDArray[np.int64]:
         """[documents] number of tokens up to the end of each document."""

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-EPOCHS_KEPT = 2
+SMALL = 1 << 21  # documents and samples of an epoch; of larger ones a single epoch is kept in memory
 
 
 class Epoch(NamedTuple):
     """One pass over the documents."""
 
-    order: NDArray[np.int64]  # [documents] which document stands at each place
+    order: NDArray[np.integer]  # [documents] which document stands at each place
     ends: NDArray[np.int64]  # [documents] tokens up to the end of each place
-    samples: NDArray[np.int64]  # [samples] the order in which the samples are taken
+    samples: NDArray[np.integer]  # [samples] the order in which the samples are taken
 
 
 class Stretch(NamedTuple):
@@ -44,13 +44,14 @@ class SampleOrder:
     def __init__(
         self, sizes: NDArray[np.integer], length: int, seed: int, stream: str, overlap: int = 1, shuffle: bool = True
     ) -> None:
-        self.sizes = sizes.astype(np.int64)
+        self.sizes = sizes
         self.length, self.overlap, self.shuffle = length, overlap, shuffle
         self.seed = [seed, *stream.encode()]
-        self.per_epoch = max((int(self.sizes.sum()) - overlap) // length, 0)
+        tokens = int(sizes.sum(dtype=np.int64))
+        self.per_epoch = max((tokens - overlap) // length, 0)
         if not self.per_epoch:
             raise ValueError(
-                f"{int(self.sizes.sum())} tokens do not fill one sample of {length} + {overlap}; "
+                f"{tokens} tokens do not fill one sample of {length} + {overlap}; "
                 f"take a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()
@@ -58,15 +59,33 @@ class SampleOrder:
     def epoch(self, number: int) -> Epoch:
         """The order of epoch `number`, made when first asked for."""
         if number not in self._epochs:
-            documents, samples = np.arange(len(self.sizes)), np.arange(self.per_epoch)
-            if self.shuffle:
-                documents = np.random.default_rng([*self.seed, number, 0]).permutation(len(self.sizes))
-                samples = np.random.default_rng([*self.seed, number, 1]).permutation(self.per_epoch)
-            self._epochs[number] = Epoch(documents, np.cumsum(self.sizes[documents]), samples)
-            while len(self._epochs) > EPOCHS_KEPT:
+            kept = 2 if len(self.sizes) + self.per_epoch <= SMALL else 1
+            while len(self._epochs) >= kept:
                 self._epochs.popitem(last=False)
+            documents, samples = self._arange(len(self.sizes)), self._arange(self.per_epoch)
+            if self.shuffle:
+                np.random.default_rng([*self.seed, number, 0]).shuffle(documents)
+                np.random.default_rng([*self.seed, number, 1]).shuffle(samples)
+            self._epochs[number] = Epoch(documents, np.cumsum(self.sizes[documents], dtype=np.int64), samples)
         self._epochs.move_to_end(number)
         return self._epochs[number]
+
+    @staticmethod
+    def _arange(count: int) -> NDArray[np.integer]:
+        """Half the memory where 32 bits are enough."""
+        return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
+
+    def places(self, first: int, count: int) -> NDArray[np.int64]:
+        """Where samples `first` to `first + count` lie in the text of all epochs, counted in samples."""
+        found = np.empty(count, dtype=np.int64)
+        at = 0
+        while at < count:
+            number, begin = divmod(first + at, self.per_epoch)
+            take = min(count - at, self.per_epoch - begin)
+            found[at : at + take] = self.epoch(number).samples[begin : begin + take]
+            found[at : at + take] += number * self.per_epoch
+            at += take
+        return found
 
     def stretches(self, n: int) -> list[Stretch]:
         """The pieces of documents that sample n consists of, in order. n is not bounded: epochs follow each other."""

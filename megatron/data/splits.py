@@ -1,11 +1,7 @@
 """Which documents are for training, which for validation, which for test."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from .indexed_dataset import DatasetError
-
-T = TypeVar("T")
 PARTS = ("train", "valid", "test")
 
 
@@ -37,29 +33,3 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
             counts[i], counts[richest] = 1, counts[richest] - 1
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
-
-
-def build_parts(
-    make: Callable[[range, str], T], data_path: str, split: str, num_documents: int
-) -> tuple[tuple[T | None, T | None, T | None], list[str]]:
-    """What `make(documents, part)` gives for each part that has a share, and notes on those that stayed empty.
-
-    make: raises ValueError where the documents do not fill a sample. Raises DatasetError if that is
-    the training part.
-    """
-    found: list[T | None] = []
-    notes = []
-    shares = parse_split(split)
-    for part, documents, share in zip(PARTS, split_documents(shares, num_documents), shares, strict=True):
-        try:
-            found.append(make(documents, part) if share else None)
-        except ValueError as error:
-            where = f"the {part} part of {data_path} ({len(documents)} of {num_documents} documents)"
-            if part == "train":
-                raise DatasetError(f"{where}: {error}") from None
-            notes.append(f"{where} stays empty: {error}")
-            found.append(None)
-    train, valid, test = found
-    if train is None:
-        raise DatasetError(f"--split {split} leaves nothing for training")
-    return (train, valid, test), notes

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .gpt2_dataset import check_ids
-from .indexed_dataset import DatasetError, IndexedDataset
+from .blend import BlendedDataset
+from .corpora import Paths, build_datasets
+from .gpt2_dataset import open_corpus
+from .indexed_dataset import IndexedDataset
 from .sample_order import SampleOrder
 from .spans import SpanPlan, draw_spans, draw_spans_to_borders, plan_spans, splice
-from .splits import build_parts
 from .windows import Windows
 
 Ids = NDArray[np.int64]
@@ -70,6 +71,10 @@ class T5Samples(Dataset[dict[str, Tensor]]):
     def samples_per_epoch(self) -> int:
         return self.order.per_epoch
 
+    def places(self, first: int, count: int) -> NDArray[np.int64]:
+        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        return self.order.places(first, count)
+
     def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
         """A sample from its parts: token ids and document numbers of the encoder, ids, labels and numbers of the decoder."""
         k, q = self.plan.encoder, self.plan.decoder
@@ -104,9 +109,10 @@ class T5Dataset(T5Samples):
         specials: Specials,
         seed: int,
         part: str,
+        text_vocab_size: int | None = None,
     ) -> None:
         self.objective, self.plan, self.specials = objective, plan, specials
-        self.windows = Windows(indexed, documents, plan.tokens, seed, f"{part} spans", overlap=0)
+        self.windows = Windows(indexed, documents, plan.tokens, seed, f"{part} spans", 0, text_vocab_size)
         self.order = self.windows.order
         self.seed = [seed, *part.encode()]
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
@@ -157,11 +163,12 @@ class T5Dataset(T5Samples):
         )  # fmt: skip
 
 
-Datasets = tuple[T5Samples | None, T5Samples | None, T5Samples | None]
+AnyDataset = T5Samples | BlendedDataset | None
+Datasets = tuple[AnyDataset, AnyDataset, AnyDataset]
 
 
 def build_train_valid_test_datasets(
-    data_path: str,
+    data_path: Paths,
     split: str,
     objective: Objective,
     enc_seq_length: int,
@@ -170,19 +177,22 @@ def build_train_valid_test_datasets(
     seed: int,
     text_vocab_size: int | None = None,
 ) -> tuple[Datasets, list[str]]:
-    """The three datasets of a `.bin/.idx` pair, and notes on the parts that stayed empty.
+    """The three datasets of one `.bin/.idx` pair or several, and notes on the parts that stayed empty.
 
     text_vocab_size: ids from here on are not text. Raises DatasetError as GPT-2's does, and for too few sentinels.
     """
-    indexed = IndexedDataset(data_path)
-    if not indexed.num_tokens:
-        raise DatasetError(f"{data_path}.bin holds no tokens")
-    check_ids(indexed, text_vocab_size)
+    opened: dict[str, IndexedDataset] = {}
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
     note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
 
-    def make(documents: range, part: str) -> T5Samples:
-        return T5Dataset(indexed, documents, objective, plan, specials, seed, part)
+    def documents_of(prefix: str) -> int:
+        opened[prefix] = open_corpus(prefix, text_vocab_size)
+        return opened[prefix].num_documents
 
-    datasets, notes = build_parts(make, data_path, split, indexed.num_documents)
+    def make(prefix: str, documents: range | None, part: str) -> T5Samples:
+        indexed = opened[prefix]
+        chosen = documents or range(indexed.num_documents)
+        return T5Dataset(indexed, chosen, objective, plan, specials, seed, part, text_vocab_size)
+
+    datasets, notes = build_datasets(make, data_path, split, documents_of)
     return datasets, [note, *notes]

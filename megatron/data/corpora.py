@@ -1,0 +1,101 @@
+"""From what --data-path and its sisters name to three datasets: one corpus or a blend of several for each part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .blend import BlendedDataset
+from .indexed_dataset import DatasetError
+from .splits import PARTS, parse_split, split_documents
+
+Paths = str | Sequence[str] | Mapping[str, Sequence[str]]
+Make = Callable[[str, range | None, str], Any]  # (prefix, documents or None for all, part) -> a dataset
+
+
+def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
+    """`0.7 a 0.3 b` or `a` or `a b` -> (weight, prefix); without weights every sample of all is as likely.
+
+    Raises DatasetError.
+    """
+    words = [word for each in ([words] if isinstance(words, str) else words) for word in _split(each)]
+    if len(words) < 2 or not _is_number(words[0]):
+        if any(_is_number(word) and not Path(f"{word}.idx").exists() for word in words):
+            raise DatasetError(f"--data-path {' '.join(words)}: write weight and prefix by turns, as in 0.7 a 0.3 b")
+        return [(None, word) for word in words]
+    weights, prefixes = words[::2], words[1::2]
+    if len(weights) != len(prefixes) or not all(_is_number(w) and float(w) > 0 for w in weights):
+        raise DatasetError(
+            f"--data-path {' '.join(words)}: write positive weight and prefix by turns, as in 0.7 a 0.3 b"
+        )
+    return list(zip(weights, prefixes, strict=True))
+
+
+def _split(word: str) -> list[str]:
+    """A prefix may hold spaces; a list of weights and prefixes may come as one word."""
+    parts = word.split()
+    return parts if len(parts) > 1 and _is_number(parts[0]) else [word]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return float(word) == float(word)
+    except ValueError:
+        return False
+
+
+def prefixes_of(paths: Paths) -> list[str]:
+    """All corpora that `paths` name."""
+    groups = paths.values() if isinstance(paths, Mapping) else [paths]
+    return list(dict.fromkeys(prefix for group in groups for _, prefix in parse_blend(group)))
+
+
+def build_datasets(
+    make: Make, paths: Paths, split: str, documents_of: Callable[[str], int]
+) -> tuple[tuple[Any, Any, Any], list[str]]:
+    """The datasets for training, validation and test, and notes on parts that stayed empty.
+
+    paths: corpora whose documents --split shares out, or, as a mapping `train`, `valid`, `test`,
+    corpora of which all documents are for one part. make: raises ValueError where the documents do not fill a
+    sample. documents_of: number of documents of a corpus. Raises DatasetError if nothing is left for training.
+    """
+    notes: list[str] = []
+    found: dict[str, list[tuple[str | None, Any]]] = {part: [] for part in PARTS}
+
+    def add(part: str, weight: str | None, prefix: str, chosen: range | None, total: int) -> None:
+        size = total if chosen is None else len(chosen)
+        try:
+            found[part].append((weight, make(prefix, chosen, part)))
+        except DatasetError:
+            raise
+        except ValueError as error:
+            where = f"the {part} part of {prefix} ({size} of {total} documents)"
+            if part == "train":
+                raise DatasetError(f"{where}: {error}") from None
+            notes.append(f"{where} stays empty: {error}")
+
+    if isinstance(paths, Mapping):
+        for part in PARTS:
+            for weight, prefix in parse_blend(paths.get(part, ())):
+                add(part, weight, prefix, None, documents_of(prefix))
+    else:
+        shares = parse_split(split)
+        for weight, prefix in parse_blend(paths):
+            total = documents_of(prefix)
+            for part, chosen, share in zip(PARTS, split_documents(shares, total), shares, strict=True):
+                if share:
+                    add(part, weight, prefix, chosen, total)
+    if not found["train"]:
+        raise DatasetError(
+            "nothing is left for training: "
+            + (f"--split {split}" if not isinstance(paths, Mapping) else "give --train-data-path")
+        )
+    train, valid, test = (_blend(found[part]) for part in PARTS)
+    return (train, valid, test), notes
+
+
+def _blend(members: list[tuple[str | None, Any]]) -> Any:
+    if len(members) < 2:
+        return members[0][1] if members else None
+    datasets = [dataset for _, dataset in members]
+    weights = [weight or str(dataset.samples_per_epoch) for weight, dataset in members]
+    return BlendedDataset(datasets, weights)

@@ -1,0 +1,35 @@
+"""Where a run stands in its data, as one number that proves which samples it has read, in which order.
+
+A polynomial hash over what identifies each sample, modulo 2^64: it does not depend on how the
+samples were grouped into batches or shared out to ranks, and can be continued sample by sample.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BASE = np.uint64(0x9E3779B97F4A7C15)
+AT_ONCE = 1 << 18
+
+
+def extend(state: int, dataset: Any, first: int, count: int) -> int:
+    """The hash of samples up to `first + count`, from that of samples up to `first`.
+
+    dataset: says by `places(first, count)` what identifies its samples; one that does not is known by their numbers.
+    """
+    places = getattr(dataset, "places", lambda first, count: np.arange(first, first + count))
+    for at in range(first, first + count, AT_ONCE):
+        take = min(AT_ONCE, first + count - at)
+        powers = np.cumprod(np.full(take, BASE), dtype=np.uint64)  # BASE^1 ... BASE^take, wrapping
+        terms = _mix(places(at, take).astype(np.uint64)) * np.concatenate([powers[-2::-1], [np.uint64(1)]])
+        state = (state * int(powers[-1]) + int(terms.sum(dtype=np.uint64))) % 2**64
+    return state
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele et al. 2014): neighbouring places get unlike numbers."""
+    x = x + BASE
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

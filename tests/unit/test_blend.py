@@ -1,0 +1,127 @@
+"""Several corpora as one: proportions at every prefix, purity, and the position that proves what was read."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.blend import BlendedDataset, order_of, quotas
+from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
+from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+from megatron.data.indexed_dataset import DatasetError
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.position import extend
+
+
+class Numbers:
+    """A dataset whose sample n is (name, n)."""
+
+    def __init__(self, name: str, samples_per_epoch: int = 10) -> None:
+        self.name, self.samples_per_epoch = name, samples_per_epoch
+
+    def __getitem__(self, n: int) -> tuple[str, int]:
+        return self.name, n
+
+    def places(self, first: int, count: int) -> np.ndarray:
+        return np.arange(first, first + count)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=200)
+def test_every_prefix_has_its_shares(counts: list[int]) -> None:
+    order = order_of(counts)
+    prefix = np.arange(1, sum(counts) + 1)
+    for i, quota in enumerate(counts):
+        taken = np.cumsum(order == i)
+        assert taken[-1] == quota
+        # In whole numbers, so that a deviation of exactly one sample is not hidden by rounding.
+        assert (np.abs(taken * sum(counts) - prefix * quota) < sum(counts)).all()
+
+
+@given(st.lists(st.sampled_from(["0.7", "0.3", "1", "2.5", "0.125", "3", "1e-3", "17"]), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=100)
+def test_short_weights_are_exact(weights: list[str]) -> None:
+    found = quotas(weights)
+    total = sum(map(Fraction, weights))
+    assert all(Fraction(q, sum(found)) == Fraction(w) / total for q, w in zip(found, weights, strict=True))
+
+
+def test_long_weights_are_within_a_65536th() -> None:
+    weights = [0.123456789, 0.3333333333, 1.7182818284, 1e-9]
+    found = quotas(weights)
+    for quota, weight in zip(found, weights, strict=True):
+        assert abs(quota / sum(found) - weight / sum(weights)) < 2 / 65536
+    assert min(found) >= 1
+
+
+def test_every_sample_of_each_corpus_comes_once_and_in_order() -> None:
+    blend = BlendedDataset([Numbers("a"), Numbers("b"), Numbers("c")], ["0.5", "0.3", "0.2"])
+    seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for n in range(1000):
+        name, k = blend[n]  # type: ignore[misc]
+        seen[name].append(k)
+    assert {name: len(each) for name, each in seen.items()} == {"a": 500, "b": 300, "c": 200}
+    assert all(each == list(range(len(each))) for each in seen.values())
+    assert blend.samples_per_epoch == 20
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=6), st.integers(0, 5000))
+@settings(deadline=None, max_examples=50)
+def test_the_position_does_not_depend_on_batches(cuts: list[int], first: int) -> None:
+    blend = BlendedDataset([Numbers("a"), Numbers("b")], ["0.7", "0.3"])
+    start = extend(0, blend, 0, first)
+    state, at = start, first
+    for count in cuts:
+        state = extend(state, blend, at, count)
+        at += count
+    assert state == extend(start, blend, first, sum(cuts)) == extend(0, blend, 0, at)
+    swapped = BlendedDataset([Numbers("a"), Numbers("b")], ["0.3", "0.7"])
+    assert state != extend(0, swapped, 0, at)
+
+
+def test_the_position_equals_a_loop() -> None:
+    """Horner's rule in whole numbers."""
+    from megatron.data.position import BASE, _mix
+
+    state = 0
+    for place in range(300):
+        state = (state * int(BASE) + int(_mix(np.array([place], np.uint64))[0])) % 2**64
+    assert extend(0, Numbers("a"), 0, 300) == state
+
+
+def corpus(path: Path, start: int, documents: int) -> str:
+    with IndexedDatasetBuilder(path, np.uint16) as builder:
+        for d in range(documents):
+            builder.add_document(start + np.arange(d % 40))
+    return str(path)
+
+
+def test_paths(tmp_path: Path) -> None:
+    a, b = corpus(tmp_path / "a", 0, 100), corpus(tmp_path / "b b", 1000, 50)
+    assert parse_blend(a) == [(None, a)]
+    assert parse_blend(["0.7", a, "0.3", b]) == [("0.7", a), ("0.3", b)]
+    assert parse_blend([f"0.7 {a} 0.3 {a}"]) == [("0.7", a), ("0.3", a)]
+    assert prefixes_of({"train": (a, b), "valid": (a,)}) == [a, b]
+    (train, valid, test), _ = build_train_valid_test_datasets(("1", a, "3", b), "8,2", 16, seed=1)
+    assert isinstance(train, BlendedDataset)
+    assert isinstance(valid, BlendedDataset)
+    assert test is None
+    from_b = sum(int(train[n]["text"][0]) >= 1000 for n in range(400))
+    assert from_b == 300
+    (train, valid, test), _ = build_train_valid_test_datasets({"train": (a,), "valid": (b,)}, "1", 16, seed=1)
+    assert train is not None and int(train[0]["text"].max()) < 1000
+    assert valid is not None and int(valid[0]["text"].min()) >= 1000
+
+
+@pytest.mark.parametrize("words", [["0.7", "a", "0.3"], ["a", "0.5"], ["-1", "a", "2", "b"], ["0", "a", "1", "b"]])
+def test_bad_blends_are_refused(words: list[str]) -> None:
+    with pytest.raises(DatasetError, match="by turns, as in 0.7 a 0.3 b"):
+        parse_blend(words)
+
+
+def test_nothing_for_training() -> None:
+    with pytest.raises(DatasetError, match="nothing is left for training"):
+        build_datasets(lambda *_: None, "a", "0,1", lambda _: 10)
