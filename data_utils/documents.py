@@ -21,7 +21,7 @@ from typing import BinaryIO, NamedTuple
 from .streams import COMPRESSED, InputError, blocks, is_array, records
 
 CHUNK_BYTES = 1 << 20
-LARGEST_DOCUMENT = 1 << 24  # bytes; memory is bounded by it
+LARGEST_DOCUMENT = 1 << 23  # bytes; memory is bounded by it
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv")
 KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
 

@@ -120,6 +120,11 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **sections)
 
 
+def from_file(path: str) -> Config:
+    """The configuration that a run wrote to its folder. Raises ConfigError."""
+    return with_values(Config(), _from_file(path))
+
+
 class Args:
     """The flat, read-only view that tutorials know: args.hidden_size is config.model.hidden_size.
 

@@ -1,10 +1,11 @@
 """What all command-line tools share: usage errors exit 2, failures exit 1, each in one sentence on stderr."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Tools are run as files (`python tools/x.py`); the packages stand one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -15,12 +16,13 @@ from megatron.config import describe  # noqa: E402
 class Parser(argparse.ArgumentParser):
     """Errors in one sentence; `--debug` shows the traceback of a failure."""
 
-    def __init__(self, description: str, examples: str) -> None:
+    def __init__(self, description: str, examples: str, **more: Any) -> None:
         super().__init__(
             description=description,
             epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            **more,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
@@ -38,6 +40,8 @@ def run(
         main(args)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has had enough, as head(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
             raise

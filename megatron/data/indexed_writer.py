@@ -174,6 +174,20 @@ class _Log:
         self._file.close()
 
 
+def checksums_of(path: str) -> list[str]:
+    """SHA-256 of each block of a file, as a writer's `checksums` has them."""
+    found: list[str] = []
+    with open(path, "rb") as file:
+        while True:
+            digest, left = hashlib.sha256(), BLOCK
+            while left and (piece := file.read(min(left, AT_ONCE))):
+                digest.update(piece)
+                left -= len(piece)
+            if left == BLOCK:
+                return found
+            found.append(digest.hexdigest())
+
+
 def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
     """The ids in `dtype`. Raises ValueError for one that it cannot hold: a plain cast would wrap it."""
     if ids.dtype == dtype or not len(ids):

@@ -1,0 +1,88 @@
+"""Joining and splitting `.bin/.idx` pairs without reading tokens: copies of byte ranges, in constant memory."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .indexed_dataset import DatasetError, IndexedDataset
+from .indexed_writer import BLOCK, IndexedDatasetBuilder, checksums_of
+
+AT_ONCE = 1 << 22  # tokens, sequences or documents copied at once
+
+
+def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
+    """All documents of some pairs, one pair after the other. Raises DatasetError where their dtypes differ."""
+    opened = [IndexedDataset(prefix) for prefix in prefixes]
+    for each in opened[1:]:
+        if each.dtype != opened[0].dtype:
+            raise DatasetError(
+                f"{each.prefix}.bin holds {each.dtype} and {opened[0].prefix}.bin {opened[0].dtype}: "
+                f"preprocess one of them again"
+            )
+    if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
+        raise DatasetError(f"{output} is one of the pairs to be merged; choose another name")
+    with IndexedDatasetBuilder(output, opened[0].dtype) as builder:
+        for each in opened:
+            copy(each, range(each.num_documents), builder)
+    return builder
+
+
+def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[IndexedDatasetBuilder]:
+    """A pair for each range of documents."""
+    indexed = IndexedDataset(prefix)
+    builders = []
+    for documents, output in zip(parts, outputs, strict=True):
+        with IndexedDatasetBuilder(output, indexed.dtype) as builder:
+            copy(indexed, documents, builder)
+        builders.append(builder)
+    return builders
+
+
+def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
+    """Append some documents, a few millions of tokens at a time."""
+    for some in _runs(indexed, documents):
+        first, last = int(indexed.document_index[some.start]), int(indexed.document_index[some.stop])
+        sizes = indexed.sizes[first:last]
+        total = int(sizes.sum(dtype=np.int64))
+        begin = int(indexed.pointers[first]) // indexed.dtype.itemsize if total else 0
+        counts = np.diff(indexed.document_index[some.start : some.stop + 1])
+        builder.add_batch(indexed.tokens[begin : begin + total], sizes, counts)
+
+
+def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
+    """Consecutive documents of at most about AT_ONCE tokens together, at least one at a time."""
+    at = documents.start
+    while at < documents.stop:
+        window = range(at, min(at + AT_ONCE // 16, documents.stop))
+        ends = np.cumsum(_document_sizes(indexed, window), dtype=np.int64)
+        count = max(int(ends.searchsorted(AT_ONCE, side="right")), 1)
+        yield range(at, min(at + count, documents.stop))
+        at += count
+
+
+def _document_sizes(indexed: IndexedDataset, documents: range) -> NDArray[np.int64]:
+    bounds = indexed.document_index[documents.start : documents.stop + 1]
+    ends = np.concatenate([[0], np.cumsum(indexed.sizes[bounds[0] : bounds[-1]], dtype=np.int64)])
+    sizes: NDArray[np.int64] = np.diff(ends[bounds - bounds[0]])
+    return sizes
+
+
+def find_damage(prefix: str, expected: dict[str, Any]) -> list[str]:
+    """What differs from the checksums that were taken when the pair was written, in words."""
+    found = []
+    for ending in ("bin", "idx"):
+        path = f"{prefix}.{ending}"
+        now = checksums_of(path)
+        if len(now) != len(expected[ending]):
+            found.append(
+                f"{path} has {len(now)} blocks of {BLOCK >> 20} MiB, it was written with {len(expected[ending])}"
+            )
+        for i, (a, b) in enumerate(zip(now, expected[ending], strict=False)):
+            if a != b:
+                found.append(
+                    f"{path}, bytes {i * BLOCK} to {(i + 1) * BLOCK}, are not what was written (SHA-256 differs)"
+                )
+    return found

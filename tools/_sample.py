@@ -1,0 +1,123 @@
+"""One training sample made visible: token by token as text, and its masks as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.masks import document_mask
+from megatron.tokenizer import Tokenizer
+from megatron.utils import get_ltor_masks_and_position_ids
+
+Columns = dict[str, list[Any]]
+
+
+def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
+    """What each token stands for, quoted; special ones by their names."""
+    names = {i: name for name, i in tokenizer.specials.items()}
+    return [names.get(i) or repr(tokenizer.decode([i])) for i in ids.tolist()]
+
+
+def gpt2_view(
+    sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
+) -> tuple[dict[str, Columns], dict[str, Tensor]]:
+    """(tables, masks) of a sample of GPT-2. Masks: True where a query (row) may look at a key (column)."""
+    text = sample["text"]
+    tokens, labels = text[None, :-1], text[1:]
+    data = config.data
+    _, loss_mask, positions = get_ltor_masks_and_position_ids(
+        tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+    )
+    documents, _, _ = get_ltor_masks_and_position_ids(tokens, tokenizer.eod, True, True, False)
+    seen = documents if data.reset_attention_mask else torch.ones_like(documents)
+    table: Columns = {
+        "place": list(range(tokens.shape[1])),
+        "id": tokens[0].tolist(),
+        "token": _words(tokens[0], tokenizer),
+        "next": _words(labels, tokenizer),
+        "loss": [int(x) for x in loss_mask[0]],
+        "position": positions[0].tolist(),
+        "document": (documents[0] + 1).tolist(),
+    }
+    mask = document_mask(seen + 1, causal=True)
+    assert mask is not None
+    return {"tokens": table}, {"attention": mask[0, 0]}
+
+
+def t5_view(
+    sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
+) -> tuple[dict[str, Columns], dict[str, Tensor]]:
+    """(tables, masks) of a sample of T5."""
+    theirs, ours = sample["encoder_documents"], sample["decoder_documents"]
+    loss = sample["loss_mask"].clone()
+    if config.data.eod_mask_loss:
+        loss[sample["labels"] == tokenizer.eod] = 0
+
+    tables: dict[str, Columns] = {
+        "encoder": {
+            "place": list(range(len(theirs))),
+            "id": sample["encoder"].tolist(),
+            "token": _words(sample["encoder"], tokenizer),
+            "document": theirs.tolist(),
+        },
+        "decoder": {
+            "place": list(range(len(ours))),
+            "id": sample["decoder"].tolist(),
+            "token": _words(sample["decoder"], tokenizer),
+            "label": _words(sample["labels"], tokenizer),
+            "loss": loss.tolist(),
+            "document": ours.tolist(),
+        },
+    }
+    if not config.data.reset_attention_mask:
+        theirs, ours = theirs.clamp(max=1), ours.clamp(max=1)
+    masks = {
+        "encoder": document_mask(theirs[None], theirs[None]),
+        "decoder": document_mask(ours[None], ours[None], causal=True),
+        "decoder to encoder": document_mask(ours[None], theirs[None]),
+    }
+    return tables, {name: mask[0, 0] for name, mask in masks.items() if mask is not None}
+
+
+def as_text(tables: dict[str, Columns]) -> str:
+    lines = []
+    for name, table in tables.items():
+        widths = {key: max(len(key), *(len(str(value)) for value in column)) for key, column in table.items()}
+        lines.append(f"{name}:")
+        lines.append("  ".join(key.ljust(width) for key, width in widths.items()).rstrip())
+        for row in zip(*table.values(), strict=True):
+            lines.append("  ".join(str(v).ljust(w) for v, w in zip(row, widths.values(), strict=True)).rstrip())
+    return "\n".join(lines)
+
+
+def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path: Path) -> None:
+    """The masks, and below each the document and the loss of its columns. Raises ValueError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(1.5 + 4.8 * len(masks), 6.4), layout="constrained")
+    axes = figure.subplots(3, len(masks), squeeze=False, height_ratios=[16, 1, 1])
+    of_columns = {"attention": "tokens", "encoder": "encoder", "decoder": "decoder", "decoder to encoder": "encoder"}
+    for i, (name, mask) in enumerate(masks.items()):
+        top, strip, loss = axes[:, i]
+        top.imshow(mask.int(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
+        top.set_title(f"{name}: who (row) sees whom (column)", fontsize=10)
+        top.set_ylabel("place of the query")
+        table = tables[of_columns[name]]
+        strip.imshow([table["document"]], cmap="tab20", interpolation="nearest", aspect="auto")
+        strip.set_ylabel("document", rotation=0, ha="right", va="center", fontsize=8)
+        if "loss" in table:
+            loss.imshow([table["loss"]], cmap="Greens", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
+            loss.set_ylabel("loss", rotation=0, ha="right", va="center", fontsize=8)
+        else:
+            loss.set_visible(False)
+        for axis in (strip, loss):
+            axis.set_yticks([])
+        top.set_xticks([])
+        if "loss" in table:
+            strip.set_xticks([])
+        (loss if "loss" in table else strip).set_xlabel("place of the key")
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=110)

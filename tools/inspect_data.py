@@ -1,0 +1,221 @@
+"""Look into .bin/.idx pairs, check them, take them apart and put them together; show a sample of a run."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _cli import Parser, run
+
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.splits import PARTS, parse_split, split_documents
+from megatron.data.surgery import find_damage, merge, split
+from megatron.tokenizer import Tokenizer, load_tokenizer
+
+EXAMPLES = """\
+  python tools/inspect_data.py info data/corpus_text_document
+  python tools/inspect_data.py verify data/corpus_text_document --vocab-file tokenizer.model
+  python tools/inspect_data.py decode data/corpus_text_document 17 --vocab-file tokenizer.model
+  python tools/inspect_data.py merge data/a_text_document data/b_text_document --output data/both
+  python tools/inspect_data.py split data/corpus_text_document --split 98,1,1
+  python tools/inspect_data.py sample 3 --run-dir runs/gpt2 --png sample.png
+      what the run reads as its third sample: tokens, targets, documents, masks"""
+AT_ONCE = 1 << 22  # tokens looked at at once
+# Of a sidecar: true of every part of the corpus, whatever was joined or cut.
+ABOUT_TOKENS = ("tokenizer", "fingerprint", "vocab_size", "eod", "append_eod")
+
+
+def sidecar(prefix: str) -> dict[str, Any]:
+    """What the preprocessor wrote about a pair; {} where there is nothing."""
+    path = Path(f"{prefix}.json")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content
+
+
+def info(args: argparse.Namespace) -> None:
+    indexed = IndexedDataset(args.prefix)
+    sizes = indexed.document_sizes(range(indexed.num_documents))
+    facts: dict[str, Any] = {
+        "documents": f"{indexed.num_documents:,}",
+        "sequences": f"{len(indexed):,}",
+        "tokens": f"{indexed.num_tokens:,}",
+        "dtype": indexed.dtype,
+        "bytes": f"{os.path.getsize(args.prefix + '.bin'):,}",
+    }
+    if len(sizes):
+        shares = np.percentile(sizes, [0, 50, 90, 100]).astype(int)
+        facts["tokens of a document"] = "least {:,}, median {:,}, 90 % below {:,}, most {:,}".format(*shares)
+        facts["empty documents"] = f"{int((np.asarray(sizes) == 0).sum()):,}"
+    facts |= {key: value for key, value in sidecar(args.prefix).items() if key in ABOUT_TOKENS}
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{key.ljust(width)}  {value}")
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Raises DatasetError with all that is wrong."""
+    indexed, about = IndexedDataset(args.prefix), sidecar(args.prefix)
+    name = Path(args.prefix).name
+    wrong: list[str] = []
+    checked = ["lengths", "borders"]
+    sums = about.get("sha256", {}).get(name)
+    if sums:
+        wrong += find_damage(args.prefix, sums)
+        checked.append("checksums")
+    if sums and len(about["sha256"]) == 1 and about["tokens"] != indexed.num_tokens:
+        wrong.append(f"{args.prefix}.json counts {about['tokens']} tokens, the pair has {indexed.num_tokens}")
+    vocab_size = about.get("vocab_size")
+    if args.vocab_file:
+        tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+        vocab_size = tokenizer.vocab_size
+        if about and about["fingerprint"] != tokenizer.fingerprint:
+            wrong.append(f"{args.prefix}.bin was made with another tokenizer than {args.vocab_file}")
+        checked.append("tokenizer")
+    if vocab_size and not name.endswith(("_context", "_target", "_target_offset")):
+        wrong += _strange_ids(indexed, vocab_size)
+        checked.append(f"ids below {vocab_size}")
+    if wrong:
+        raise DatasetError("; ".join(wrong))
+    left = "" if sums else "; there is no sidecar with checksums"
+    print(
+        f"{args.prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, all is well ({', '.join(checked)}){left}"
+    )
+
+
+def _strange_ids(indexed: IndexedDataset, vocab_size: int) -> list[str]:
+    for at in range(0, indexed.num_tokens, AT_ONCE):
+        piece = indexed.tokens[at : at + AT_ONCE]
+        bad = np.flatnonzero((piece < 0) | (piece >= vocab_size))
+        if len(bad):
+            place = at + int(bad[0])
+            document = int(indexed.document_ends().searchsorted(place, side="right"))
+            return [
+                f"{indexed.prefix}.bin, document {document}: token id {int(piece[bad[0]])} is outside the vocabulary of {vocab_size}"
+            ]
+    return []
+
+
+def decode(args: argparse.Namespace) -> None:
+    indexed = IndexedDataset(args.prefix)
+    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    for d in args.documents:
+        if not 0 <= d < indexed.num_documents:
+            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, not {d}")
+        first, last = indexed.document_index[d : d + 2].tolist()
+        ids = [i for s in range(first, last) for i in indexed[s].tolist()]
+        print(f"--- document {d}: {len(ids)} tokens")
+        print(" ".join(map(str, ids)) if args.ids else tokenizer.decode(ids))
+
+
+def merge_pairs(args: argparse.Namespace) -> None:
+    abouts = [sidecar(prefix) for prefix in args.prefixes]
+    prints = {about["fingerprint"] for about in abouts if about}
+    if len(prints) > 1:
+        raise ValueError(
+            f"{', '.join(args.prefixes)} were made with different tokenizers; preprocess them again with one"
+        )
+    builder = merge(args.prefixes, args.output)
+    _write_sidecar(builder, next((about for about in abouts if about), {}))
+    print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {args.output}.bin")
+
+
+def split_pair(args: argparse.Namespace) -> None:
+    indexed = IndexedDataset(args.prefix)
+    parts = split_documents(parse_split(args.split), indexed.num_documents)
+    wanted = [
+        (documents, f"{args.output or args.prefix}_{name}")
+        for documents, name in zip(parts, PARTS, strict=True)
+        if len(documents)
+    ]
+    for builder in split(args.prefix, [d for d, _ in wanted], [name for _, name in wanted]):
+        _write_sidecar(builder, sidecar(args.prefix))
+        print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")
+
+
+def _write_sidecar(builder: IndexedDatasetBuilder, about: dict[str, Any]) -> None:
+    content = {key: about[key] for key in ABOUT_TOKENS if key in about}
+    if content:
+        counts = {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
+        content |= counts | {"sha256": {Path(builder.prefix).name: builder.checksums}}
+        temporary = f"{builder.prefix}.json.{os.getpid()}.tmp"
+        Path(temporary).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        os.replace(temporary, f"{builder.prefix}.json")
+
+
+def sample(args: argparse.Namespace) -> None:
+    path = Path(args.run_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")
+    import _sample  # torch, which the rest is spared
+
+    from megatron.arguments import from_file
+    from megatron.metrics import Timers
+    from megatron.runtime import start
+
+    config = from_file(str(path))
+    t5 = config.data.enc_seq_length is not None
+    import pretrain_gpt2
+    import pretrain_t5
+
+    if config.data.vocab_file is None:
+        raise ValueError(f"{path} names no tokenizer")
+    tokenizer: Tokenizer = load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
+    tokenizer = pretrain_t5.tokenizer_provider(config, tokenizer) if t5 else tokenizer
+    start(config, tokenizer, Timers())
+    entry: Any = pretrain_t5 if t5 else pretrain_gpt2
+    dataset = entry.train_valid_test_datasets_provider()[PARTS.index(args.part)]
+    if dataset is None:
+        raise ValueError(f"the {args.part} part of the run is empty")
+    view = _sample.t5_view if t5 else _sample.gpt2_view
+    tables, masks = view(dataset[args.number], tokenizer, config)
+    title = f"sample {args.number} of the {args.part} part of {args.run_dir}"
+    print(f"{title}\n{_sample.as_text(tables)}")
+    if args.png:
+        _sample.draw(tables, masks, title, Path(args.png))
+        print(f"-> {args.png}")
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, function: Any, help: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help, description=help, examples=EXAMPLES)
+        made.set_defaults(function=function)
+        return made
+
+    def tokenizer_of(made: argparse.ArgumentParser, required: bool) -> None:
+        made.add_argument("--vocab-file", required=required, help="the tokenizer")
+        made.add_argument("--tokenizer-type", default="auto", help="default: told from the file")
+
+    pair = "the pair, without its ending"
+    made = command("info", info, "what a pair holds")
+    made.add_argument("prefix", help=pair)
+    made = command("verify", verify, "check lengths, borders, checksums and ids")
+    made.add_argument("prefix", help=pair)
+    tokenizer_of(made, required=False)
+    made = command("decode", decode, "documents as text")
+    made.add_argument("prefix", help=pair)
+    made.add_argument("documents", type=int, nargs="+", help="their numbers, from 0")
+    made.add_argument("--ids", action="store_true", help="show token ids instead")
+    tokenizer_of(made, required=True)
+    made = command("merge", merge_pairs, "one pair of several, in constant memory")
+    made.add_argument("prefixes", nargs="+", help="the pairs, without their endings")
+    made.add_argument("--output", required=True, help="the new pair, without its ending")
+    made = command("split", split_pair, "pairs for training, validation and test")
+    made.add_argument("prefix", help=pair)
+    made.add_argument("--split", default="98,1,1", help="shares of the documents (default: 98,1,1)")
+    made.add_argument("--output", help="prefix of the new pairs, which get _train, _valid and _test (default: the old)")
+    made = command("sample", sample, "a sample as the run sees it")
+    made.add_argument("number", type=int, help="its number, from 0; epochs follow each other")
+    made.add_argument("--run-dir", required=True, help="folder of the run")
+    made.add_argument("--part", choices=PARTS, default="train", help="default: train")
+    made.add_argument("--png", help="draw the masks to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    run(lambda args: args.function(args), build_parser())
