@@ -1,15 +1,30 @@
 """`map` over worker processes: results in the order of the items, a bounded number of them under way."""
 
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 AHEAD = 3  # items under way for each worker
+
+
+def _begin(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
+    """In a worker: it must not outlive its parent, which a pool sees to only where the parent ends in order."""
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    start(*settings)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def ordered_map(
@@ -28,7 +43,7 @@ def ordered_map(
         yield from map(work, items)
         return
     under_way: deque[Future[Result]] = deque()
-    with ProcessPoolExecutor(workers, get_context("spawn"), start, settings) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (start, settings)) as pool:
         try:
             for item in items:
                 under_way.append(pool.submit(work, item))

@@ -163,3 +163,190 @@ def test_the_preprocessor_does_not_load_torch() -> None:
     """It starts a process a core; torch would cost each of them seconds and memory."""
     code = "import sys; sys.argv = ['x', '--help']; sys.path.insert(0, 'tools')\nimport preprocess_data\nassert 'torch' not in sys.modules"
     assert command("python", "-c", code).returncode == 0
+
+
+def test_several_keys_sentences_and_formats(tmp_path: Path, vocab_file: str) -> None:
+    """A JSON array and a CSV of the same records: one pair for each key, a sequence for each sentence."""
+    records = [{"title": f"标题{i}", "text": f"第一句。第{i}句！\n尾"} for i in range(30)]
+    (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1))
+    rows = "".join(f'{r["title"]},"{r["text"]}"\n' for r in records)
+    (tmp_path / "a.csv").write_text("title,text\n" + rows)
+    for name in ("json", "csv"):
+        preprocess(
+            tmp_path / name, vocab_file, tmp_path / f"a.{name}", more=("--keys", "title", "text", "--split-sentences")
+        )
+    tokenizer = load_tokenizer(vocab_file)
+    for name in ("json", "csv"):
+        titles = IndexedDataset(tmp_path / f"{name}_title_sentence")
+        texts = IndexedDataset(tmp_path / f"{name}_text_sentence")
+        assert (titles.num_documents, len(titles), texts.num_documents, len(texts)) == (30, 30, 30, 90)
+        assert [tokenizer.decode(texts[i].tolist()) for i in range(3, 6)] == ["第一句。", "第1句！\n", "尾"]
+        assert [int(texts[i][-1]) == tokenizer.eod for i in range(3, 6)] == [False, False, True]
+        assert tokenizer.decode(titles[29].tolist()) == "标题29"
+
+
+def test_weights_and_globs(tmp_path: Path, vocab_file: str) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name}{i}"}) + "\n" for i in range(400)))
+    preprocess(tmp_path / "o", vocab_file, Path(f"{tmp_path}/a*.jsonl@2.25"), Path(f"{tmp_path}/b.jsonl"))
+    texts = texts_of(tmp_path / "o", vocab_file)
+    counts = [texts.count(f"a{i}") for i in range(400)]
+    assert set(counts) == {2, 3}
+    assert abs(counts.count(3) - 100) < 40
+    assert [text for text in texts if text[0] == "b"] == [f"b{i}" for i in range(400)]
+    assert "no file of" in fails(
+        "tools/preprocess_data.py", "--input", f"{tmp_path}/z*", "--vocab-file", vocab_file, "--output-prefix", "x"
+    )
+
+
+@pytest.mark.parametrize("objective", ["text", "cpm-t5"])
+def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Path, objective: str) -> None:
+    """Killed again and again, with other numbers of workers, it writes what an undisturbed run writes."""
+    big = tmp_path / "big.jsonl"
+    big.write_bytes(sample_corpus.read_bytes() * 80)  # 13 MB
+    preprocess(tmp_path / "a", vocab_file, big, more=("--objective", objective))
+    argv = [
+        "--input",
+        str(big),
+        "--vocab-file",
+        vocab_file,
+        "--output-prefix",
+        str(tmp_path / "b"),
+        "--objective",
+        objective,
+    ]
+    code = (
+        "import sys, os, signal, time; sys.path.insert(0, 'tools')\n"
+        "import preprocess_data as p\n"
+        "p.JOURNAL_SECONDS = 0\n"
+        "honest = p._Output.add\n"
+        "def add(self, tokens):\n"
+        "    honest(self, tokens)\n"
+        "    add.left -= 1\n"
+        "    if not add.left: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "add.left = int(sys.argv.pop(1)); p._Output.add = add\n"
+        "p.run(p.main, p.build_parser(), sys.argv[1:])"
+    )
+    for chunks_more, workers in ((3, "0"), (4, "2"), (1, "0")):
+        assert command("python", "-c", code, str(chunks_more), *argv, "--workers", workers, "--quiet").returncode == -9
+        assert (tmp_path / "b.part.json").exists()
+        assert not list(tmp_path.glob("b_*.idx"))
+    said = fails(
+        "tools/preprocess_data.py",
+        *argv,
+        "--quiet",
+        "--no-append-eod" if objective == "text" else "--seed",
+        *([] if objective == "text" else ["5"]),
+    )
+    assert "left by a run with other settings" in said
+    done = command("python", "tools/preprocess_data.py", *argv, "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert "going on behind" in done.stderr + done.stdout
+    made = sorted(path.name for path in tmp_path.glob("b_*"))
+    assert made == [path.name.replace("a_", "b_", 1) for path in sorted(tmp_path.glob("a_*"))]
+    for name in made:
+        ours, theirs = (tmp_path / name).read_bytes(), (tmp_path / name.replace("b_", "a_", 1)).read_bytes()
+        assert ours.replace(b"b_text", b"a_text") == theirs
+
+
+def test_a_chunk_without_documents(tmp_path: Path, vocab_file: str) -> None:
+    """A megabyte of bad lines between good ones adds nothing to a masked corpus."""
+    bad = "".join(json.dumps({"txt": "x" * 1000}) + "\n" for _ in range(1200))
+    good = json.dumps({"text": "春眠不觉晓，处处闻啼鸟。" * 3}) + "\n"
+    (tmp_path / "x.jsonl").write_text(bad + good)
+    preprocess(tmp_path / "o", vocab_file, tmp_path / "x.jsonl", more=("--on-error", "skip", "--objective", "cpm-t5"))
+    assert IndexedDataset(tmp_path / "o_text_document_context").num_documents == 1
+
+
+def test_long_documents_are_refused(tmp_path: Path, vocab_file: str) -> None:
+    (tmp_path / "x.txt").write_text("一" * 800_000)
+    argv = [
+        "--input",
+        str(tmp_path / "x.txt"),
+        "--vocab-file",
+        vocab_file,
+        "--output-prefix",
+        str(tmp_path / "o"),
+        "--quiet",
+    ]
+    assert "document of more than 1048576 bytes" in fails("tools/preprocess_data.py", *argv, "--max-document-mb", "1")
+    assert not list(tmp_path.glob("o*"))
+
+
+def test_inspecting(tmp_path: Path, vocab_file: str, corpus: Path) -> None:
+    preprocess(tmp_path / "a", vocab_file, corpus)
+    pair, tool = str(tmp_path / "a_text_document"), "tools/inspect_data.py"
+
+    def says(*argv: str) -> str:
+        done = command("python", tool, *argv)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "documents             40" in says("info", pair)
+    assert "all is well (lengths, borders, checksums, tokenizer, ids below 3000)" in says(
+        "verify", pair, "--vocab-file", vocab_file
+    )
+    assert "第3篇文章。\nDocument number 3. 词词词" in says("decode", pair, "3", "--vocab-file", vocab_file)
+    assert "80 documents" in says("merge", pair, pair, "--output", f"{tmp_path}/m")
+    assert "all is well (lengths, borders, checksums" in says("verify", f"{tmp_path}/m")
+    says("split", f"{tmp_path}/m", "--split", "1,1")
+    a, m, t, v = (IndexedDataset(p) for p in (pair, f"{tmp_path}/m", f"{tmp_path}/m_train", f"{tmp_path}/m_valid"))
+    assert [m[i].tolist() for i in range(80)] == 2 * [a[i].tolist() for i in range(40)]
+    assert [each[i].tolist() for each in (t, v) for i in range(40)] == [m[i].tolist() for i in range(80)]
+    assert "documents 0 to 39, not 40" in fails(tool, "decode", pair, "40", "--vocab-file", vocab_file)
+    assert "is one of the pairs to be merged" in fails(tool, "merge", pair, "--output", pair)
+    damaged = bytearray((tmp_path / "m.bin").read_bytes())
+    damaged[100:102] = b"\xff\xff"
+    (tmp_path / "m.bin").write_bytes(damaged)
+    said = fails(tool, "verify", f"{tmp_path}/m")
+    assert "m.bin, bytes 0 to 67108864, are not what was written" in said
+    assert "token id 65535 is outside the vocabulary of 3000" in said
+
+
+def test_cleaning(tmp_path: Path) -> None:
+    texts = [f"第{i}篇足够长的文章，讲的是数字{i * 7919}的故事。" for i in range(50)]
+    bad = ["短", texts[3].replace("，", " "), "锟斤拷" * 20]
+    lines = [json.dumps({"text": text}) for text in [*texts, *bad]]
+    (tmp_path / "x.jsonl").write_text("\n".join([*lines, "not json"]) + "\n")
+    argv = [
+        "--input",
+        str(tmp_path / "x.jsonl"),
+        "--output",
+        str(tmp_path / "o.jsonl"),
+        "--dropped",
+        str(tmp_path / "d.jsonl"),
+    ]
+    assert "line 54: not JSON" in fails("tools/clean_corpus.py", *argv, "--quiet")
+    assert not (tmp_path / "o.jsonl").exists()
+    done = command("python", "tools/clean_corpus.py", *argv, "--quiet", "--on-error", "skip")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line)["text"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert sorted(found) == sorted(texts)
+    assert found != texts
+    report = json.loads((tmp_path / "o.jsonl.report.json").read_text())
+    assert report["dropped"] == {"too short": 1, "exact duplicate": 1, "mojibake": 1, "unreadable": 1}
+    assert report["read"] == report["kept"] + 3
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert sorted(reasons) == ["exact duplicate", "mojibake", "too short", "unreadable"]
+
+
+@pytest.mark.parametrize("kind", ["cpm", "cpm-vocab", "gpt2-bpe", "hf"])
+def test_every_trainable_tokenizer_prepares_a_corpus(tmp_path: Path, sample_corpus: Path, kind: str) -> None:
+    output = tmp_path / {"cpm": "t.model", "cpm-vocab": "vocab.txt", "gpt2-bpe": "bpe", "hf": "tokenizer.json"}[kind]
+    argv = [
+        "--input",
+        str(sample_corpus),
+        "--tokenizer-type",
+        kind,
+        "--vocab-size",
+        "2500",
+        "--output",
+        str(output),
+        "--quiet",
+    ]
+    done = command("python", "tools/train_tokenizer.py", *argv)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"2500 tokens -> {output}\n"
+    preprocess(tmp_path / "a", str(output), sample_corpus)
+    expected = [json.loads(line)["text"] for line in sample_corpus.read_text().splitlines()]
+    assert texts_of(tmp_path / "a", str(output)) == expected

@@ -1,0 +1,30 @@
+"""A seeded shuffle of more lines than fit into memory."""
+
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+PILES = 64  # one at a time is in memory: a 64th of the whole
+
+
+def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles: int = PILES) -> Iterator[bytes]:
+    """The lines (each ending with a newline) in an order that is uniformly random for `seed`.
+
+    Each line goes to a pile drawn for it; then the piles are shuffled one by one. `folder` (default: the
+    system's for temporary files) holds a copy of the lines meanwhile.
+    """
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        paths = [Path(scratch) / f"pile{i}" for i in range(piles)]
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(path, "wb")) for path in paths]
+            for line in lines:
+                files[rng.randrange(piles)].write(line)
+        for path in paths:
+            pile = path.read_bytes().splitlines(keepends=True)
+            os.unlink(path)
+            rng.shuffle(pile)
+            yield from pile

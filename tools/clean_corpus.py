@@ -1,0 +1,202 @@
+"""Raw text files to one clean .jsonl: mended, filtered, without duplicates, shuffled; with a report of what was dropped and why."""
+
+import argparse
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _cli import Parser, run
+from tqdm import tqdm
+
+from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
+from data_utils.dedup import ExactDuplicates, NearDuplicates
+from data_utils.documents import BadLine, Chunk, chunks, documents, find_files
+from data_utils.parallel import ordered_map
+from data_utils.shuffle import shuffled
+from data_utils.streams import InputError
+
+EXAMPLES = """\
+  python tools/clean_corpus.py --input raw/ --output clean.jsonl
+  python tools/clean_corpus.py --input 'web/*.jsonl.zst' --output clean.jsonl.gz --script Han --min-script 0.3 \\
+      --near-duplicates --dropped dropped.jsonl
+  python tools/clean_corpus.py --input poems.txt --output clean.jsonl --off repeated length --on nfkc"""
+
+
+class Cleaned(NamedTuple):
+    """What a worker makes of a chunk."""
+
+    outcomes: list[tuple[str, Outcome]]  # what it was, what became of it
+    bad: list[BadLine]
+    source_bytes: int
+
+
+class _Worker:
+    """Settings of a worker process, set once when it starts."""
+
+    key: str
+    rules: tuple[str, ...]
+    limits: Limits
+    seed: int
+
+
+def _start_worker(key: str, rules: tuple[str, ...], limits: Limits, seed: int) -> None:
+    _Worker.key, _Worker.rules, _Worker.limits, _Worker.seed = key, rules, limits, seed
+
+
+def clean_chunk(chunk: Chunk) -> Cleaned:
+    outcomes, bad = [], []
+    for document in documents(chunk, (_Worker.key,), _Worker.seed):
+        if isinstance(document, BadLine):
+            bad.append(document)
+        else:
+            outcomes.append((document[0], clean(document[0], _Worker.rules, _Worker.limits)))
+    return Cleaned(outcomes, bad, chunk.length)
+
+
+class Report:
+    """What came in, what went out, and what happened between."""
+
+    def __init__(self, dropped: str | None) -> None:
+        self.read = self.read_chars = self.kept = self.kept_chars = 0
+        self.reasons: Counter[str] = Counter()
+        self.changed: Counter[str] = Counter()
+        self._dropped = open(f"{dropped}.tmp", "w", encoding="utf-8") if dropped else None  # noqa: SIM115  # see close()
+        self._path = dropped
+
+    def take(self, text: str) -> None:
+        self.read += 1
+        self.read_chars += len(text)
+
+    def keep(self, text: str) -> None:
+        self.kept += 1
+        self.kept_chars += len(text)
+
+    def drop(self, reason: str, text: str) -> None:
+        self.reasons[reason] += 1
+        if self._dropped:
+            self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        if self._dropped:
+            self._dropped.close()
+            os.replace(f"{self._path}.tmp", str(self._path))
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "read": self.read, "read_chars": self.read_chars, "kept": self.kept, "kept_chars": self.kept_chars,
+            "dropped": dict(self.reasons.most_common()), "changed": dict(self.changed.most_common()),
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        yield f"{'read':<24}{self.read:>12,} documents {self.read_chars:>15,} characters"
+        for reason, count in self.reasons.most_common():
+            yield f"{'  dropped: ' + reason:<24}{count:>12,}"
+        for rule, count in self.changed.most_common():
+            yield f"{'  mended by ' + rule:<24}{count:>12,}"
+        share = self.kept_chars / self.read_chars if self.read_chars else 0
+        yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
+
+
+def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
+    """The documents that stay, as JSON lines."""
+    sources = find_files(args.input)
+    rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
+    limits = Limits(args.min_chars, args.max_chars, args.max_repeated, args.max_mojibake, args.script, args.min_script)
+    exact = None if "exact-duplicates" in args.off else ExactDuplicates()
+    near = NearDuplicates(args.similarity) if args.near_duplicates else None
+    pending = (chunk for source in sources for chunk in chunks(source))
+    settings = (args.json_key, rules, limits, args.seed)
+    progress = tqdm(unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
+    with progress:
+        for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, settings):
+            for bad in done.bad:
+                if args.on_error == "stop":
+                    raise InputError(f"{bad} (--on-error skip leaves such documents out)")
+                report.drop("unreadable", str(bad))
+            for before, outcome in done.outcomes:
+                report.take(before)
+                report.changed.update(outcome.changed)
+                if outcome.text is None:
+                    report.drop(outcome.reason, before)
+                elif exact and exact.seen(outcome.text):
+                    report.drop("exact duplicate", before)
+                elif near and near.seen(outcome.text):
+                    report.drop("near duplicate", before)
+                else:
+                    report.keep(outcome.text)
+                    yield json.dumps({"text": outcome.text}, ensure_ascii=False).encode() + b"\n"
+            progress.update(done.source_bytes)
+
+
+def main(args: argparse.Namespace) -> None:
+    output = Path(args.output)
+    if output.name.removesuffix(".gz").rpartition(".")[2] != "jsonl":
+        raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    report = Report(args.dropped)
+    try:
+        with gzip.open(temporary, "wb") if output.suffix == ".gz" else open(temporary, "wb") as file:
+            lines = kept_lines(args, report)
+            for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
+                file.write(line)
+        if not report.kept:
+            raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+        report.close()
+    Path(f"{output}.report.json").write_text(
+        json.dumps(report.content(), indent=2, ensure_ascii=False), encoding="utf-8"
+    )
+    print("\n".join([*report.lines(), f"-> {output}"]))
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add, limits = parser.add_argument, Limits()
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, folders or globs of .jsonl, .json, .csv or .txt, plain or .gz, .xz, .zst",
+    )
+    add("--output", required=True, help="the .jsonl or .jsonl.gz to write")
+    add("--json-key", default="text", help="key of the text in a record (default: text)")
+    add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to leave out")
+    add(
+        "--on",
+        nargs="+",
+        default=[],
+        choices=["nfkc"],
+        help="rules to add: Unicode normalisation, which changes punctuation",
+    )
+    add("--min-chars", type=int, default=limits.min_chars, help="shorter documents are dropped (default: 16)")
+    add("--max-chars", type=int, default=limits.max_chars, help="longer documents are dropped (default: 10,000,000)")
+    add("--max-repeated", type=float, default=limits.max_repeated, help="share of repeated lines (default: 0.3)")
+    add("--max-mojibake", type=float, default=limits.max_mojibake, help="share of broken characters (default: 0.003)")
+    add("--script", default=limits.script, help="Unicode script for --min-script (default: Han)")
+    add(
+        "--min-script", type=float, default=limits.min_script, help="least share of letters of that script (default: 0)"
+    )
+    add(
+        "--near-duplicates",
+        action="store_true",
+        help="drop near duplicates, too (MinHash; slower, 2 kB of memory a document)",
+    )
+    add("--similarity", type=float, default=0.8, help="Jaccard similarity of near duplicates (default: 0.8)")
+    add("--dropped", help="write what is dropped to this .jsonl, with the reason")
+    add("--no-shuffle", action="store_true", help="keep the order of the input")
+    add("--seed", type=int, default=1234, help="seed of the shuffle and of broken weights (default: 1234)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a bad line")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main, build_parser())
