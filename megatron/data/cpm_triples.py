@@ -58,7 +58,7 @@ class CPMTripleDataset(T5Samples):
         written: list[int] = []
         theirs: list[int] = []
         sentinels, used = self.specials.sentinels, 0
-        for number, (place, start, end) in enumerate(self.order.stretches(int(n)), 1):
+        for number, (place, start, end) in enumerate(self.order.pieces(int(n)), 1):
             document = self.first + place
             target = self._of("target", document)
             offsets = self._of("target_offset", document).reshape(-1, 2)

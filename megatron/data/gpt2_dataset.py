@@ -77,7 +77,7 @@ def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
     return indexed
 
 
-def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 10_000_000) -> None:
+def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_000_000) -> None:
     """Look for ids outside the vocabulary in the head and tail of the corpus: the mark of another tokenizer."""
     if vocab_size is None:
         return

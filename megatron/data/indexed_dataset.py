@@ -26,7 +26,7 @@ MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
-AT_ONCE = 1 << 22  # entries of the index that are checked at once
+AT_ONCE = 1 << 18  # entries of the index that are checked at once
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
@@ -37,6 +37,10 @@ class DatasetError(ValueError):
 def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
     """uint16 below 65500 tokens, as Megatron chooses, int32 above."""
     return np.uint16 if vocab_size < 65500 else np.int32
+
+
+def _entries(path: str, at: int, count: int) -> NDArray[np.int64]:
+    return np.fromfile(path, "<i8", max(count, 0), offset=at)
 
 
 class IndexedDataset:
@@ -72,7 +76,9 @@ class IndexedDataset:
         # numpy keeps the map alive as long as any array needs it, so nothing is ever closed by hand.
         empty = os.path.getsize(data_path) == 0
         self.tokens: NDArray[Any] = (
-            np.empty(0, self.dtype) if empty else np.memmap(data_path, mode="r", dtype=self.dtype)
+            np.empty(0, self.dtype)
+            if empty
+            else np.memmap(data_path, mode="r", dtype=self.dtype).view(np.ndarray)  # slices of a memmap are slow
         )
 
     def _check_against(self, data_path: str) -> None:
@@ -85,18 +91,27 @@ class IndexedDataset:
             raise DatasetError(
                 f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences"
             )
-        # What follows would otherwise read other tokens than it should, much later and without a word.
-        begin, self._one_each = 0, True
-        for at in range(0, max(len(self.sizes), len(documents)), AT_ONCE):
+        self._check_order()
+
+    def _check_order(self) -> None:
+        """What is wrong here would otherwise read other tokens than it should, much later and without a word.
+
+        The file is read by the way, not through the map: pages of a map count as memory of this process.
+        """
+        count, ends_at = len(self.sizes), len(self.document_index)
+        path, begin, self._one_each = self.prefix + ".idx", 0, True
+        for at in range(0, max(count, ends_at), AT_ONCE):
             sizes = self.sizes[at : at + AT_ONCE]
+            pointers = _entries(path, HEADER.size + 4 * count + 8 * at, min(AT_ONCE, count - at))
+            documents = _entries(path, HEADER.size + 12 * count + 8 * at, min(AT_ONCE + 1, ends_at - at))
             ends = begin + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
             starts = np.concatenate([[begin], ends])[: len(sizes)]
-            if (sizes < 0).any() or (self.pointers[at : at + AT_ONCE] != starts).any():
-                raise DatasetError(f"{self.prefix}.idx is damaged: its sequences do not follow each other in the .bin")
-            counts = np.diff(documents[at : at + AT_ONCE + 1])
+            if (sizes < 0).any() or (pointers != starts).any():
+                raise DatasetError(f"{path} is damaged: its sequences do not follow each other in the .bin")
+            counts = np.diff(documents)
             self._one_each &= bool((counts == 1).all())
             if (counts < 0).any():
-                raise DatasetError(f"{self.prefix}.idx is damaged: a document ends before it begins")
+                raise DatasetError(f"{path} is damaged: a document ends before it begins")
             begin = int(ends[-1]) if len(ends) else begin
 
     def __getstate__(self) -> str:
@@ -136,10 +151,10 @@ class IndexedDataset:
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
-    def document(self, d: int, start: int, end: int) -> NDArray[Any]:
-        """Tokens `start` to `end` of document d, which must have them."""
-        base = int(self.pointers[self.document_index[d]]) // self.dtype.itemsize
-        return self.tokens[base + start : base + end]
+    def document_start(self, d: int) -> int:
+        """Number of the first token of document d, which must have tokens."""
+        first = d if self._one_each else self.document_index.item(d)
+        return self.pointers.item(first) // self.dtype.itemsize
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
         """[documents] tokens of each; a view into the file where every document is one sequence."""

@@ -26,12 +26,10 @@ class Epoch(NamedTuple):
     samples: NDArray[np.integer]  # [samples] the order in which the samples are taken
 
 
-class Stretch(NamedTuple):
-    """Tokens `start` to `end` of one document."""
+_NONE: tuple[int, Epoch] = -1, Epoch(*[np.empty(0, np.int64)] * 3)
 
-    document: int
-    start: int
-    end: int
+
+Piece = tuple[int, int, int]
 
 
 class SampleOrder:
@@ -55,25 +53,30 @@ class SampleOrder:
                 f"take a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()
+        self._latest = _NONE
 
     def epoch(self, number: int) -> Epoch:
         """The order of epoch `number`, made when first asked for."""
+        if number == self._latest[0]:
+            return self._latest[1]
         if number not in self._epochs:
             kept = 2 if len(self.sizes) + self.per_epoch <= SMALL else 1
+            self._latest = _NONE  # or it would keep an epoch in memory
             while len(self._epochs) >= kept:
                 self._epochs.popitem(last=False)
-            documents, samples = self._arange(len(self.sizes)), self._arange(self.per_epoch)
-            if self.shuffle:
-                np.random.default_rng([*self.seed, number, 0]).shuffle(documents)
-                np.random.default_rng([*self.seed, number, 1]).shuffle(samples)
-            self._epochs[number] = Epoch(documents, np.cumsum(self.sizes[documents], dtype=np.int64), samples)
+            documents = self._order(len(self.sizes), number, 0)
+            ends = np.cumsum(self.sizes[documents], dtype=np.int64)
+            self._epochs[number] = Epoch(documents, ends, self._order(self.per_epoch, number, 1))
         self._epochs.move_to_end(number)
-        return self._epochs[number]
+        self._latest = number, self._epochs[number]
+        return self._latest[1]
 
-    @staticmethod
-    def _arange(count: int) -> NDArray[np.integer]:
-        """Half the memory where 32 bits are enough."""
-        return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
+    def _order(self, count: int, epoch: int, stream: int) -> NDArray[np.integer]:
+        """A permutation of `count` things, in half the memory where 32 bits are enough."""
+        order: NDArray[np.integer] = np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
+        if self.shuffle:
+            np.random.default_rng([*self.seed, epoch, stream]).shuffle(order)
+        return order
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
         """Where samples `first` to `first + count` lie in the text of all epochs, counted in samples."""
@@ -87,21 +90,29 @@ class SampleOrder:
             at += take
         return found
 
-    def stretches(self, n: int) -> list[Stretch]:
-        """The pieces of documents that sample n consists of, in order. n is not bounded: epochs follow each other."""
+    def pieces(self, n: int) -> list[Piece]:
+        """(document, first token, token behind the last) of each document that sample n consists of, in order.
+
+        n is not bounded: epochs follow each other.
+        """
         if n < 0:
             raise IndexError(f"sample {n}")
         number, at = divmod(n, self.per_epoch)
-        epoch = self.epoch(number)
-        begin = int(epoch.samples[at]) * self.length
+        order, ends, samples = self.epoch(number)
+        begin = samples.item(at) * self.length
         end = begin + self.length + self.overlap
-        first, last = epoch.ends.searchsorted((begin, end - 1), side="right")
-        found = []
-        for place in range(int(first), int(last) + 1):
-            document = int(epoch.order[place])
-            size = int(self.sizes[document])
-            base = int(epoch.ends[place]) - size
-            start, stop = max(begin - base, 0), min(end - base, size)
-            if stop > start:
-                found.append(Stretch(document, start, stop))
+        place = int(ends.searchsorted(begin, side="right"))
+        base = ends.item(place - 1) if place else 0  # where the document begins in the line of all of them
+        skipped, found = begin - base, []
+        while base < end:
+            stop = ends.item(place)
+            if stop > base:
+                found.append((order.item(place), 0, stop - base))
+            base = stop
+            place += 1
+        # Of the first and of the last it is a part.
+        document, _, stop = found[0]
+        found[0] = document, skipped, stop
+        document, start, stop = found[-1]
+        found[-1] = document, start, stop - (base - end)
         return found

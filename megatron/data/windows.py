@@ -23,23 +23,28 @@ class Windows:
         overlap: int = 1,
         vocab_size: int | None = None,
     ) -> None:
-        self._indexed, self._first, self._vocab_size = indexed, documents.start, vocab_size
+        self._indexed, self._first = indexed, documents.start
+        self._start_of = indexed.document_start
+        limits = np.iinfo(indexed.dtype)
+        self._checked = vocab_size is not None and vocab_size <= limits.max
+        self._vocab_size, self._signed = vocab_size or 0, limits.min < 0
         self.order = SampleOrder(indexed.document_sizes(documents), length, seed, stream, overlap)
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
         """(tokens of window n, how many of them each of its documents has)."""
-        indexed = self._indexed
-        text = np.empty(self.order.length + self.order.overlap, dtype=np.int64)
-        at, sizes = 0, []
-        for document, start, end in self.order.stretches(n):
-            text[at : at + end - start] = indexed.document(self._first + document, start, end)
-            at += end - start
-            sizes.append(end - start)
-        if self._vocab_size is not None and int(text.view(np.uint64).max()) >= self._vocab_size:
-            worst = int(text.max()) if text.max() >= self._vocab_size else int(text.min())
-            where = [self._first + s.document for s in self.order.stretches(n)]
-            raise DatasetError(
-                f"{indexed.prefix}.bin holds token id {worst} in one of the documents {where}, outside the vocabulary of "
-                f"{self._vocab_size}: the file is damaged or was made with another tokenizer"
-            )
-        return text, sizes
+        tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
+        pieces = self.order.pieces(n)
+        raw = np.concatenate(
+            [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
+        )
+        if self._checked and (np.maximum.reduce(raw) >= self._vocab_size or (self._signed and raw.min() < 0)):
+            self._refuse(n, raw)
+        return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
+
+    def _refuse(self, n: int, raw: NDArray[np.integer]) -> None:
+        bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())
+        where = [self._first + document for document, _, _ in self.order.pieces(n)]
+        raise DatasetError(
+            f"{self._indexed.prefix}.bin holds token id {bad} in one of the documents {where}, outside the vocabulary of "
+            f"{self._vocab_size}: the file is damaged or was made with another tokenizer"
+        )
