@@ -38,6 +38,7 @@ from megatron.data.indexed_dataset import best_dtype
 from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
+from megatron.tokenizer.segment import SEGMENTERS
 
 EXAMPLES = """\
   python tools/preprocess_data.py --input corpus.jsonl --vocab-file tokenizer.model --output-prefix data/corpus
@@ -76,7 +77,7 @@ class _Worker:
 
 
 def _start_worker(args: argparse.Namespace) -> None:
-    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
+    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type, args.segmenter)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
 
 
@@ -128,7 +129,7 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
 
 def main(args: argparse.Namespace) -> None:
     _check(args)
-    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type, args.segmenter)
     sources = find_files(args.input)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
     output = _Output(args, tokenizer, journal.state or {})
@@ -159,7 +160,7 @@ def _check(args: argparse.Namespace) -> None:
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the output depends on."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
-    ignored = ("input", "workers", "quiet", "debug", "vocab_file")
+    ignored = ("input", "segmenter", "workers", "quiet", "debug", "vocab_file")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
 
@@ -289,6 +290,12 @@ def build_parser() -> Parser:
         help="the tokenizer: a file or folder of tools/train_tokenizer.py or of Hugging Face",
     )
     add("--tokenizer-type", choices=KINDS, default="auto", help="default: told from the file")
+    add(
+        "--segmenter",
+        choices=SEGMENTERS,
+        default="auto",
+        help="for CPM's: who cuts words; the same either way (default: rjieba if installed)",
+    )
     add(
         "--keys",
         "--json-keys",

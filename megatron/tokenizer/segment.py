@@ -45,8 +45,15 @@ def segmenter(kind: str = "auto") -> Cut:
     for name in dict.fromkeys(("jieba", kind)):
         if not importlib.util.find_spec(name):
             raise TokenizerError(f"this tokenizer needs words cut by {name}: pip install {name}")
-    jieba = _load_jieba()
-    return _Fast(jieba).cut if kind == "rjieba" else lambda text: BORDER.join(jieba.cut(text))
+    made: list[Cut] = []
+
+    def cut(text: str) -> str:
+        if not made:  # the dictionary takes a second, and many who ask for a tokenizer never cut a text
+            jieba = _load_jieba()
+            made.append(_Fast(jieba).cut if kind == "rjieba" else lambda text: BORDER.join(jieba.cut(text)))
+        return made[0](text)
+
+    return cut
 
 
 @lru_cache(maxsize=1)
@@ -62,7 +69,7 @@ def _load_jieba() -> Any:
     return jieba
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 17)
 def _cut_between(text: str) -> str:
     """What jieba makes of text without Han characters and without dictionary words."""
     words: list[str] = []

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.tokenizer import load_tokenizer
 from tests.support import ROOT, command, losses, train_gpt2
 
 
@@ -260,3 +261,45 @@ def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str]) -> No
     assert len(texts) == 2
     assert all(text.startswith("春天") for text in texts)
     assert first.stdout == again.stdout
+
+
+def test_a_blend_goes_on_in_another_layout(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
+    """The hash of the samples read is that of an undisturbed run, and other data are noticed."""
+    eod = load_tokenizer(vocab_file).eod
+    with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
+        for i in range(40):
+            builder.add_document([*range(300, 330 + i), eod])
+    blend = [*flags, "--data-path", "0.7", tiny_data, "0.3", str(tmp_path / "other")]
+
+    def position(run: str, iteration: int) -> tuple[int, int]:
+        path = tmp_path / run / "checkpoints" / f"iter_{iteration:07d}" / "checkpoint.json"
+        state = json.loads(path.read_text())["state"]
+        return state["consumed_samples"], state["sample_hash"]
+
+    train_gpt2(1, tmp_path / "whole", *blend, "--batch-size", "4", "--train-iters", "4")
+    train_gpt2(2, tmp_path / "cut", *blend, "--pipe-parallel-size", "2", "--batch-size", "4", "--train-iters", "2")
+    train_gpt2(2, tmp_path / "cut", *blend, "--batch-size", "1", "--gas", "2", "--train-iters", "4")
+    assert position("cut", 4) == position("whole", 4)
+    assert position("cut", 4)[0] == 16
+    done = launch(1, *flags, "--batch-size", "4", "--train-iters", "5", "--run-dir", str(tmp_path / "cut"))
+    assert "note: the samples before this point were others than those that these data" in done.stdout
+    done = launch(1, *blend, "--batch-size", "4", "--train-iters", "6", "--run-dir", str(tmp_path / "whole"))
+    assert done.returncode == 0
+    assert "note:" not in done.stdout
+
+
+def test_a_damaged_id_stops_the_run(tmp_path: Path, flags: list[str], tiny_data: str) -> None:
+    """In the middle of a large corpus, where the look at its ends does not find it."""
+    for each in ("bin", "idx"):
+        shutil.copy(f"{tiny_data}.{each}", tmp_path / f"x.{each}")
+    tokens = np.memmap(tmp_path / "x.bin", np.uint16, "r+")
+    tokens[2000] = 65535
+    tokens.flush()
+    code = "import megatron.data.gpt2_dataset as g, pretrain_gpt2 as p; g.check_ids = lambda *_: None; import sys; "
+    code += (
+        "p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_step, "
+        "count_targets=p.count_targets, argv=sys.argv[1:])"
+    )
+    argv = [*flags, "--data-path", str(tmp_path / "x"), "--run-dir", str(tmp_path / "r"), "--batch-size", "100"]
+    sentence = said(command("python", "-c", code, *argv), 1)
+    assert "x.bin holds token id 65535 in one of the documents [" in sentence

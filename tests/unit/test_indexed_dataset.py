@@ -4,14 +4,17 @@ import pickle
 import struct
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, best_dtype
-from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.indexed_writer import IndexedDatasetBuilder, checksums_of
 from tests.support import ROOT
 
 
@@ -43,6 +46,62 @@ def test_reads_what_it_wrote(tmp_path: Path, dtype: type) -> None:
     assert dataset[np.int64(2)].tolist() == [4]
     assert dataset[-1].tolist() == [7, 8, 9]
     assert dataset.get(4, offset=1, length=1).tolist() == [8]
+
+
+ARRAYS = {
+    np.uint8: st.integers(0, 255), np.int8: st.integers(-128, 127), np.uint16: st.integers(0, 65535),
+    np.int32: st.integers(-(2**31), 2**31 - 1), np.int64: st.integers(-(2**63), 2**63 - 1),
+}  # fmt: skip
+
+
+@given(st.sampled_from(list(ARRAYS)).flatmap(
+    lambda dtype: st.tuples(st.just(dtype), st.lists(st.lists(st.lists(ARRAYS[dtype], max_size=5), max_size=4), max_size=8))
+))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> None:
+    """Documents without sequences, sequences without tokens, no documents at all, ids at the limits of the dtype."""
+    dtype, documents = drawn
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = build(Path(folder) / "x", documents, dtype)
+        assert [dataset[i].tolist() for i in range(len(dataset))] == [s for d in documents for s in d]
+        assert dataset.num_documents == len(documents)
+        assert dataset.document_sizes(range(len(documents))).tolist() == [sum(map(len, d)) for d in documents]
+        for d, sequences in enumerate(documents):
+            if any(sequences):
+                first = next(t for s in sequences for t in s)
+                assert dataset.tokens[dataset.document_start(d)] == first
+
+
+def test_a_writer_goes_on_where_another_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes and checksums as without a break, wherever the break and the borders of the blocks fall."""
+    monkeypatch.setattr("megatron.data.indexed_writer.BLOCK", 64)
+    documents = [np.arange(n * 3 % 17) for n in range(60)]
+    with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as whole:
+        for document in documents:
+            whole.add_document(document)
+    for cut in (0, 1, 7, 59, 60):
+        first = IndexedDatasetBuilder(tmp_path / "cut", np.uint16, "part")
+        for document in documents[:cut]:
+            first.add_document(document)
+        state = first.state()
+        first.add_document([9] * 40)  # what came after the state is lost
+        first.close()
+        second = IndexedDatasetBuilder(tmp_path / "cut", np.uint16, "part", state)
+        for document in documents[cut:]:
+            second.add_document(document)
+        second.finalize()
+        for ending in ("bin", "idx"):
+            assert (tmp_path / f"cut.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
+        assert second.checksums == whole.checksums
+        assert [checksums_of(str(tmp_path / f"cut.{e}")) for e in ("bin", "idx")] == [
+            whole.checksums[e] for e in ("bin", "idx")
+        ]
+    assert len(whole.checksums["bin"]) > 10
+
+
+def test_one_token(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "x", [[[7]]])
+    assert (len(dataset), dataset.num_tokens, dataset[0].tolist()) == (1, 1, [7])
 
 
 CORE = """

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -113,3 +115,41 @@ def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
         return [next(iterator)["text"].tolist() for _ in range(6)]
 
     assert first(0) == first(2)
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 24), st.integers(0, 2), st.integers(0, 200)
+)
+@settings(max_examples=300, deadline=None)
+def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, overlap: int, n: int) -> None:
+    """Documents laid end to end, cut into windows, token by token."""
+    if sum(sizes) < length + overlap:
+        return
+    order = SampleOrder(np.array(sizes, np.int32), length, seed=3, stream="train", overlap=overlap)
+    number, at = divmod(n, order.per_epoch)
+    documents = np.random.default_rng([3, *b"train", number, 0]).permutation(len(sizes))
+    samples = np.random.default_rng([3, *b"train", number, 1]).permutation(order.per_epoch)
+    line = [(int(d), k) for d in documents for k in range(sizes[d])]
+    begin = int(samples[at]) * length
+    found = [(d, k) for d, start, stop in order.pieces(n) for k in range(start, stop)]
+    assert found == line[begin : begin + length + overlap]
+    assert order.places(n, 3).tolist() == [
+        m // order.per_epoch * order.per_epoch + int(order.epoch(m // order.per_epoch).samples[m % order.per_epoch])
+        for m in range(n, n + 3)
+    ]
+
+
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=5),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tuple[int, int, int]]) -> None:
+    """Other ranks, batch sizes and accumulation after every break: no sample is left out or read twice."""
+    at, seen = start, []
+    for ranks, batch, gas in runs:
+        iterators = [iter(ConsecutiveSampler(batch, gas, rank, ranks, at)) for rank in range(ranks)]
+        for _ in range(2):
+            seen += [n for it in iterators for _ in range(gas) for n in next(it)]
+        at += 2 * ranks * batch * gas
+    assert seen == list(range(start, at))
