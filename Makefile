@@ -11,3 +11,4 @@ test:  ## everything
 bench:  ## ratios against peers, on this machine
 	bash scripts/setup.sh dev
 	.venv/bin/python benchmarks/run.py
+	.venv/bin/python benchmarks/data.py

@@ -10,7 +10,7 @@ An epoch is the documents once, less the tokens at its end that fill no sample.
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,10 @@ class SampleOrder:
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()
         self._latest = _NONE
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes: epochs follow from the rest and need not travel."""
+        return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NONE}
 
     def epoch(self, number: int) -> Epoch:
         """The order of epoch `number`, made when first asked for."""

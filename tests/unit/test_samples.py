@@ -1,3 +1,4 @@
+import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data.blend import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
@@ -105,6 +107,16 @@ def test_an_iteration_has_the_same_samples_in_every_layout(ranks: int, batch: in
     for iteration in range(2, 5):
         found = [n for it in iterators for _ in range(gas) for n in next(it)]
         assert found == list(range(8 * iteration, 8 * iteration + 8))
+
+
+def test_a_dataset_travels_without_its_epochs(indexed: IndexedDataset) -> None:
+    dataset = GPT2Dataset(indexed, range(100), seq_length=16, seed=1, part="train")
+    small = len(pickle.dumps(dataset))
+    blend = BlendedDataset([dataset, dataset], ["0.5", "0.5"])
+    first = [blend[n]["text"].tolist() for n in range(40)]
+    assert len(pickle.dumps(dataset)) == small
+    copy = pickle.loads(pickle.dumps(blend))
+    assert [copy[n]["text"].tolist() for n in range(40)] == first
 
 
 def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
