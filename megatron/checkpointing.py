@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from . import mpu, zero_state
+from .arguments import HOME, with_values
 from .config import Config
 from .model.init import full_shape, local_shape, own_rows
 from .model.layers import global_parameters
@@ -209,6 +210,17 @@ def latest_checkpoint(folder: str) -> Path | None:
     return path
 
 
+def find_checkpoint(load: str) -> Path:
+    """The newest checkpoint of a run directory, of a folder of checkpoints, or `load` itself."""
+    for folder in (Path(load) / "checkpoints", Path(load)):
+        if (folder / "checkpoint.json").is_file():
+            return folder
+        path = latest_checkpoint(str(folder))
+        if path:
+            return path
+    raise CheckpointError(f"{load} holds no checkpoint")
+
+
 class CheckpointReader:
     """Reads any stretch of any tensor of a checkpoint, whatever the layout that wrote it."""
 
@@ -288,11 +300,23 @@ class CheckpointReader:
             differing.append(f"max_position_embeddings is {self.positions} there and {config.positions} here")
         if differing:
             raise CheckpointError(f"{self.path} is of another model: {'; '.join(differing)}")
-        if fingerprint is not None and fingerprint != self.tokenizer:
+        if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
                 f"{self.path} was trained with another tokenizer (SHA-256 {self.tokenizer[:12]}, --vocab-file has "
                 f"{fingerprint[:12]})"
             )
+
+
+def plain_config(reader: CheckpointReader, model_parallel_size: int = 1) -> Config:
+    """The settings that a checkpoint was saved with, without its layout."""
+    saved = {name: value for section in reader.config.values() for name, value in section.items() if name in HOME}
+    plain = {
+        "pipe_parallel_size": 0,
+        "pipeline_schedule": "1f1b",
+        "virtual_pipeline_size": 1,
+        "pipeline_extra_warmup": 0,
+    }
+    return with_values(Config(), {**saved, **plain, "model_parallel_size": model_parallel_size})
 
 
 def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

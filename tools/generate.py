@@ -7,8 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 from _cli import Parser, run
 
-from megatron.arguments import HOME, with_values
-from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint, load_weights
+from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config import Config
 from megatron.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_search, sample
 from megatron.initialize import initialize_megatron
@@ -21,29 +20,6 @@ EXAMPLES = """\
   python tools/generate.py --load runs/gpt2 --prompt "Once upon" --num-samples 3 --temperature 0.8 --top-p 0.9
   python tools/generate.py --load runs/t5 --prompt "春天来了，<extra_id_0>都开了。" --num-beams 4
   python tools/launch.py --standalone --nproc-per-node 2 tools/generate.py --model-parallel-size 2 --load runs/gpt2"""
-
-
-def find_checkpoint(load: str) -> Path:
-    """The newest checkpoint of a run directory, of a folder of checkpoints, or `load` itself."""
-    for folder in (Path(load) / "checkpoints", Path(load)):
-        if (folder / "checkpoint.json").is_file():
-            return folder
-        path = latest_checkpoint(str(folder))
-        if path:
-            return path
-    raise CheckpointError(f"{load} holds no checkpoint")
-
-
-def config_of(reader: CheckpointReader, model_parallel_size: int = 1) -> Config:
-    """The settings that a checkpoint was saved with, without its layout."""
-    saved = {name: value for section in reader.config.values() for name, value in section.items() if name in HOME}
-    plain = {
-        "pipe_parallel_size": 0,
-        "pipeline_schedule": "1f1b",
-        "virtual_pipeline_size": 1,
-        "pipeline_extra_warmup": 0,
-    }
-    return with_values(Config(), {**saved, **plain, "model_parallel_size": model_parallel_size})
 
 
 def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
@@ -83,7 +59,7 @@ def stepper_of(path: Path, config: Config, tokenizer: Tokenizer, prompt: str) ->
 
 def main(args: argparse.Namespace) -> None:
     path = find_checkpoint(args.load)
-    config = config_of(CheckpointReader(path), args.model_parallel_size)
+    config = plain_config(CheckpointReader(path), args.model_parallel_size)
     vocab_file = args.vocab_file or config.data.vocab_file
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")

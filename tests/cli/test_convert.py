@@ -1,0 +1,181 @@
+"""To Hugging Face and back: the same logits, the same bits, from every layout that saved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.model import GPT2Model
+from megatron.tokenizer import SentinelTokenizer, load_tokenizer
+from tests.support import ROOT, command, train_gpt2, train_t5
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--batch-size", "2", "--lr", "0.05", "--train-iters", "2", "--eval-iters", "0", "--precision", "fp32", "--no-tensorboard", "--log-interval", "1"]  # fmt: skip
+T5 = ["--num-decoder-layers", "3", "--kv-hidden-size", "6", "--ff-hidden-size", "40", "--no-hidden-bias", "--normalization", "rmsnorm", "--enc-seq-length", "32", "--position-embedding", "relative", "--no-scale-attention", "--activation", "gated-gelu", "--num-sentinels", "20"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer that transformers can read."""
+    path = str(tmp_path_factory.mktemp("hf") / "tokenizer.json")
+    argv = [
+        "--input",
+        str(ROOT / "corpus/sample.jsonl"),
+        "--tokenizer-type",
+        "hf",
+        "--vocab-size",
+        "3000",
+        "--output",
+        path,
+    ]
+    done = command("python", "tools/train_tokenizer.py", *argv, "--quiet")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def convert(*argv: str) -> str:
+    done = command("python", "tools/convert_checkpoint.py", *argv)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    reader = CheckpointReader(find_checkpoint(str(path)))
+    names = [key for key in reader.tensors if key.startswith("weight.")]
+    return {
+        key: reader.read(key, reader.tensors[key]["dim"], 0, reader.tensors[key]["shape"][reader.tensors[key]["dim"]])
+        for key in names
+    }
+
+
+def round_trip(run: Path, tmp_path: Path, *shards: str) -> None:
+    said = convert("--load", str(run), "--output", str(tmp_path / "hf"), "--verify", *shards)
+    worst = float(said.split("largest difference of a logit: ")[1].split()[0])
+    assert worst < 1e-5
+    back = convert("--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "back"), "--verify")
+    assert float(back.split("largest difference of a logit: ")[1].split()[0]) < 1e-5
+    ours, again = weights(run), weights(tmp_path / "back")
+    assert ours.keys() == again.keys()
+    assert all(torch.equal(ours[key], again[key]) for key in ours)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, []),
+        (4, ["--pipe-parallel-size", "2", "--model-parallel-size", "2"]),
+        (2, ["--model-parallel-size", "2", "--no-tie-embeddings"]),
+    ],
+    ids=["one process", "pp2-tp2", "tp2 untied"],
+)
+def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, world: int, layout: list[str]) -> None:
+    train_gpt2(
+        world,
+        tmp_path / "run",
+        *SMALL,
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        hf_file,
+        "--seq-length",
+        "24",
+        *layout,
+    )
+    round_trip(tmp_path / "run", tmp_path, *(["--max-shard-size", "0.0001"] if world == 4 else []))
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (world == 4)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = load_tokenizer(hf_file)
+    prompt = "春天来了"
+    assert tokenizer(prompt)["input_ids"] == ours.encode(prompt)
+    ids = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    done = command(
+        "python",
+        "tools/generate.py",
+        "--load",
+        str(tmp_path / "run"),
+        "--prompt",
+        prompt,
+        "--max-new-tokens",
+        "8",
+        "--top-k",
+        "1",
+        "--num-samples",
+        "1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip("\n") == tokenizer.decode(ids[0], skip_special_tokens=True).strip("\n")
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, ["--no-tie-embeddings"]), (2, ["--pipe-parallel-size", "2", "--tie-embeddings", "--scale-tied-logits"])],
+    ids=["untied", "pp2 tied"],
+)
+def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, world: int, layout: list[str]) -> None:
+    train_t5(world, tmp_path / "run", *SMALL, *T5, "--data-path", tiny_data, "--vocab-file", hf_file, *layout)
+    round_trip(tmp_path / "run", tmp_path)
+    theirs: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = SentinelTokenizer(load_tokenizer(hf_file), 20, "t5")
+    text = "春天<extra_id_0>花<extra_id_1>开"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    assert (theirs.config.pad_token_id, theirs.config.eos_token_id) == (ours.pad, ours.eod)
+
+
+def test_a_model_of_theirs_trains_on(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
+    config = transformers.GPT2Config(vocab_size=3000, n_positions=24, n_embd=32, n_layer=2, n_head=4)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    convert("--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "c"), "--vocab-file", hf_file, "--verify")
+    load = ["--load", str(tmp_path / "c"), "--data-path", tiny_data, "--vocab-file", hf_file, "--seq-length", "24"]
+    rows = train_gpt2(
+        2, tmp_path / "run", *SMALL, *load, "--pipe-parallel-size", "2", "--max-position-embeddings", "24"
+    )
+    model = GPT2Model(plain_config(CheckpointReader(find_checkpoint(str(tmp_path / "c")))))
+    load_weights(find_checkpoint(str(tmp_path / "c")), model)
+    assert [row["iteration"] for row in rows if row["split"] == "train"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-hidden-bias"], "cannot be a model with --no-hidden-bias"),
+        (["--kv-hidden-size", "6"], "cannot be a model with --kv-hidden-size 6"),
+    ],
+)
+def test_what_gpt2_cannot_be_is_refused(
+    tmp_path: Path, tiny_data: str, hf_file: str, flags: list[str], message: str
+) -> None:
+    train_gpt2(
+        1, tmp_path / "run", *SMALL, "--data-path", tiny_data, "--vocab-file", hf_file, "--seq-length", "24", *flags
+    )
+    done = command(
+        "python", "tools/convert_checkpoint.py", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not (tmp_path / "hf").exists()
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    def says(*argv: str) -> str:
+        done = command("python", "tools/convert_checkpoint.py", *argv, "--output", str(tmp_path / "o"))
+        assert done.returncode == 1
+        assert len(done.stderr.strip().splitlines()) == 1
+        return done.stderr
+
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text(
+        json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 9, "n_positions": 8})
+    )
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "bert"}')
+    assert "weights in pickled files are not read" in says("--from-hf", str(tmp_path / "pickled"))
+    assert "a model of type 'bert'; gpt2, t5 and mt5 can be converted" in says("--from-hf", str(tmp_path / "other"))
+    assert "is not a model of Hugging Face" in says("--from-hf", str(tmp_path))
+    assert "give either --load" in says()
