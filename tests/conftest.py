@@ -5,10 +5,14 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from .materials import SAMPLE, random_corpus, small_tokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same examples in every run, so that a red run is red again; HYPOTHESIS_SEED=random looks for new ones.
+settings.register_profile("project", derandomize=os.environ.get("HYPOTHESIS_SEED") != "random", database=None)
+settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
