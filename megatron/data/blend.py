@@ -57,6 +57,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         if len(datasets) != len(weights) or not all(float(weight) > 0 for weight in weights):
             raise ValueError("a blend needs a positive weight for each corpus")
         self.datasets = list(datasets)
+        self.plan = getattr(datasets[0], "plan", None)  # T5's lengths, which all share
         self.quotas = quotas(weights)
         self.block = sum(self.quotas)
         self._which = order_of(self.quotas)

@@ -104,7 +104,7 @@ def build_train_valid_test_datasets(
         return IndexedDataset(f"{prefix}_context").num_documents
 
     def make(prefix: str, documents: range | None, part: str) -> T5Samples:
-        chosen = documents or range(documents_of(prefix))
+        chosen = range(documents_of(prefix)) if documents is None else documents
         return CPMTripleDataset(prefix, chosen, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part)
 
     return build_datasets(make, data_path, split, documents_of)

@@ -63,7 +63,14 @@ def build_train_valid_test_datasets(
 
     def make(prefix: str, documents: range | None, part: str) -> GPT2Dataset:
         indexed = opened[prefix]
-        return GPT2Dataset(indexed, documents or range(indexed.num_documents), seq_length, seed, part, vocab_size)
+        return GPT2Dataset(
+            indexed,
+            range(indexed.num_documents) if documents is None else documents,
+            seq_length,
+            seed,
+            part,
+            vocab_size,
+        )
 
     return build_datasets(make, data_path, split, documents_of)
 

@@ -191,7 +191,7 @@ def build_train_valid_test_datasets(
 
     def make(prefix: str, documents: range | None, part: str) -> T5Samples:
         indexed = opened[prefix]
-        chosen = documents or range(indexed.num_documents)
+        chosen = range(indexed.num_documents) if documents is None else documents
         return T5Dataset(indexed, chosen, objective, plan, specials, seed, part, text_vocab_size)
 
     datasets, notes = build_datasets(make, data_path, split, documents_of)

@@ -96,6 +96,17 @@ def test_a_part_that_stays_empty_says_so(indexed: IndexedDataset) -> None:
     assert any("stays empty" in note for note in notes)
 
 
+def test_a_part_without_documents_is_empty_not_everything(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "one", np.int32) as builder:
+        builder.add_document(np.arange(500))
+    (train, valid, test), notes = build_train_valid_test_datasets(str(tmp_path / "one"), "8,1,1", 16, seed=1)
+    assert train is not None
+    assert (valid, test) == (None, None)
+    assert [note.split(":")[0] for note in notes] == [
+        f"the {part} part of {tmp_path / 'one'} (0 of 1 documents) stays empty" for part in ("valid", "test")
+    ]
+
+
 def test_ids_outside_the_vocabulary_are_refused(indexed: IndexedDataset) -> None:
     with pytest.raises(DatasetError, match="outside the vocabulary of 500"):
         build_train_valid_test_datasets(indexed.prefix, "1", 16, seed=1, vocab_size=500)
