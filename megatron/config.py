@@ -285,6 +285,14 @@ class CheckpointConfig(Section):
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
     load: str | None = opt(None, "folder of checkpoints to start from; that of --save if not given")
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves at the end alone", _at_least(0))
+    keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", _at_least(1))
+    keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", _at_least(1))
+    exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", _at_least(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_every and self.keep_last is None:
+            raise ConfigError("--keep-every needs --keep-last: without it all checkpoints stay")
 
 
 @dataclass(frozen=True, kw_only=True)

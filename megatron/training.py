@@ -31,7 +31,9 @@ from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.init import full_shape
 from .model.layers import global_parameters
 from .optim import lr_at
+from .retention import prune
 from .runtime import RunError, is_rank_0, leave, print_rank_0, start, together
+from .stopping import Wish, Wishes
 from .tokenizer import Tokenizer, load_tokenizer
 
 Datasets = tuple[Any, Any, Any]
@@ -261,8 +263,9 @@ def train(run: Run) -> None:
     window = _Window(run)
     saved = state.iteration
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
-    with bar:
-        while state.iteration < last:
+    with bar, Wishes(config.checkpoint.exit_duration_in_mins, run.device) as wishes:
+        wish = Wish.NOTHING
+        while state.iteration < last and wish is not Wish.SAVE_AND_STOP:
             mpu.get_mesh().rng.begin(state.iteration)
             step = run.engine.train_batch(batches, lr_at(state.iteration, config))
             state.iteration += 1
@@ -280,10 +283,14 @@ def train(run: Run) -> None:
             if due(state.iteration, config.train.eval_interval) and state.iteration < last:
                 evaluate(run, "valid")
                 window.restart()
-            if due(state.iteration, config.checkpoint.save_interval):
+            wish = wishes.wish()
+            if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
                 save(run)
                 saved = state.iteration
                 window.restart()
+    if state.iteration < last:
+        print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
+        return
     if state.iteration != saved:
         save(run)
     evaluate(run, "valid")
@@ -297,6 +304,8 @@ def due(iteration: int, interval: int) -> bool:
 def save(run: Run) -> None:
     path = save_checkpoint(run.save_dir, run.engine.deepspeed, run.state, run.config, run.tokenizer.fingerprint)
     print_rank_0(f"saved {path}")
+    kept = run.config.checkpoint
+    together(lambda: prune(path.parent, kept.keep_last, kept.keep_every) if is_rank_0() else None)
 
 
 def evaluate(run: Run, part: str) -> float | None:

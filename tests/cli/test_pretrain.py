@@ -303,3 +303,44 @@ def test_a_damaged_id_stops_the_run(tmp_path: Path, flags: list[str], tiny_data:
     argv = [*flags, "--data-path", str(tmp_path / "x"), "--run-dir", str(tmp_path / "r"), "--batch-size", "100"]
     sentence = said(command("python", "-c", code, *argv), 1)
     assert "x.bin holds token id 65535 in one of the documents [" in sentence
+
+
+def test_the_newest_checkpoints_stay(tmp_path: Path, flags: list[str]) -> None:
+    more = ["--save-interval", "1", "--keep-last", "2", "--keep-every", "3"]
+    train_gpt2(2, tmp_path, *flags, *more, "--pipe-parallel-size", "2", "--train-iters", "6")
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["iter_0000003", "iter_0000005", "iter_0000006", "latest"]
+
+
+def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> None:
+    """To one rank of two: both save the same iteration, and the same command goes on to the same losses."""
+    argv = [*flags, "--save-interval", "0", "--train-iters", "8", "--pipe-parallel-size", "2", "--eval-iters", "0"]
+    code = """
+import os, signal, sys, pretrain_gpt2 as p, megatron.training as t
+honest = t._Window.add
+def add(self, loss):
+    honest(self, loss)
+    at = self.run.state.iteration
+    if os.environ["RANK"] == "1" and sys.argv[1] == "signals":
+        if at == 2: os.kill(os.getpid(), signal.SIGUSR1)
+        if at == 5: os.kill(os.getpid(), signal.SIGTERM)
+t._Window.add = add
+p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_step, count_targets=p.count_targets, argv=sys.argv[2:])
+"""
+    script = tmp_path / "train.py"
+    script.write_text(code)
+
+    def go(kind: str, run: str, *more: str) -> Any:
+        base = ["tools/launch.py", "--standalone", "--nproc-per-node", "2", str(script), kind]
+        done = command("python", *base, *argv, *more, "--run-dir", str(tmp_path / run), env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "asked to stop after iteration 5; the same command continues" in go("signals", "cut")
+    saved = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
+    assert saved == ["iter_0000002", "iter_0000005", "latest"]
+    assert "resumed at iteration 5" in go("none", "cut")
+    go("none", "whole")
+    cut, whole = ((tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("cut", "whole"))
+    assert losses(list(map(json.loads, cut))) == losses(list(map(json.loads, whole)))
+    assert "asked to stop after iteration 1;" in go("none", "short", "--exit-duration-in-mins", "0")

@@ -1,0 +1,26 @@
+"""Which checkpoints stay: the newest few, and every so many iterations one for good."""
+
+import shutil
+from pathlib import Path
+
+
+def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
+    """Delete older checkpoints; returns their names.
+
+    keep_last: how many of the newest stay; None keeps all. keep_every: those of iterations divisible by
+    it stay, too. The one that `latest` names always stays. Each is renamed before it is deleted, so
+    that a crash leaves no half of one under its name.
+    """
+    if keep_last is None:
+        return []
+    latest = (folder / "latest").read_text(encoding="utf-8").strip()
+    names = sorted(path.name for path in folder.glob("iter_*") if path.name[5:].isdigit())
+    dropped = [
+        name for name in names[:-keep_last] if name != latest and not (keep_every and int(name[5:]) % keep_every == 0)
+    ]
+    for name in dropped:
+        doomed = folder / f"{name}.old.tmp"
+        shutil.rmtree(doomed, ignore_errors=True)
+        (folder / name).rename(doomed)
+        shutil.rmtree(doomed)
+    return dropped
