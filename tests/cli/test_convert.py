@@ -1,6 +1,7 @@
 """To Hugging Face and back: the same logits, the same bits, from every layout that saved."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,37 @@ def round_trip(run: Path, tmp_path: Path, *shards: str) -> None:
     assert all(torch.equal(ours[key], again[key]) for key in ours)
 
 
+def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
+    """Perplexity with a stride of one token, against a loop that asks for each token by itself."""
+    texts = ["春天来了，花开了。", "It was a dark night, and the rain fell in torrents over the town. " * 2]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    nats, count, eod = 0.0, 0, theirs.config.eos_token_id
+    for text in texts:
+        ids = [eod, *tokenizer(text)["input_ids"], eod]
+        for at in range(1, len(ids)):
+            with torch.no_grad():
+                logits = theirs(torch.tensor([ids[max(at - 24, 0) : at]])).logits[0, -1]
+            nats -= float(logits.log_softmax(-1)[ids[at]])
+            count += 1
+    bits = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    for source in (["--load", str(tmp_path / "run")], ["--hf", str(tmp_path / "hf")]):
+        argv = [
+            "--input",
+            str(tmp_path / "x.jsonl"),
+            "--stride",
+            "1",
+            "--json",
+            str(tmp_path / "found.json"),
+            "--quiet",
+        ]
+        done = command("python", "tools/evaluate.py", *source, *argv)
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found["tokens"] == count
+        assert found["loss"] == pytest.approx(nats / count, rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
@@ -90,6 +122,8 @@ def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, world: int, layout: 
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ours = load_tokenizer(hf_file)
+    if world == 1:
+        check_evaluation(tmp_path, theirs, tokenizer)
     prompt = "春天来了"
     assert tokenizer(prompt)["input_ids"] == ours.encode(prompt)
     ids = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=8, do_sample=False)

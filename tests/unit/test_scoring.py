@@ -1,0 +1,50 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.scoring import completes, nats_of, windows
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 30])
+@pytest.mark.parametrize(("longest", "stride"), [(8, 1), (8, 4), (8, 7), (2, 1)])
+def test_every_token_is_a_target_once(length: int, longest: int, stride: int) -> None:
+    targets = []
+    for window in windows(length, longest, stride):
+        assert 0 < window.end - window.start <= longest
+        assert window.start < window.first
+        targets += range(window.first, window.end)
+        if window.first > 1:  # whatever can be seen is seen
+            assert window.start == max(window.end - longest, 0)
+    assert targets == list(range(1, length))
+
+
+@pytest.mark.parametrize("stride", [0, 8, 9])
+def test_bad_strides_are_refused(stride: int) -> None:
+    with pytest.raises(ValueError, match="must be at least 1 and less than the 8 tokens"):
+        list(windows(20, 8, stride))
+
+
+def table(tokens: Tensor) -> Tensor:
+    """A bigram model: the logits of what follows token t are row t of a fixed table."""
+    return torch.randn(11, 11, generator=torch.Generator().manual_seed(1))[tokens]
+
+
+@pytest.mark.parametrize("stride", [1, 3, 6])
+def test_nats_against_a_bigram_table(stride: int) -> None:
+    """Of a model without memory every window gives the same: the table's own logarithms."""
+    ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    probabilities = table(torch.arange(11)).softmax(-1)
+    expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]
+    assert nats_of(ids, table, 7, stride, CPU) == pytest.approx(expected, rel=1e-5)
+
+
+def test_completion() -> None:
+    best = table(torch.arange(11)).argmax(-1).tolist()
+    start = next(t for t in range(11) if best[best[t]] != t)
+    chain = [start, best[start], best[best[start]]]
+    assert completes(chain[:1], chain[1:], table, 8, CPU)
+    assert not completes(chain[:1], [chain[1], (chain[2] + 1) % 11], table, 8, CPU)

@@ -1,0 +1,139 @@
+"""How well a GPT-2 predicts a text (perplexity, bits per byte) or the end of it (cloze), ours or Hugging Face's."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from _cli import Parser, run
+from tqdm import tqdm
+
+from data_utils.documents import texts
+from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.model import GPT2Model
+from megatron.scoring import Logits, Score, completes, nats_of
+from megatron.tokenizer import Tokenizer, load_tokenizer
+
+EXAMPLES = """\
+  python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
+  python tools/evaluate.py --load runs/gpt2 --cloze questions.jsonl
+      each line {"context": "...", "target": "..."}: is the target what the model finds likeliest?
+  python tools/evaluate.py --hf exported/ --input held_out.jsonl"""
+
+
+class Subject:
+    """A model, its tokenizer, and how many tokens it can see."""
+
+    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int) -> None:
+        self.logits_of, self.tokenizer, self.longest = logits_of, tokenizer, longest
+
+
+def ours(args: argparse.Namespace) -> Subject:
+    path = find_checkpoint(args.load)
+    config = plain_config(CheckpointReader(path))
+    if config.data.enc_seq_length is not None:
+        raise ValueError(f"{path} is a T5; evaluate.py scores left-to-right models: tools/generate.py fills T5's gaps")
+    vocab_file = args.vocab_file or config.data.vocab_file
+    if vocab_file is None:
+        raise ValueError("no tokenizer: give --vocab-file")
+    tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
+    model = GPT2Model(config, parallel_output=False)
+    load_weights(path, model).check_same_model(config, tokenizer.fingerprint)
+    model.eval()
+    return Subject(model, tokenizer, config.positions)
+
+
+def hugging_face(args: argparse.Namespace) -> Subject:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("--hf needs the package transformers: pip install transformers") from None
+    model: Any = AutoModelForCausalLM.from_pretrained(args.hf, dtype=torch.float32)
+    model.eval()
+    tokenizer = load_tokenizer(args.vocab_file or args.hf)
+    return Subject(lambda tokens: model(tokens).logits, tokenizer, model.config.max_position_embeddings)
+
+
+def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+    """Every document by itself, behind an end-of-document token; the end of the document is predicted, too."""
+    score, eod = Score(), subject.tokenizer.eod
+    longest = subject.longest + 1  # the last token of a window is only a target
+    stride = args.stride or max(subject.longest // 2, 1)
+    for text in tqdm(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
+        ids = [eod, *subject.tokenizer.encode(text), eod]
+        nats = nats_of(ids, subject.logits_of, longest, stride, torch.device("cpu"))
+        score += Score(sum(nats), len(nats), len(text), len(text.encode()))
+    if not score.tokens:
+        raise ValueError(f"no text in {', '.join(args.input)}")
+    return {
+        "loss": score.nats / score.tokens,
+        "perplexity": math.exp(min(score.nats / score.tokens, 700)),
+        "bits_per_byte": score.nats / math.log(2) / max(score.bytes, 1),
+        "bits_per_character": score.nats / math.log(2) / max(score.characters, 1),
+        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "stride": stride,
+    }  # fmt: skip
+
+
+def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+    right = total = 0
+    for number, line in enumerate(Path(args.cloze).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            context, target = record["context"], record["target"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f'{args.cloze}, line {number}: not of the form {{"context": "...", "target": "..."}}'
+            ) from None
+        # Together, as the text would be: tokens may reach over the border, and those that do belong to the target.
+        known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(known, whole, strict=False)) if a != b), min(len(known), len(whole))
+        )
+        if same == len(whole):
+            raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
+        total += 1
+        eod = subject.tokenizer.eod
+        right += completes(
+            [eod, *whole[:same]], whole[same:], subject.logits_of, subject.longest + 1, torch.device("cpu")
+        )
+    if not total:
+        raise ValueError(f"no questions in {args.cloze}")
+    return {"accuracy": right / total, "right": right, "questions": total}
+
+
+def main(args: argparse.Namespace) -> None:
+    if bool(args.load) == bool(args.hf):
+        raise ValueError("give either --load (a run of ours) or --hf (a folder of Hugging Face)")
+    if bool(args.input) == bool(args.cloze):
+        raise ValueError("give either --input (text to be predicted) or --cloze (questions)")
+    subject = ours(args) if args.load else hugging_face(args)
+    found = perplexity(subject, args) if args.input else cloze(subject, args)
+    for key, value in found.items():
+        print(f"{key.ljust(20)} {value:,.4f}" if isinstance(value, float) else f"{key.ljust(20)} {value:,}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("--load", help="a run directory, or one of its checkpoints")
+    add("--hf", help="a folder that transformers can load")
+    add("--input", nargs="+", help="text files, as tools/preprocess_data.py reads them")
+    add("--cloze", help="a .jsonl of contexts and targets")
+    add("--vocab-file", help="the tokenizer (default: the run's, or that of the folder)")
+    add("--json-key", default="text", help="key of the text in a record (default: text)")
+    add(
+        "--stride",
+        type=int,
+        help="targets of a window; fewer give each more context (default: half of what the model sees)",
+    )
+    add("--json", help="write the numbers to this file")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main, build_parser())
