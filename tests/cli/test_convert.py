@@ -11,7 +11,7 @@ import torch
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.model import GPT2Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
-from tests.support import ROOT, command, train_gpt2, train_t5
+from tests.support import FULL, ROOT, command, train_gpt2, train_t5
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,9 +98,9 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (1, []),
+        (1, []),  # and evaluated
         (4, ["--pipe-parallel-size", "2", "--model-parallel-size", "2"]),
-        (2, ["--model-parallel-size", "2", "--no-tie-embeddings"]),
+        pytest.param(2, ["--model-parallel-size", "2", "--no-tie-embeddings"], marks=FULL),
     ],
     ids=["one process", "pp2-tp2", "tp2 untied"],
 )

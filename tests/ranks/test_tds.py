@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import ROOT, RankFailure, command, ends_of_ranks, on_ranks
+from tests.support import FULL, ROOT, RankFailure, command, ends_of_ranks, on_ranks
 
 WIDTH, MICROS = 6, 4
 
@@ -213,7 +213,9 @@ def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], lis
     return found, scheduler.get_last_lr(), printed.getvalue()
 
 
-@pytest.mark.parametrize(("schedule", "stages", "ranks"), [("1f1b", 2, 2), ("interleaved", 2, 1), ("zb-h1", 3, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks"), [("1f1b", 2, 2), ("interleaved", 2, 1), pytest.param("zb-h1", 3, 1, marks=FULL)]
+)
 def test_the_pipeline_tutorial(tmp_path: Path, schedule: str, stages: int, ranks: int) -> None:
     """Learns; the scheduler moves; progress, breakdown and monitor are written."""
     (found, lr, printed), *others = on_ranks(stages * ranks, _tutorial, str(tmp_path), schedule, stages)

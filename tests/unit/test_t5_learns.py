@@ -12,6 +12,7 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from megatron.generation import Sampling, T5Stepper, sample
 from megatron.model import T5Model
+from tests.support import covering
 
 EOD, TEXT, COUNT = 0, 13, 10
 SIZES = (
@@ -26,7 +27,7 @@ VARIANTS = {
 STEPS, BATCH, LR = 600, 16, 3e-3
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", covering(list(VARIANTS), lambda variant: variant == "t5"))
 def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
     """Documents count 1 to 12 again and again; what is missing has to be copied from around each gap, and counted on."""
     rng = np.random.default_rng(0)
