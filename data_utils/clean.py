@@ -1,6 +1,6 @@
 """Rules that a document goes through: each mends it, or says why it is dropped. All can be switched off.
 
-A rule is a function text -> text, or raises Drop. They run in the order of RULES.
+A rule is a function (text, limits) -> text, or raises Drop. They run in the order of RULES.
 """
 
 import re
@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-Rule = Callable[[str], str]
 
 
 class Drop(Exception):
@@ -29,6 +27,8 @@ class Limits:
     min_script: float = 0.0  # of the letters; 0 switches the rule off
 
 
+Rule = Callable[[str, Limits], str]
+
 # Control characters but tab and newline; soft hyphens, invisible spaces and marks of direction; a byte order mark.
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff\u202a-\u202e\u2066-\u2069]")
 _BREAKS = re.compile("\r\n?|\u2028|\u2029|\x85")
@@ -38,17 +38,17 @@ _MOJIBAKE = re.compile(
 )
 
 
-def nfkc(text: str) -> str:
+def nfkc(text: str, _: Limits) -> str:
     """Full-width letters become plain ones, ligatures are taken apart. Chinese punctuation changes, too (，becomes ,)."""
     return unicodedata.normalize("NFKC", text)
 
 
-def control(text: str) -> str:
+def control(text: str, _: Limits) -> str:
     """Control and invisible characters go, line breaks become newlines."""
     return _INVISIBLE.sub("", _BREAKS.sub("\n", text))
 
 
-def whitespace(text: str) -> str:
+def whitespace(text: str, _: Limits) -> str:
     """No spaces at line ends, at most one empty line, nothing around the text."""
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip()
@@ -98,7 +98,7 @@ def script(text: str, limits: Limits) -> str:
     return text
 
 
-RULES: dict[str, Callable[..., str]] = {
+RULES: dict[str, Rule] = {
     "nfkc": nfkc, "control": control, "whitespace": whitespace, "mojibake": mojibake, "repeated": repeated,
     "length": length, "script": script,
 }  # fmt: skip
@@ -121,7 +121,7 @@ def clean(text: str, rules: Sequence[str] = DEFAULT_RULES, limits: Limits | None
         if name not in rules:
             continue
         try:
-            after = rule(text) if rule in (nfkc, control, whitespace) else rule(text, limits)
+            after = rule(text, limits)
         except Drop as drop:
             return Outcome(None, str(drop), tuple(changed))
         if after != text:

@@ -117,7 +117,7 @@ def _write_tensors(
     except SafetensorError as error:
         raise OSError(str(error)) from None
     _sync(path)
-    return {"file": path.name, "sha256": _sha256(path), "bytes": path.stat().st_size, "tensors": places}
+    return {"file": path.name, "sha256": sha256_of(path), "bytes": path.stat().st_size, "tensors": places}
 
 
 def _publish(
@@ -153,13 +153,18 @@ def _publish(
         final.rename(old)
     temporary.rename(final)
     _sync(final.parent)
-    pointer = final.parent / "latest"
-    pointer_tmp = final.parent / "latest.tmp"
-    pointer_tmp.write_text(final.name + "\n", encoding="utf-8")
-    _sync(pointer_tmp)
-    os.replace(pointer_tmp, pointer)
-    _sync(final.parent)
+    point_latest_to(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def point_latest_to(checkpoint: Path) -> None:
+    """Let `latest` beside it name a checkpoint that is whole."""
+    folder = checkpoint.parent
+    temporary = folder / "latest.tmp"
+    temporary.write_text(checkpoint.name + "\n", encoding="utf-8")
+    _sync(temporary)
+    os.replace(temporary, folder / "latest")
+    _sync(folder)
 
 
 def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -188,7 +193,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -245,7 +250,7 @@ class CheckpointReader:
                 raise CheckpointError(f"{path} is missing")
             if path.stat().st_size != known["bytes"]:
                 raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {known['bytes']} were written")
-            if _sha256(path) != known["sha256"]:
+            if sha256_of(path) != known["sha256"]:
                 raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one it was saved with")
 
     def read(self, key: str, dim: int, begin: int, end: int) -> Tensor:

@@ -346,6 +346,11 @@ class Config:
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
 
     @property
+    def is_t5(self) -> bool:
+        """Whether these are the settings of an encoder-decoder; pretrain_t5.py sets a length for the encoder."""
+        return self.data.enc_seq_length is not None
+
+    @property
     def recomputed_layers(self) -> int:
         """Layers between two kept inputs; 0 keeps all activations."""
         return self.parallel.checkpoint_num_layers if self.parallel.checkpoint_activations else 0

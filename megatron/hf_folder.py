@@ -79,12 +79,12 @@ class FolderReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._opened: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             self._where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         elif (folder / "model.safetensors").is_file():
-            with self._open("model.safetensors") as file:
-                self._where = dict.fromkeys(file.keys(), "model.safetensors")
+            self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             raise ValueError(
                 f"{folder} holds no model.safetensors; weights in pickled files are not read: save them with "
@@ -92,19 +92,30 @@ class FolderReader:
             )
 
     def _open(self, name: str) -> Any:
-        try:
-            return safe_open(str(self.folder / name), framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.folder / name} cannot be read: {error}") from None
+        if name not in self._opened:
+            try:
+                self._opened[name] = safe_open(str(self.folder / name), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{self.folder / name} cannot be read: {error}") from None
+        return self._opened[name]
 
-    def read(self, name: str) -> Tensor:
+    def _find(self, name: str) -> tuple[Any, str]:
+        """The file that holds a tensor, and its name there."""
         short = name.removeprefix("transformer.")  # GPT-2's without its head are saved without the prefix
         found = name if name in self._where else short
         if found not in self._where:
             raise ValueError(f"{self.folder} holds no tensor {name}")
-        with self._open(self._where[found]) as file:
-            tensor: Tensor = file.get_tensor(found)
-            return tensor.float()
+        return self._open(self._where[found]), found
+
+    def shape(self, name: str) -> list[int]:
+        file, found = self._find(name)
+        shape: list[int] = file.get_slice(found).get_shape()
+        return shape
+
+    def read(self, name: str) -> Tensor:
+        file, found = self._find(name)
+        tensor: Tensor = file.get_tensor(found)
+        return tensor.float()
 
 
 def publish(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -4,15 +4,15 @@ import shutil
 from pathlib import Path
 
 
-def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Delete older checkpoints; returns their names.
+def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete older checkpoints.
 
     keep_last: how many of the newest stay; None keeps all. keep_every: those of iterations divisible by
     it stay, too. The one that `latest` names always stays. Each is renamed before it is deleted, so
     that a crash leaves no half of one under its name.
     """
     if keep_last is None:
-        return []
+        return
     latest = (folder / "latest").read_text(encoding="utf-8").strip()
     names = sorted(path.name for path in folder.glob("iter_*") if path.name[5:].isdigit())
     dropped = [
@@ -23,4 +23,3 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[s
         shutil.rmtree(doomed, ignore_errors=True)
         (folder / name).rename(doomed)
         shutil.rmtree(doomed)
-    return dropped

@@ -1,6 +1,7 @@
 """What all command-line tools share: usage errors exit 2, failures exit 1, each in one sentence on stderr."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +30,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
         sys.exit(2)
+
+
+def write_json(path: str, content: object) -> None:
+    """Under a temporary name first, so that nobody reads half of it."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    Path(temporary).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def run(

@@ -1,8 +1,8 @@
 """Checkpoints to and from Hugging Face: GPT2LMHeadModel and T5ForConditionalGeneration, tensor by tensor."""
 
 import argparse
-import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,17 @@ from _cli import Parser, run
 from torch import Tensor
 
 from megatron.arguments import with_values
-from megatron.checkpointing import FORMAT, WEIGHT, CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.checkpointing import (
+    FORMAT,
+    WEIGHT,
+    CheckpointReader,
+    TrainState,
+    find_checkpoint,
+    load_weights,
+    plain_config,
+    point_latest_to,
+    sha256_of,
+)
 from megatron.config import Config
 from megatron.hf_folder import (
     DTYPES,
@@ -36,17 +46,13 @@ EXAMPLES = """\
       then: python pretrain_gpt2.py --load runs/mine/checkpoints ..."""
 
 
-def is_t5(config: Config) -> bool:
-    return config.data.enc_seq_length is not None
-
-
 def export(args: argparse.Namespace) -> None:
     path = find_checkpoint(args.load)
     reader = CheckpointReader(path)
     reader.verify()
     config = plain_config(reader)
     tokenizer = _tokenizer(config, args.vocab_file)
-    t5 = is_t5(config)
+    t5 = config.is_t5
     if t5:
         assert isinstance(tokenizer, SentinelTokenizer)
         described = t5_config(config.model, tokenizer.pad, tokenizer.eod, args.dtype)
@@ -86,7 +92,7 @@ def _tokenizer(config: Config, vocab_file: str | None) -> Tokenizer:
     if given is None or not Path(given).exists():
         raise ValueError(f"the tokenizer {given} is not there: give --vocab-file")
     tokenizer = load_tokenizer(given, config.data.tokenizer_type)
-    if is_t5(config):
+    if config.is_t5:
         return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     return tokenizer
 
@@ -128,7 +134,7 @@ def bring_in(args: argparse.Namespace) -> None:
         settings["vocab_file"], fingerprint = args.vocab_file, load_tokenizer(args.vocab_file).fingerprint
     config = with_values(Config(), settings)
     theirs = FolderReader(source)
-    matches = list((t5_matches if is_t5(config) else gpt2_matches)(config.model))
+    matches = list((t5_matches if config.is_t5 else gpt2_matches)(config.model))
     entries = [_entry(match, theirs) for match in matches]
     final = output / "iter_0000000"
 
@@ -138,12 +144,12 @@ def bring_in(args: argparse.Namespace) -> None:
         (folder / "model.safetensors").rename(folder / name)
         whole = {
             "format": FORMAT,
-            "state": {"iteration": 0, "consumed_samples": 0, "consumed_tokens": 0, "sample_hash": 0},
+            "state": asdict(TrainState()),
             "optimizer": {"step": 0, "moments": [], "loss_scaler": {}},
             "tokenizer": fingerprint,
             "positions": config.positions,
             "config": config.to_dict(),
-            "files": {name: {"sha256": _sha256(folder / name), "bytes": (folder / name).stat().st_size}},
+            "files": {name: {"sha256": sha256_of(folder / name), "bytes": (folder / name).stat().st_size}},
             "tensors": {
                 e.name: {"shape": list(e.shape), "dim": 0, "pieces": [{"file": name, "begin": 0, "end": e.shape[0]}]}
                 for e in entries
@@ -152,9 +158,7 @@ def bring_in(args: argparse.Namespace) -> None:
         (folder / "checkpoint.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
     publish(final, fill)
-    pointer = output / "latest.tmp"
-    pointer.write_text(final.name + "\n", encoding="utf-8")
-    pointer.rename(output / "latest")
+    point_latest_to(final)
     print(f"{len(entries)} tensors -> {final}")
     if args.verify:
         verify(final, source)
@@ -165,15 +169,9 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
         tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
         return tensor
 
-    return Entry(f"{WEIGHT}.{match.ours}", tuple(make().shape), make)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+    # The shape follows from empty tensors; nothing is read for it.
+    shape = match.join([torch.empty(*theirs.shape(name), device="meta") for name in match.theirs]).shape
+    return Entry(f"{WEIGHT}.{match.ours}", tuple(shape), make)
 
 
 @torch.no_grad()
@@ -187,7 +185,7 @@ def verify(ours: Path, theirs: Path) -> None:
     vocab_size = config.model.vocab_size or 0
     length = min(64, config.positions)
     tokens = torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    if is_t5(config):
+    if config.is_t5:
         model: Any = T5Model(config, parallel_output=False)
         load_weights(ours, model)
         other: Any = T5ForConditionalGeneration.from_pretrained(theirs, dtype=torch.float32)

@@ -33,7 +33,7 @@ class Subject:
 def ours(args: argparse.Namespace) -> Subject:
     path = find_checkpoint(args.load)
     config = plain_config(CheckpointReader(path))
-    if config.data.enc_seq_length is not None:
+    if config.is_t5:
         raise ValueError(f"{path} is a T5; evaluate.py scores left-to-right models: tools/generate.py fills T5's gaps")
     vocab_file = args.vocab_file or config.data.vocab_file
     if vocab_file is None:

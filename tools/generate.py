@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
-    t5 = config.data.enc_seq_length is not None
+    t5 = config.is_t5
     if t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     if args.model_parallel_size > 1:

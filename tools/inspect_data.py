@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _cli import Parser, run
+from _cli import Parser, run, write_json
 
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
@@ -140,9 +140,7 @@ def _write_sidecar(builder: IndexedDatasetBuilder, about: dict[str, Any]) -> Non
     if content:
         counts = {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
         content |= counts | {"sha256": {Path(builder.prefix).name: builder.checksums}}
-        temporary = f"{builder.prefix}.json.{os.getpid()}.tmp"
-        Path(temporary).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        os.replace(temporary, f"{builder.prefix}.json")
+        write_json(f"{builder.prefix}.json", content)
 
 
 def sample(args: argparse.Namespace) -> None:
@@ -156,7 +154,7 @@ def sample(args: argparse.Namespace) -> None:
     from megatron.runtime import start
 
     config = from_file(str(path))
-    t5 = config.data.enc_seq_length is not None
+    t5 = config.is_t5
     import pretrain_gpt2
     import pretrain_t5
 

@@ -7,14 +7,13 @@ few chunks of about a megabyte are under way for each worker, and no document ma
 
 import argparse
 import itertools
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _cli import Parser, run
+from _cli import Parser, run, write_json
 from _journal import Journal
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -269,10 +268,7 @@ def _write_sidecar(
         "empty": count["empty"],
         "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},
     }
-    temporary = f"{prefix}.json.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(temporary, f"{prefix}.json")
+    write_json(f"{prefix}.json", content)
 
 
 def build_parser() -> Parser:

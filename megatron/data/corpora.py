@@ -9,7 +9,8 @@ from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
 
 Paths = str | Sequence[str] | Mapping[str, Sequence[str]]
-Make = Callable[[str, range | None, str], Any]  # (prefix, documents or None for all, part) -> a dataset
+Make = Callable[[range, str], Any]  # (documents, part) -> a dataset
+Open = Callable[[str], tuple[int, Make]]  # prefix -> (number of documents, what makes datasets of them)
 
 
 def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
@@ -49,26 +50,23 @@ def prefixes_of(paths: Paths) -> list[str]:
     return list(dict.fromkeys(prefix for group in groups for _, prefix in parse_blend(group)))
 
 
-def build_datasets(
-    make: Make, paths: Paths, split: str, documents_of: Callable[[str], int]
-) -> tuple[tuple[Any, Any, Any], list[str]]:
+def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
     """The datasets for training, validation and test, and notes on parts that stayed empty.
 
     paths: corpora whose documents --split shares out, or, as a mapping `train`, `valid`, `test`,
-    corpora of which all documents are for one part. make: raises ValueError where the documents do not fill a
-    sample. documents_of: number of documents of a corpus. Raises DatasetError if nothing is left for training.
+    corpora of which all documents are for one part. What `open_` gives raises ValueError where the documents do
+    not fill a sample. Raises DatasetError if nothing is left for training.
     """
     notes: list[str] = []
     found: dict[str, list[tuple[str | None, Any]]] = {part: [] for part in PARTS}
 
-    def add(part: str, weight: str | None, prefix: str, chosen: range | None, total: int) -> None:
-        size = total if chosen is None else len(chosen)
+    def add(part: str, weight: str | None, prefix: str, make: Make, chosen: range, total: int) -> None:
         try:
-            found[part].append((weight, make(prefix, chosen, part)))
+            found[part].append((weight, make(chosen, part)))
         except DatasetError:
             raise
         except ValueError as error:
-            where = f"the {part} part of {prefix} ({size} of {total} documents)"
+            where = f"the {part} part of {prefix} ({len(chosen)} of {total} documents)"
             if part == "train":
                 raise DatasetError(f"{where}: {error}") from None
             notes.append(f"{where} stays empty: {error}")
@@ -76,14 +74,15 @@ def build_datasets(
     if isinstance(paths, Mapping):
         for part in PARTS:
             for weight, prefix in parse_blend(paths.get(part, ())):
-                add(part, weight, prefix, None, documents_of(prefix))
+                total, make = open_(prefix)
+                add(part, weight, prefix, make, range(total), total)
     else:
         shares = parse_split(split)
         for weight, prefix in parse_blend(paths):
-            total = documents_of(prefix)
+            total, make = open_(prefix)
             for part, chosen, share in zip(PARTS, split_documents(shares, total), shares, strict=True):
                 if share:
-                    add(part, weight, prefix, chosen, total)
+                    add(part, weight, prefix, make, chosen, total)
     if not found["train"]:
         raise DatasetError(
             "nothing is left for training: "

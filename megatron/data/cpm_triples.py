@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .corpora import Paths, build_datasets, prefixes_of
+from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
@@ -100,11 +100,10 @@ def build_train_valid_test_datasets(
             f"the spans of {prefixes_of(data_path)[0]}_context were masked when it was made: give --dec-seq-length for them"
         )
 
-    def documents_of(prefix: str) -> int:
-        return IndexedDataset(f"{prefix}_context").num_documents
+    def open_(prefix: str) -> tuple[int, Make]:
+        make = lambda documents, part: CPMTripleDataset(  # noqa: E731
+            prefix, documents, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part
+        )
+        return IndexedDataset(f"{prefix}_context").num_documents, make
 
-    def make(prefix: str, documents: range | None, part: str) -> T5Samples:
-        chosen = range(documents_of(prefix)) if documents is None else documents
-        return CPMTripleDataset(prefix, chosen, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part)
-
-    return build_datasets(make, data_path, split, documents_of)
+    return build_datasets(open_, data_path, split)

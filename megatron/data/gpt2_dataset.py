@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .blend import BlendedDataset
-from .corpora import Paths, build_datasets
+from .corpora import Make, Paths, build_datasets
 from .indexed_dataset import DatasetError, IndexedDataset
 from .windows import Windows
 
@@ -55,24 +55,13 @@ def build_train_valid_test_datasets(
     Raises DatasetError if a pair is damaged, holds ids outside the vocabulary, or a training
     part does not fill a sample.
     """
-    opened: dict[str, IndexedDataset] = {}
 
-    def documents_of(prefix: str) -> int:
-        opened[prefix] = open_corpus(prefix, vocab_size)
-        return opened[prefix].num_documents
+    def open_(prefix: str) -> tuple[int, Make]:
+        indexed = open_corpus(prefix, vocab_size)
+        make = lambda documents, part: GPT2Dataset(indexed, documents, seq_length, seed, part, vocab_size)  # noqa: E731
+        return indexed.num_documents, make
 
-    def make(prefix: str, documents: range | None, part: str) -> GPT2Dataset:
-        indexed = opened[prefix]
-        return GPT2Dataset(
-            indexed,
-            range(indexed.num_documents) if documents is None else documents,
-            seq_length,
-            seed,
-            part,
-            vocab_size,
-        )
-
-    return build_datasets(make, data_path, split, documents_of)
+    return build_datasets(open_, data_path, split)
 
 
 def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:

@@ -160,8 +160,10 @@ class IndexedDataset:
         """[documents] tokens of each; a view into the file where every document is one sequence."""
         if self._one_each:
             return self.sizes[documents.start : documents.stop]
-        ends = np.concatenate([[0], self.document_ends()])
-        return np.diff(ends[documents.start : documents.stop + 1])
+        bounds = self.document_index[documents.start : documents.stop + 1]
+        ends = np.concatenate([[0], np.cumsum(self.sizes[bounds[0] : bounds[-1]], dtype=np.int64)])
+        sizes: NDArray[np.int64] = np.diff(ends[bounds - bounds[0]])
+        return sizes
 
     def document_ends(self) -> NDArray[np.int64]:
         """[documents] number of tokens up to the end of each document."""

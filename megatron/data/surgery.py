@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .indexed_dataset import DatasetError, IndexedDataset
 from .indexed_writer import BLOCK, IndexedDatasetBuilder, checksums_of
@@ -57,17 +56,10 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
     at = documents.start
     while at < documents.stop:
         window = range(at, min(at + AT_ONCE // 16, documents.stop))
-        ends = np.cumsum(_document_sizes(indexed, window), dtype=np.int64)
+        ends = np.cumsum(indexed.document_sizes(window), dtype=np.int64)
         count = max(int(ends.searchsorted(AT_ONCE, side="right")), 1)
         yield range(at, min(at + count, documents.stop))
         at += count
-
-
-def _document_sizes(indexed: IndexedDataset, documents: range) -> NDArray[np.int64]:
-    bounds = indexed.document_index[documents.start : documents.stop + 1]
-    ends = np.concatenate([[0], np.cumsum(indexed.sizes[bounds[0] : bounds[-1]], dtype=np.int64)])
-    sizes: NDArray[np.int64] = np.diff(ends[bounds - bounds[0]])
-    return sizes
 
 
 def find_damage(prefix: str, expected: dict[str, Any]) -> list[str]:

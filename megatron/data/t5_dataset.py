@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .blend import BlendedDataset
-from .corpora import Paths, build_datasets
+from .corpora import Make, Paths, build_datasets
 from .gpt2_dataset import open_corpus
 from .indexed_dataset import IndexedDataset
 from .sample_order import SampleOrder
@@ -181,18 +181,15 @@ def build_train_valid_test_datasets(
 
     text_vocab_size: ids from here on are not text. Raises DatasetError as GPT-2's does, and for too few sentinels.
     """
-    opened: dict[str, IndexedDataset] = {}
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
     note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
 
-    def documents_of(prefix: str) -> int:
-        opened[prefix] = open_corpus(prefix, text_vocab_size)
-        return opened[prefix].num_documents
+    def open_(prefix: str) -> tuple[int, Make]:
+        indexed = open_corpus(prefix, text_vocab_size)
+        make = lambda documents, part: T5Dataset(  # noqa: E731
+            indexed, documents, objective, plan, specials, seed, part, text_vocab_size
+        )
+        return indexed.num_documents, make
 
-    def make(prefix: str, documents: range | None, part: str) -> T5Samples:
-        indexed = opened[prefix]
-        chosen = range(indexed.num_documents) if documents is None else documents
-        return T5Dataset(indexed, chosen, objective, plan, specials, seed, part, text_vocab_size)
-
-    datasets, notes = build_datasets(make, data_path, split, documents_of)
+    datasets, notes = build_datasets(open_, data_path, split)
     return datasets, [note, *notes]

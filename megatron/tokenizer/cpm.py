@@ -119,6 +119,7 @@ class CpmVocabTokenizer(_ByPieces):
         for b, i in enumerate(self._bytes):
             self._table[i] = bytes([b])
         self.specials = {t: i for t, i in self._vocabulary.items() if re.fullmatch(r"<(?!0x)\w+>", t)}
+        self._matched = {t: i for t, i in self._vocabulary.items() if t not in self.specials}
         self._longest = max(map(len, self._vocabulary))
         self._unknown = self._vocabulary.get("<unk>")
         self._word = lru_cache(maxsize=1 << 17)(self._match)
@@ -136,7 +137,7 @@ class CpmVocabTokenizer(_ByPieces):
         at = 0
         while at < len(word):
             for end in range(min(len(word), at + self._longest), at, -1):
-                if (token := self._vocabulary.get(word[at:end])) is not None and token not in self.specials.values():
+                if (token := self._matched.get(word[at:end])) is not None:
                     found.append(token)
                     at = end
                     break

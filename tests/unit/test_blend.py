@@ -124,4 +124,4 @@ def test_bad_blends_are_refused(words: list[str]) -> None:
 
 def test_nothing_for_training() -> None:
     with pytest.raises(DatasetError, match="nothing is left for training"):
-        build_datasets(lambda *_: None, "a", "0,1", lambda _: 10)
+        build_datasets(lambda _: (10, lambda *_: None), "a", "0,1")
