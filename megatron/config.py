@@ -283,7 +283,15 @@ class OptimConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
-    load: str | None = opt(None, "folder of checkpoints to start from; that of --save if not given")
+    load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
+    finetune: bool = opt(False, "take the weights of --load alone: optimizer, data and iterations start anew")
+    no_load_optim: bool = opt(False, "start the optimizer's moments and the loss scale anew")
+    no_load_rng: bool = opt(False, "draw dropout by this --seed, not by the streams of the checkpoint")
+    override_data: bool = opt(False, "go on although data, --split, --seed or lengths of the samples have changed")
+    override_tokenizer: bool = opt(False, "go on with another tokenizer of the same vocabulary size")
+    async_save: bool = opt(
+        False, "write checkpoints while training goes on; needs memory for a copy of what a rank saves"
+    )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves at the end alone", _at_least(0))
     keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", _at_least(1))
     keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", _at_least(1))
@@ -293,6 +301,8 @@ class CheckpointConfig(Section):
         super().__post_init__()
         if self.keep_every and self.keep_last is None:
             raise ConfigError("--keep-every needs --keep-last: without it all checkpoints stay")
+        if self.finetune and not self.load:
+            raise ConfigError("--finetune needs --load, which names the checkpoint to take the weights of")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +11,31 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .checkpointing.stream import Entry, write_entries
 from .config import ConfigError, ModelConfig
 
-DTYPES = {"fp32": (torch.float32, "F32", "float32"), "bf16": (torch.bfloat16, "BF16", "bfloat16"), "fp16": (torch.float16, "F16", "float16")}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to be written; `make` reads it when its turn comes."""
-
-    name: str
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
-
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str, max_shard_bytes: int) -> None:
+def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
     """model.safetensors, or shards and their index. No more than one tensor is in memory at a time."""
-    torch_dtype, code, _ = DTYPES[dtype]
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
-        bytes_ = entry.numel() * torch_dtype.itemsize
-        if shards[-1] and size + bytes_ > max_shard_bytes:
+        if shards[-1] and size + entry.bytes > max_shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(entry)
-        size += bytes_
+        size += entry.bytes
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     names = ["model.safetensors"] if len(shards) == 1 else names
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard, torch_dtype, code)
+        write_entries(folder / name, shard)
     if len(shards) > 1:
         where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        total = sum(entry.numel() for entry in entries) * torch_dtype.itemsize
+        total = sum(entry.bytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _write_shard(path: Path, entries: Sequence[Entry], dtype: torch.dtype, code: str) -> None:
-    """The format of safetensors: length of the header, the header in JSON, the tensors back to back."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for entry in entries:
-        end = at + entry.numel() * dtype.itemsize
-        header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [at, end]}
-        at = end
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        for entry in entries:
-            value = entry.make().to(dtype).contiguous()
-            if tuple(value.shape) != entry.shape:
-                raise ValueError(f"{entry.name} has shape {list(value.shape)}, not {list(entry.shape)}")
-            file.write(value.view(-1).view(torch.uint8).numpy().tobytes())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class FolderReader:
@@ -153,7 +117,7 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
         "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ff_size,
         "activation_function": "gelu_new", "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
         "embd_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout, "bos_token_id": eod, "eos_token_id": eod,
-        "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype][2],
+        "tie_word_embeddings": m.tie_embeddings, "dtype": str(DTYPES[dtype]).removeprefix("torch."),
     }  # fmt: skip
 
 
@@ -174,7 +138,7 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         "relative_attention_max_distance": m.relative_attention_max_distance, "dropout_rate": m.hidden_dropout,
         "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": m.activation, "is_encoder_decoder": True,
         "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.tie_embeddings and m.scale_tied_logits,
-        "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": DTYPES[dtype][2],
+        "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": str(DTYPES[dtype]).removeprefix("torch."),
     }  # fmt: skip
 
 
@@ -211,7 +175,7 @@ def settings_of(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def entries_of(
-    matches: Iterator[Any], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]]
+    matches: Iterator[Any], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
 ) -> list[Entry]:
     """What to write for Hugging Face, from our tensors."""
     found = []
@@ -223,5 +187,5 @@ def entries_of(
                 tensor: Tensor = match.split(read(match.ours))[i]
                 return tensor
 
-            found.append(Entry(match.theirs[i], tuple(part.shape), make))
+            found.append(Entry(match.theirs[i], tuple(part.shape), DTYPES[dtype], make))
     return found

@@ -26,7 +26,7 @@ class Wish(IntEnum):
 
 
 class Wishes:
-    """Use as a context manager around the loop; `wish()` after every iteration, on every rank.
+    """Use as a context manager around the loop; `agree()` after every iteration, on every rank.
 
     minutes: stop when the process has run so long; None for never.
     """
@@ -52,13 +52,14 @@ class Wishes:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def wish(self) -> Wish:
-        """What any rank was asked for since the last call. A collective."""
+    def agree(self, busy: bool = False) -> tuple[Wish, bool]:
+        """(what any rank was asked for since the last call, whether any rank is `busy`). A collective."""
         asked, self._asked = self._asked, Wish.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
             asked = Wish.SAVE_AND_STOP
         if dist.is_initialized() and dist.get_world_size() > 1:
-            all_asked = torch.tensor(int(asked), device=self._device)
-            dist.all_reduce(all_asked, op=dist.ReduceOp.MAX)
-            asked = Wish(int(all_asked))
-        return asked
+            of_all = torch.tensor([int(asked), int(busy)], device=self._device)
+            dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
+            most, any_busy = of_all.tolist()
+            return Wish(most), bool(any_busy)
+        return asked, busy

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from . import device as device_module
 from . import mpu
 from .arguments import build_parser, parse, with_values
-from .checkpointing import TrainState, load_checkpoint, save_checkpoint
+from .checkpointing import Saver, TrainState, start_or_resume
 from .config import Config, describe
 from .data.corpora import prefixes_of
 from .data.position import extend
@@ -31,7 +31,6 @@ from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.init import full_shape
 from .model.layers import global_parameters
 from .optim import lr_at
-from .retention import prune
 from .runtime import RunError, is_rank_0, leave, print_rank_0, start, together
 from .stopping import Wish, Wishes
 from .tokenizer import Tokenizer, load_tokenizer
@@ -50,15 +49,12 @@ class Run:
     engine: Engine
     datasets: Datasets
     state: TrainState
+    saver: Saver
     timers: Timers
     metrics: MetricsWriter
     tokenizer: Tokenizer
     run_dir: Path
     parameters: int  # of the whole model, tied ones once
-
-    @property
-    def save_dir(self) -> str:
-        return self.config.checkpoint.save or str(self.run_dir / "checkpoints")
 
     @property
     def sample_shape(self) -> tuple[int, int]:
@@ -155,20 +151,13 @@ def set_up(
     parameters = count_parameters(model)
     engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
     save_dir = config.checkpoint.save or str(run_dir / "checkpoints")
-    loaded = load_checkpoint(config.checkpoint.load or save_dir, engine.deepspeed, config, tokenizer.fingerprint)
-    state = loaded or TrainState()
-    if loaded:
-        print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
-        if state.sample_hash != extend(0, datasets[0], 0, state.consumed_samples):
-            print_rank_0(
-                "note: the samples before this point were others than those that these data, --split, --seed and lengths "
-                "give; what follows may have been seen before"
-            )
-    elif config.checkpoint.load:
-        raise RunError(f"--load {config.checkpoint.load} holds no checkpoint")
+    state = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
     print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     metrics = MetricsWriter(str(run_dir), state.iteration, is_rank_0(), config.log.tensorboard)
-    return Run(config, resolved, device, engine, datasets, state, timers, metrics, tokenizer, run_dir, parameters)
+    saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
+    return Run(
+        config, resolved, device, engine, datasets, state, saver, timers, metrics, tokenizer, run_dir, parameters
+    )
 
 
 def _prepare(config: Config, name: str, provider: TokenizerProvider | None) -> tuple[Config, Tokenizer, Path]:
@@ -283,29 +272,26 @@ def train(run: Run) -> None:
             if due(state.iteration, config.train.eval_interval) and state.iteration < last:
                 evaluate(run, "valid")
                 window.restart()
-            wish = wishes.wish()
+            wish, writing = wishes.agree(run.saver.busy)
+            if run.saver.pending and not writing:
+                run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
-                save(run)
+                run.saver.save(state)
                 saved = state.iteration
                 window.restart()
+    if run.saver.pending:
+        run.saver.finish()
     if state.iteration < last:
         print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
         return
     if state.iteration != saved:
-        save(run)
+        run.saver.save(state, wait=True)
     evaluate(run, "valid")
     evaluate(run, "test")
 
 
 def due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
-
-
-def save(run: Run) -> None:
-    path = save_checkpoint(run.save_dir, run.engine.deepspeed, run.state, run.config, run.tokenizer.fingerprint)
-    print_rank_0(f"saved {path}")
-    kept = run.config.checkpoint
-    together(lambda: prune(path.parent, kept.keep_last, kept.keep_every) if is_rank_0() else None)
 
 
 def evaluate(run: Run, part: str) -> float | None:

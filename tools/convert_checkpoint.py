@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,13 @@ from _cli import Parser, run
 from torch import Tensor
 
 from megatron.arguments import with_values
-from megatron.checkpointing import (
-    FORMAT,
-    WEIGHT,
-    CheckpointReader,
-    TrainState,
-    find_checkpoint,
-    load_weights,
-    plain_config,
-    point_latest_to,
-    sha256_of,
-)
+from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.checkpointing.files import WEIGHT
+from megatron.checkpointing.save import write_checkpoint
+from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.hf_folder import (
     DTYPES,
-    Entry,
     FolderReader,
     entries_of,
     gpt2_config,
@@ -68,10 +59,10 @@ def export(args: argparse.Namespace) -> None:
         return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
 
     matches = (t5_matches if t5 else gpt2_matches)(config.model)
-    entries = entries_of(matches, read, shape)
+    entries = entries_of(matches, read, shape, args.dtype)
 
     def fill(folder: Path) -> None:
-        write_tensors(folder, entries, args.dtype, int(args.max_shard_size * 1e9))
+        write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
         ends = {
             key: described[key]
@@ -138,27 +129,7 @@ def bring_in(args: argparse.Namespace) -> None:
     entries = [_entry(match, theirs) for match in matches]
     final = output / "iter_0000000"
 
-    def fill(folder: Path) -> None:
-        name = "pipe00-model00.safetensors"
-        write_tensors(folder, entries, "fp32", 2**62)
-        (folder / "model.safetensors").rename(folder / name)
-        whole = {
-            "format": FORMAT,
-            "state": asdict(TrainState()),
-            "optimizer": {"step": 0, "moments": [], "loss_scaler": {}},
-            "tokenizer": fingerprint,
-            "positions": config.positions,
-            "config": config.to_dict(),
-            "files": {name: {"sha256": sha256_of(folder / name), "bytes": (folder / name).stat().st_size}},
-            "tensors": {
-                e.name: {"shape": list(e.shape), "dim": 0, "pieces": [{"file": name, "begin": 0, "end": e.shape[0]}]}
-                for e in entries
-            },
-        }
-        (folder / "checkpoint.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
-
-    publish(final, fill)
-    point_latest_to(final)
+    write_checkpoint(final, entries, config, fingerprint)
     print(f"{len(entries)} tensors -> {final}")
     if args.verify:
         verify(final, source)
@@ -171,7 +142,7 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
 
     # The shape follows from empty tensors; nothing is read for it.
     shape = match.join([torch.empty(*theirs.shape(name), device="meta") for name in match.theirs]).shape
-    return Entry(f"{WEIGHT}.{match.ours}", tuple(shape), make)
+    return Entry(f"{WEIGHT}.{match.ours}", tuple(shape), torch.float32, make)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def ours(args: argparse.Namespace) -> Subject:
         raise ValueError("no tokenizer: give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
     model = GPT2Model(config, parallel_output=False)
-    load_weights(path, model).check_same_model(config, tokenizer.fingerprint)
+    load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     model.eval()
     return Subject(model, tokenizer, config.positions)
 

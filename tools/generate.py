@@ -42,10 +42,10 @@ def stepper_of(path: Path, config: Config, tokenizer: Tokenizer, prompt: str) ->
     """The model ready to write, and the token that ends what it writes."""
     if not isinstance(tokenizer, SentinelTokenizer):
         gpt2 = GPT2Model(config, parallel_output=False).eval()
-        load_weights(path, gpt2).check_same_model(config, tokenizer.fingerprint)
+        load_weights(path, gpt2).check_tokenizer(tokenizer.fingerprint)
         return GPT2Stepper(gpt2, tokenizer.encode(prompt) or [tokenizer.eod], config.positions), tokenizer.eod
     t5 = T5Model(config, parallel_output=False).eval()
-    load_weights(path, t5).check_same_model(config, tokenizer.fingerprint)
+    load_weights(path, t5).check_tokenizer(tokenizer.fingerprint)
     source = tokenizer.encode(prompt)
     if tokenizer.convention == "t5":
         return T5Stepper(t5, [*source, tokenizer.eod], tokenizer.pad), tokenizer.eod

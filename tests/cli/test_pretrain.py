@@ -51,7 +51,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_promises(tmp_path: Path, fla
             "loss_scale"} <= rows[0].keys()  # fmt: skip
     (valid,) = (row for row in rows if row["split"] == "valid")
     assert valid["ppl"] == pytest.approx(np.exp(valid["lm_loss"]))
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000006\n"
+    assert (tmp_path / "checkpoints" / "latest").read_text().splitlines()[0] == "iter_0000006"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, flags: list[str], damage:
     layout = ["--pipe-parallel-size", "2", "--run-dir", str(tmp_path)]
     train_gpt2(2, tmp_path, *flags, *layout, "--train-iters", "2")
     folder = tmp_path / "checkpoints" / "iter_0000002"
-    victim = folder / "pipe01-model00.safetensors"
+    victim = folder / "pipe01-model00-data00.safetensors"
     if damage == "flip":
         content = bytearray(victim.read_bytes())
         content[-5] ^= 1
@@ -228,9 +228,11 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, flags: list[str], damage:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hidden-size", "32"], "hidden_size is 16 there and 32 here"),
-        (["--num-layers", "3"], "num_layers is 2 there and 3 here"),
-        (["--seq-length", "8"], "max_position_embeddings is 16 there and 8 here"),
+        (["--hidden-size", "32"], "--hidden-size is 16 there and 32 here"),
+        (["--num-layers", "3"], "--num-layers is 2 there and 3 here"),
+        (["--activation", "relu"], "--activation is gelu there and relu here"),
+        (["--seq-length", "8"], "--max-position-embeddings is 16 there and 8 here"),
+        (["--seq-length", "8", "--max-position-embeddings", "16"], "--seq-length is 16 there and 8 here"),
         (["--optimizer", "sgd"], "has the state of --optimizer adam, this run uses sgd"),
     ],
 )
@@ -282,10 +284,13 @@ def test_a_blend_goes_on_in_another_layout(tmp_path: Path, flags: list[str], tin
     assert position("cut", 4) == position("whole", 4)
     assert position("cut", 4)[0] == 16
     done = launch(1, *flags, "--batch-size", "4", "--train-iters", "5", "--run-dir", str(tmp_path / "cut"))
-    assert "note: the samples before this point were others than those that these data" in done.stdout
+    assert "the 16 samples before this point were others than those that these data" in said(done, 1)
+    more = ["--batch-size", "4", "--run-dir", str(tmp_path / "cut")]
+    done = launch(1, *flags, *more, "--train-iters", "5", "--override-data")
+    assert done.returncode == 0, done.stderr
+    assert launch(1, *flags, *more, "--train-iters", "6").returncode == 0, "what was overridden is settled"
     done = launch(1, *blend, "--batch-size", "4", "--train-iters", "6", "--run-dir", str(tmp_path / "whole"))
     assert done.returncode == 0
-    assert "note:" not in done.stdout
 
 
 def test_a_damaged_id_stops_the_run(tmp_path: Path, flags: list[str], tiny_data: str) -> None:

@@ -1,0 +1,160 @@
+"""The files of a checkpoint: how they come to be there whole, and how damage is found and named."""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+SUMS = "SHA256SUMS"
+INDEX = "checkpoint.json"
+FORMAT = 2
+WEIGHT = "weight"  # of the keys `weight.<parameter>`, beside the optimizer's moments
+_LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or of another model; the message says which and where."""
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------ writing
+
+
+def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -> None:
+    """Turn a folder of written tensors into the checkpoint `final`, and let `latest` name it.
+
+    index: text of checkpoint.json. sums: SHA-256 of every other file. At no moment is there less
+    than one whole checkpoint that `latest` names or that `recover` finds.
+    """
+    write_synced(temporary / INDEX, index)
+    every = {INDEX: sha256_of(temporary / INDEX), **sums}
+    write_synced(temporary / SUMS, "".join(f"{every[name]}  {name}\n" for name in sorted(every)))
+    sync(temporary)
+    old = _aside(final)
+    if final.exists():  # the same iteration saved again
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    temporary.rename(final)
+    sync(final.parent)
+    point_latest_to(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def point_latest_to(checkpoint: Path) -> None:
+    """Let `latest` beside it name a checkpoint that is whole."""
+    folder = checkpoint.parent
+    temporary = folder / "latest.tmp"
+    write_synced(temporary, f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n")
+    os.replace(temporary, folder / "latest")
+    sync(folder)
+
+
+def _aside(checkpoint: Path) -> Path:
+    return checkpoint.with_name(checkpoint.name + ".old.tmp")
+
+
+def recover(folder: Path) -> None:
+    """Put right what a crash left behind: half-written folders go, one moved aside and still named by `latest` returns."""
+    if not folder.is_dir():
+        return
+    pointer = folder / "latest"
+    if pointer.is_file():
+        named = folder / pointer.read_bytes().split(b"\n")[0].decode("utf-8", "replace")
+        if not named.exists() and _aside(named).is_dir():
+            _aside(named).rename(named)
+    for left in folder.glob("iter_*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    (folder / "latest.tmp").unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------ finding
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names, None where there is none yet. Raises CheckpointError if it is not there.
+
+    `latest` may be written by hand, with a name alone.
+    """
+    pointer = folder / "latest"
+    if not pointer.exists():
+        whole = sorted(path.parent.name for path in folder.glob(f"iter_*/{SUMS}") if path.parent.name[5:].isdigit())
+        if whole:
+            raise CheckpointError(
+                f"{pointer} is missing beside {whole[-1]}; write that name into it to go on from there"
+            )
+        return None
+    found = _LATEST.fullmatch(pointer.read_bytes().decode("utf-8", "replace"))
+    if not found:
+        raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to go on from into it")
+    path = folder / found["name"]
+    if not path.is_dir():
+        raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name beside it")
+    if found["sums"] and (path / SUMS).is_file() and sha256_of(path / SUMS) != found["sums"]:
+        raise CheckpointError(
+            f"{pointer} and {path / SUMS} do not belong together: one of them is damaged; if the other files agree with "
+            f"`sha256sum -c {SUMS}`, write {path.name} into latest"
+        )
+    return path
+
+
+def find_checkpoint(load: str) -> Path:
+    """The newest checkpoint of a run directory, of a folder of checkpoints, or `load` itself."""
+    for folder in (Path(load) / "checkpoints", Path(load)):
+        if (folder / SUMS).is_file() or (folder / INDEX).is_file():
+            return folder
+        path = latest_checkpoint(folder)
+        if path:
+            return path
+    raise CheckpointError(f"--load {load} holds no checkpoint")
+
+
+# ----------------------------------------------------------------------------------- checking
+
+
+def read_sums(checkpoint: Path) -> dict[str, str]:
+    """file name -> SHA-256. Raises CheckpointError."""
+    path = checkpoint / SUMS
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    sums = {}
+    for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n")[:-1], 1):
+        found = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
+        if not found:
+            raise CheckpointError(f"{path}, line {number} is damaged")
+        sums[found[2]] = found[1]
+    if INDEX not in sums:
+        raise CheckpointError(f"{path} does not list {INDEX}: it is damaged")
+    return sums
+
+
+def check_file(path: Path, expected: str) -> None:
+    """Raise CheckpointError if a file is missing or not the one that was written."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    if sha256_of(path) != expected:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that {SUMS} has")

@@ -1,0 +1,128 @@
+"""Loading into an engine: the layout may be any other, the model and the data must be the same."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron import mpu
+from megatron.config import Config, flag
+from megatron.runtime import together
+
+from . import zero_state
+from .files import CheckpointError
+from .reader import CheckpointReader, each_weight, plain_config
+from .state import TrainState
+
+# Settings of the model that may be others after loading: they change neither what it computes nor its tensors.
+FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+# What the samples are made of, beside the corpus and the seed.
+OF_SAMPLES = (
+    "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
+    "mean_span_length", "num_sentinels",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to take from a checkpoint, and which contradictions to overlook."""
+
+    position: bool = True  # iteration, samples consumed
+    optimizer: bool = True  # moments, number of steps, loss scale
+    rng: bool = True  # seed of the dropout streams
+    same_data: bool = True
+    same_tokenizer: bool = True
+
+    @classmethod
+    def by(cls, config: Config) -> "Wanted":
+        """As the flags say."""
+        c = config.checkpoint
+        return cls(
+            position=not c.finetune,
+            optimizer=not (c.finetune or c.no_load_optim),
+            rng=not (c.finetune or c.no_load_rng),
+            same_data=not (c.finetune or c.override_data),
+            same_tokenizer=not c.override_tokenizer,
+        )
+
+
+def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = Wanted()) -> TrainState:
+    """Continue from the checkpoint `path`: weights, moments, loss scale, random streams, position.
+
+    All ranks must call this; the layout may be another than the one that saved. Raises RunError
+    alike on every rank.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def check() -> CheckpointReader:
+        reader = CheckpointReader(path)
+        reader.verify(rank, ranks)
+        refuse_contradictions(reader, config, fingerprint, wanted)
+        return reader
+
+    reader = together(check)
+    together(_loader(reader, engine, config, wanted))
+    if wanted.rng and reader.rng_seed is not None:
+        mpu.get_mesh().rng.seed = reader.rng_seed
+    return TrainState(**reader.state) if wanted.position else TrainState()
+
+
+def refuse_contradictions(
+    reader: CheckpointReader, config: Config, fingerprint: str | None, wanted: Wanted = Wanted()
+) -> None:
+    """Raise CheckpointError, with both values, if a checkpoint is of another model, tokenizer or kind of sample."""
+    saved = plain_config(reader)
+    differing = _differences(_architecture(saved, reader.positions), _architecture(config, config.positions))
+    if differing:
+        raise CheckpointError(f"{reader.path} is of another model: {differing}")
+    if wanted.same_tokenizer:
+        reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")
+    if wanted.same_data and reader.state["consumed_samples"]:
+        there, here = ({name: getattr(c.data, name) for name in OF_SAMPLES} for c in (saved, config))
+        differing = _differences(there, here)
+        if differing:
+            raise CheckpointError(
+                f"{reader.path} was trained on other samples: {differing}; --override-data goes on with these"
+            )
+
+
+def _architecture(config: Config, positions: int) -> dict[str, Any]:
+    m = config.model
+    values = {name: value for name, value in vars(m).items() if name not in FREE}
+    if m.position_embedding == "learned":
+        values |= {"relative_attention_num_buckets": None, "relative_attention_max_distance": None}
+    else:
+        positions = 0
+    decoder = m.decoder_layers if config.is_t5 else 0
+    follows = {"kv_hidden_size": m.head_size, "ff_hidden_size": m.ff_size, "num_decoder_layers": decoder}
+    return values | follows | {"max_position_embeddings": positions}
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
+    differing = [name for name in there if there[name] != here[name]]
+    return "; ".join(f"{flag(name)} is {there[name]} there and {here[name]} here" for name in differing)
+
+
+def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wanted) -> Callable[[], None]:
+    def load() -> None:
+        moments = reader.optimizer["moments"] if wanted.optimizer else []
+        before = reader.config["optim"]["optimizer"]
+        if moments and before != config.optim.optimizer:
+            raise CheckpointError(
+                f"{reader.path} has the state of --optimizer {before}, this run uses {config.optim.optimizer}; "
+                f"--no-load-optim starts it anew"
+            )
+        if moments:
+            zero_state.make_moments(engine, moments, reader.optimizer["step"])
+        for name, parameter, value in each_weight(reader, engine.module):
+            zero_state.set_weight(parameter, value.to(engine.device))
+            for moment in moments:
+                zero_state.set_moment(
+                    engine, parameter, moment, reader.local(f"{moment}.{name}", parameter).to(engine.device)
+                )
+        if wanted.optimizer:
+            zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
+
+    return load

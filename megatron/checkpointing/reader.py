@@ -1,0 +1,122 @@
+"""Reading: any stretch of any tensor of a checkpoint, whatever the layout that wrote it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from megatron.arguments import HOME, with_values
+from megatron.config import Config
+from megatron.model.init import full_shape, local_shape, own_rows
+from megatron.model.layers import global_parameters
+
+from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, read_sums
+
+
+class CheckpointReader:
+    """Reads any stretch of any tensor of a checkpoint, whatever the layout that wrote it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sums = read_sums(path)
+        check_file(path / INDEX, self.sums[INDEX])
+        try:
+            content = json.loads((path / INDEX).read_text(encoding="utf-8"))
+            version = content["format"]
+            if version != FORMAT:
+                raise CheckpointError(f"{path} has format {version}; this version reads format {FORMAT}")
+            self.state, self.optimizer, self.rng_seed = content["state"], content["optimizer"], content["rng_seed"]
+            self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
+            self.tokenizer = content["tokenizer"]
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{path / INDEX} cannot be read: {type(error).__name__} {error}") from None
+        self._open: dict[str, Any] = {}
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Check the files against their checksums, every `ranks`-th of them. Raises CheckpointError naming the file."""
+        used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
+        for name in sorted(used - self.sums.keys()):
+            raise CheckpointError(f"{self.path / SUMS} does not list {name}: it is damaged")
+        for name in sorted(self.sums)[rank::ranks]:
+            check_file(self.path / name, self.sums[name])
+
+    def read(self, key: str, dim: int, begin: int, end: int) -> Tensor:
+        """Rows `begin` to `end` along `dim` of tensor `key`, put together from the pieces that hold them."""
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.path} holds no tensor {key!r}")
+        entry = self.tensors[key]
+        if dim != entry["dim"]:  # stored along another dimension: the whole of it is needed
+            return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
+        found = []
+        for piece in sorted(entry["pieces"], key=lambda p: int(p["begin"])):
+            low, high = max(begin, piece["begin"]), min(end, piece["end"])
+            if low < high:
+                part = self._file(piece["file"]).get_slice(key)
+                at = (slice(None),) * dim + (slice(low - piece["begin"], high - piece["begin"]),)
+                found.append(part[at])
+        if sum(part.shape[dim] for part in found) != end - begin:
+            raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are not all there")
+        return torch.cat(found, dim) if len(found) > 1 else found[0]
+
+    def local(self, key: str, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of `key`, laid out as `parameter`, padding as zeros, fp32 or fp64."""
+        dim, begin, end = own_rows(parameter)
+        shape = full_shape(parameter)
+        if key in self.tensors and tuple(self.tensors[key]["shape"]) != shape:
+            raise CheckpointError(
+                f"{self.path}: {key!r} has shape {self.tensors[key]['shape']}, the model needs {list(shape)}"
+            )
+        rows = self.read(key, dim, begin, end)
+        if rows.shape == local_shape(parameter):
+            return rows
+        value = torch.zeros(local_shape(parameter), dtype=rows.dtype)
+        value.narrow(dim, 0, end - begin).copy_(rows)
+        return value
+
+    def check_tokenizer(self, fingerprint: str | None, way_out: str = "") -> None:
+        """Raise CheckpointError with both fingerprints if this model was trained with another tokenizer."""
+        if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
+            raise CheckpointError(
+                f"{self.path} was trained with another tokenizer (SHA-256 {self.tokenizer[:12]}, --vocab-file has "
+                f"{fingerprint[:12]}){way_out}"
+            )
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(str(self.path / name), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.path / name} cannot be read: {error}") from None
+        return self._open[name]
+
+
+def plain_config(reader: CheckpointReader, model_parallel_size: int = 1) -> Config:
+    """The settings that a checkpoint was saved with, without its layout."""
+    saved = {name: value for section in reader.config.values() for name, value in section.items() if name in HOME}
+    plain = {
+        "pipe_parallel_size": 0,
+        "pipeline_schedule": "1f1b",
+        "virtual_pipeline_size": 1,
+        "pipeline_extra_warmup": 0,
+    }
+    return with_values(Config(), {**saved, **plain, "model_parallel_size": model_parallel_size})
+
+
+def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """(global name, parameter, its value in the checkpoint) of every parameter that this process holds."""
+    for name, parameter in global_parameters(model):
+        yield name, parameter, reader.local(f"{WEIGHT}.{name}", parameter)
+
+
+@torch.no_grad()
+def load_weights(path: Path, model: Any) -> CheckpointReader:
+    """Load the weights alone, into a model that no engine holds yet (to generate, evaluate or export)."""
+    reader = CheckpointReader(path)
+    reader.verify()
+    for _, parameter, value in each_weight(reader, model):
+        parameter.copy_(value)
+    return reader

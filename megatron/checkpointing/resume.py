@@ -1,0 +1,42 @@
+"""Where a run starts: from its own newest checkpoint, from another one, or from the beginning."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.data.position import extend
+from megatron.runtime import RunError, is_rank_0, print_rank_0, together
+
+from .files import find_checkpoint, latest_checkpoint, recover
+from .load import Wanted, load_checkpoint
+from .state import TrainState
+
+
+def start_or_resume(config: Config, engine: Any, save_dir: str, fingerprint: str, dataset: Any) -> TrainState:
+    """Load the newest checkpoint of this run; else what --load names, as its flags say; else nothing.
+
+    dataset: that of training; the samples that it gives are compared with those that the checkpoint has seen.
+    Raises RunError alike on every rank.
+    """
+    together(lambda: recover(Path(save_dir)) if is_rank_0() else None)
+    load, wanted = config.checkpoint.load, Wanted.by(config)
+    path = together(lambda: latest_checkpoint(Path(save_dir)))
+    if path is not None and load:
+        wanted = Wanted()  # the flags were for --load
+    elif load:
+        path = together(lambda: find_checkpoint(load))
+    if path is None:
+        return TrainState()
+    state = load_checkpoint(path, engine, config, fingerprint, wanted)
+    if not wanted.position:
+        print_rank_0(f"starts with the weights of {path}")
+        return state
+    print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
+    found = together(lambda: extend(0, dataset, 0, state.consumed_samples))
+    if state.sample_hash != found and wanted.same_data:
+        raise RunError(
+            f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "
+            f"--seed give, so what follows may have been seen before; --override-data goes on"
+        )
+    state.sample_hash = found
+    return state

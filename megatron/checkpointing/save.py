@@ -1,0 +1,268 @@
+"""Saving: every rank writes its share, at once or in the background, and rank 0 makes the whole of it valid."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.config import Config, describe
+from megatron.model.init import full_shape, local_shape, own_rows
+from megatron.model.layers import global_parameters
+from megatron.runtime import RunError, is_rank_0, print_rank_0, together
+
+from . import zero_state
+from .files import FORMAT, WEIGHT, publish
+from .retention import prune
+from .state import TrainState
+from .stream import Entry, Slot, StreamWriter, write_entries
+
+Place = dict[str, Any]  # of a piece in its whole: dim, begin, end, shape
+
+
+class _Part(NamedTuple):
+    """A parameter, and whether this rank is the one that writes it."""
+
+    name: str
+    parameter: nn.Parameter
+    mine: bool
+
+
+def index_text(
+    state: TrainState,
+    config: Config,
+    fingerprint: str,
+    tensors: dict[str, Any],
+    optimizer: dict[str, Any] | None = None,
+    rng_seed: int | None = None,
+) -> str:
+    """checkpoint.json."""
+    content = {
+        "format": FORMAT,
+        "state": asdict(state),
+        "rng_seed": rng_seed,
+        "optimizer": optimizer or {"step": 0, "moments": [], "loss_scaler": {}},
+        "tokenizer": fingerprint,
+        "positions": config.positions,
+        "config": config.to_dict(),
+        "tensors": tensors,
+    }
+    return json.dumps(content, indent=1)
+
+
+class Saver:
+    """Saves the checkpoints of a run into `folder`.
+
+    background: training goes on as soon as this rank's share is copied; a thread writes it.
+    All ranks must make the same calls.
+    """
+
+    def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
+        self.folder, self.engine, self.config = Path(folder), engine, config
+        self.fingerprint, self.background = fingerprint, background
+        self._pending: tuple[Path, str, dict[str, Any]] | None = None  # final folder, index without tensors
+        self._thread: threading.Thread | None = None
+        self._report: dict[str, Any] | None = None
+        self._problem: str | None = None
+
+    def save(self, state: TrainState, wait: bool = False) -> None:
+        """A checkpoint of now. In the background, unless `wait`, it is valid once `finish` was called."""
+        if self.pending:
+            self.finish()
+        self.begin(state)
+        if wait or not self.background:
+            self.finish()
+
+    @property
+    def pending(self) -> bool:
+        """A save has begun that `finish` has not ended; alike on all ranks."""
+        return self._pending is not None
+
+    @property
+    def busy(self) -> bool:
+        """This rank's share is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, state: TrainState) -> None:
+        """Write this rank's share of a checkpoint of `state.iteration`, or copy it and let a thread write. Raises RunError."""
+        assert not self.pending, "finish() comes before the next begin()"
+        final = self.folder / f"iter_{state.iteration:07d}"
+        temporary = _temporary(final)
+
+        def prepare() -> None:
+            if is_rank_0():
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+
+        self._guard(prepare, temporary)
+        optimizer: dict[str, Any] = {
+            "step": zero_state.get_step(self.engine),
+            "moments": zero_state.moment_names(self.engine),
+            "loss_scaler": zero_state.get_loss_scaler(self.engine),
+        }
+        self._pending = (final, temporary.name, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
+        mesh = mpu.get_mesh()
+        path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
+        parts = _parts(self.engine)
+        kinds = [WEIGHT, *optimizer["moments"]]
+        values: Iterable[tuple[str, Tensor]] = _values(self.engine, parts, kinds)
+        self._report, self._problem = None, None
+        if self.background:
+            values = [(key, value.to("cpu", copy=True)) for key, value in values]
+            self._thread = threading.Thread(target=self._write, args=(path, parts, kinds, values), daemon=True)
+            self._thread.start()
+        else:
+            self._write(path, parts, kinds, values)
+
+    def _write(self, path: Path, parts: list[_Part], kinds: list[str], values: Iterable[tuple[str, Tensor]]) -> None:
+        try:
+            self._report = _write_share(path, parts, kinds, values)
+        except OSError as error:
+            self._problem = describe(error)
+
+    def finish(self) -> Path:
+        """Wait for every rank's share, then make the checkpoint valid. Returns its folder. Raises RunError alike on all ranks."""
+        assert self._pending is not None
+        final, temporary_name, content = self._pending
+        temporary = final.with_name(temporary_name)
+        if self._thread is not None:
+            self._thread.join()
+        self._pending = self._thread = None
+
+        def settle() -> None:
+            if self._problem is not None:
+                raise OSError(self._problem)
+
+        self._guard(settle, temporary)
+        reports = [report for report in _gather(self._report) if report]
+
+        def make_valid() -> None:
+            if is_rank_0():
+                seed = mpu.get_mesh().rng.seed
+                tensors = _merge(reports)
+                text = index_text(
+                    config=self.config, fingerprint=self.fingerprint, tensors=tensors, rng_seed=seed, **content
+                )
+                publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
+
+        self._guard(make_valid, temporary)
+        print_rank_0(f"saved {final}")
+        kept = self.config.checkpoint
+        together(lambda: prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else None)
+        return final
+
+    def _guard(self, action: Any, temporary: Path) -> None:
+        """Run on all ranks; where it fails on one, no half-written folder stays."""
+        try:
+            together(action)
+        except RunError as error:
+            if is_rank_0():
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise RunError(
+                f"could not save a checkpoint in {self.folder}: {error}; earlier checkpoints are as they were"
+            ) from None
+
+
+def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config, fingerprint: str) -> Path:
+    """Write a checkpoint of `state.iteration` into `folder`; all ranks must call this. Returns its own folder there.
+
+    Raises RunError on every rank if any rank cannot write; earlier checkpoints stay as they are.
+    """
+    saver = Saver(folder, engine, config, fingerprint)
+    saver.begin(state)
+    return saver.finish()
+
+
+def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fingerprint: str) -> None:
+    """A checkpoint of whole weights from elsewhere, before any training: one process, one tensor at a time."""
+    temporary = _temporary(final)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    name = "weights.safetensors"
+    try:
+        sums = {name: write_entries(temporary / name, entries)}
+        tensors = {
+            e.name: {"shape": list(e.shape), "dim": 0, "pieces": [{"file": name, "begin": 0, "end": e.shape[0]}]}
+            for e in entries
+        }
+        publish(final, temporary, index_text(TrainState(), config, fingerprint, tensors), sums)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(final.name + ".tmp")
+
+
+def _parts(engine: Any) -> list[_Part]:
+    """Every parameter of this rank; its data-parallel copies share out the writing, the largest first."""
+    mesh = mpu.get_mesh()
+    every = list(global_parameters(engine.module))
+    load = [0] * mesh.data.size
+    writer = {}
+    for name, parameter in sorted(every, key=lambda item: -torch.Size(local_shape(item[1])).numel()):
+        writer[name] = load.index(min(load))
+        load[writer[name]] += torch.Size(local_shape(parameter)).numel()
+    return [_Part(name, p, writer[name] == mesh.data.rank and mpu.counts_here(p, mesh.model.rank)) for name, p in every]
+
+
+def _values(engine: Any, parts: list[_Part], kinds: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's share, one tensor at a time. Under ZeRO each is a collective: go through to the end."""
+    for name, parameter, mine in parts:
+        for kind in kinds:
+            weight = kind == WEIGHT
+            value = zero_state.get_weight(parameter) if weight else zero_state.get_moment(engine, parameter, kind)
+            if mine:
+                dim, begin, end = own_rows(parameter)
+                yield f"{kind}.{name}", value.view(local_shape(parameter)).narrow(dim, 0, end - begin)
+
+
+def _write_share(
+    path: Path, parts: list[_Part], kinds: list[str], values: Iterable[tuple[str, Tensor]]
+) -> dict[str, Any] | None:
+    """The file of this rank; None where it has nothing to write. Raises OSError."""
+    values = iter(values)
+    slots, places = [], {}
+    for name, parameter in ((part.name, part.parameter) for part in parts if part.mine):
+        dim, begin, end = own_rows(parameter)
+        shape = list(local_shape(parameter))
+        shape[dim] = end - begin
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        for kind in kinds:
+            slots.append(Slot(f"{kind}.{name}", tuple(shape), dtype))
+            places[f"{kind}.{name}"] = {"dim": dim, "begin": begin, "end": end, "shape": list(full_shape(parameter))}
+    try:
+        if not slots:
+            return None
+        with StreamWriter(path, slots) as writer:
+            for key, value in values:
+                writer.add(key, value)
+    finally:
+        for _ in values:  # reading may be a collective, and the others wait for this rank
+            pass
+    return {"file": path.name, "sha256": writer.sha256, "tensors": places}
+
+
+def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """key -> its whole shape and the pieces that make it up."""
+    merged: dict[str, Any] = {}
+    for report in reports:
+        for key, place in report["tensors"].items():
+            entry = merged.setdefault(key, {"shape": place["shape"], "dim": place["dim"], "pieces": []})
+            entry["pieces"].append({"file": report["file"], "begin": place["begin"], "end": place["end"]})
+    return merged
+
+
+def _gather(report: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [report]
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    return reports

@@ -1,0 +1,106 @@
+"""safetensors files written tensor by tensor, so that no more than one tensor needs to be in memory."""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor will stand."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry(Slot):
+    """A tensor to be written; `make` reads it when its turn comes."""
+
+    make: Callable[[], Tensor]
+
+
+class StreamWriter:
+    """A safetensors file whose tensors are known by name, shape and dtype beforehand, and handed over one by one.
+
+    The format: length of the header, the header in JSON, the tensors back to back. Use as a
+    context manager; then `sha256` is the file's checksum. Raises OSError as files do.
+    """
+
+    def __init__(self, path: Path, slots: Iterable[Slot]) -> None:
+        self._slots = list(slots)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for slot in self._slots:
+            header[slot.name] = {
+                "dtype": CODES[slot.dtype],
+                "shape": list(slot.shape),
+                "data_offsets": [at, at + slot.bytes],
+            }
+            at += slot.bytes
+        raw = json.dumps(header).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._digest = hashlib.sha256()
+        self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
+        self._next = 0
+        self._put(struct.pack("<Q", len(raw)) + raw)
+
+    def _put(self, block: bytes | memoryview) -> None:
+        self._digest.update(block)
+        self._file.write(block)
+
+    def add(self, name: str, value: Tensor) -> None:
+        """The next tensor; it must be the next of the announced ones, of its shape."""
+        slot = self._slots[self._next]
+        if name != slot.name or tuple(value.shape) != slot.shape:
+            raise ValueError(
+                f"{name} of shape {list(value.shape)}, not {slot.name} of {list(slot.shape)}, was to be written"
+            )
+        self._next += 1
+        flat = value.detach().to("cpu", slot.dtype).contiguous().view(-1)
+        if flat.numel():
+            self._put(flat.view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> "StreamWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self._next != len(self._slots):
+                    raise ValueError(f"{self._slots[self._next].name} was announced but not written")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+
+def write_entries(path: Path, entries: Iterable[Entry]) -> str:
+    """Write tensors as their turns come; returns the file's SHA-256."""
+    entries = list(entries)
+    with StreamWriter(path, entries) as writer:
+        for entry in entries:
+            writer.add(entry.name, entry.make())
+    return writer.sha256
