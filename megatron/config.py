@@ -285,8 +285,8 @@ class CheckpointConfig(Section):
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
     load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
     finetune: bool = opt(False, "take the weights of --load alone: optimizer, data and iterations start anew")
-    no_load_optim: bool = opt(False, "start the optimizer's moments and the loss scale anew")
-    no_load_rng: bool = opt(False, "draw dropout by this --seed, not by the streams of the checkpoint")
+    load_optim: bool = opt(True, "without it the optimizer's moments and the loss scale start anew")
+    load_rng: bool = opt(True, "without it dropout is drawn by this --seed, not by the streams of the checkpoint")
     override_data: bool = opt(False, "go on although data, --split, --seed or lengths of the samples have changed")
     override_tokenizer: bool = opt(False, "go on with another tokenizer of the same vocabulary size")
     async_save: bool = opt(

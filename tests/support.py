@@ -40,6 +40,8 @@ class RankFailure(AssertionError):
 
 
 def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    # A rank may have children, the loaders' workers; being a daemon only says that it ends with its parent.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     where = Path(folder)
     words = os.open(where / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
     if (where / "capture").exists():

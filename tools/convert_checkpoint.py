@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face: GPT2LMHeadModel and T5ForConditionalGeneration, tensor by tensor."""
+"""Checkpoints to and from Hugging Face (GPT2LMHeadModel, T5ForConditionalGeneration), and from CPM-1 and Megatron-LM."""
 
 import argparse
 import json
@@ -27,6 +27,7 @@ from megatron.hf_folder import (
 )
 from megatron.hf_names import gpt2_matches, t5_matches
 from megatron.model import GPT2Model, T5Model
+from megatron.rank_files import RankFiles
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 
 EXAMPLES = """\
@@ -34,7 +35,8 @@ EXAMPLES = """\
       then: transformers.AutoModelForCausalLM.from_pretrained("exported")
   python tools/convert_checkpoint.py --load runs/t5 --output exported --dtype bf16 --max-shard-size 2
   python tools/convert_checkpoint.py --from-hf downloaded/ --output runs/mine/checkpoints --vocab-file downloaded/tokenizer.json
-      then: python pretrain_gpt2.py --load runs/mine/checkpoints ..."""
+      then: python pretrain_gpt2.py --load runs/mine/checkpoints ...
+  python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
 
 
 def export(args: argparse.Namespace) -> None:
@@ -115,7 +117,17 @@ def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_f
 
 
 def bring_in(args: argparse.Namespace) -> None:
-    source, output = Path(args.from_hf), Path(args.output)
+    """A checkpoint of ours from a folder of another format, before any training."""
+    config, fingerprint, entries = from_megatron(args) if args.from_megatron else from_hf(args)
+    final = Path(args.output) / "iter_0000000"
+    write_checkpoint(final, entries, config, fingerprint)
+    print(f"{len(entries)} tensors -> {final}")
+    if args.verify and args.from_hf:
+        verify(final, Path(args.from_hf))
+
+
+def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+    source = Path(args.from_hf)
     if not (source / "config.json").is_file():
         raise ValueError(f"{source}/config.json does not exist: {source} is not a model of Hugging Face")
     content = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -126,13 +138,43 @@ def bring_in(args: argparse.Namespace) -> None:
     config = with_values(Config(), settings)
     theirs = FolderReader(source)
     matches = list((t5_matches if config.is_t5 else gpt2_matches)(config.model))
-    entries = [_entry(match, theirs) for match in matches]
-    final = output / "iter_0000000"
+    return config, fingerprint, [_entry(match, theirs) for match in matches]
 
-    write_checkpoint(final, entries, config, fingerprint)
-    print(f"{len(entries)} tensors -> {final}")
-    if args.verify:
-        verify(final, source)
+
+def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+    theirs = RankFiles(Path(args.from_megatron))
+    heads = args.num_attention_heads or theirs.settings.get("num_attention_heads")
+    if heads is None:
+        raise ValueError(f"{theirs.folder} does not say how many heads the model has: give --num-attention-heads")
+    rows, hidden = theirs.shape("embedding.word_embeddings.weight")
+    positions = theirs.shape("position_embedding.weight")[0]
+    settings = {
+        "num_layers": theirs.layers,
+        "hidden_size": hidden,
+        "num_attention_heads": int(heads),
+        "ff_hidden_size": theirs.shape("layers.0.mlp.dense_h_to_4h.weight")[0],
+        "max_position_embeddings": positions,
+        "seq_length": positions,
+        "vocab_size": rows,
+        "layernorm_epsilon": float(theirs.settings.get("layernorm_epsilon", 1e-5)),
+    }
+    fingerprint = ""
+    if args.vocab_file:
+        tokenizer = load_tokenizer(args.vocab_file)
+        if tokenizer.vocab_size > rows:
+            raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, the model {rows}")
+        fingerprint = tokenizer.fingerprint
+        settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # the rest is padding
+    config = with_values(Config(), settings)
+    return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
+
+
+def _megatron_entry(theirs: RankFiles, name: str, config: Config) -> Entry:
+    rows = config.model.vocab_size if "word_embeddings" in name else None
+    shape = (rows or theirs.shape(name)[0], *theirs.shape(name)[1:])
+    return Entry(
+        f"{WEIGHT}.{name}", shape, torch.float32, lambda: theirs.read(name, config.model.num_attention_heads)[:rows]
+    )
 
 
 def _entry(match: Any, theirs: FolderReader) -> Entry:
@@ -182,12 +224,14 @@ def _exact(folder: Path) -> bool:
 
 
 def main(args: argparse.Namespace) -> None:
-    if bool(args.from_hf) == bool(args.load):
-        raise ValueError("give either --load (a run to be exported) or --from-hf (a folder of Hugging Face)")
-    if args.from_hf:
-        bring_in(args)
-    else:
+    if sum(map(bool, (args.load, args.from_hf, args.from_megatron))) != 1:
+        raise ValueError(
+            "give one of --load (a run to be exported), --from-hf and --from-megatron (a folder of theirs)"
+        )
+    if args.load:
         export(args)
+    else:
+        bring_in(args)
 
 
 def build_parser() -> Parser:
@@ -195,7 +239,9 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--load", help="a run directory, or one of its checkpoints, to be exported")
     add("--from-hf", help="a folder with config.json and safetensors, to become a checkpoint of ours")
-    add("--output", required=True, help="the new folder; of --from-hf the folder of checkpoints")
+    add("--from-megatron", help="a folder of CPM-1, Megatron-LM (GPT) or DeepSpeed with mp_rank_* files, likewise")
+    add("--num-attention-heads", type=int, help="of --from-megatron, where its files do not tell: 32 for CPM-1-large")
+    add("--output", required=True, help="the new folder; of --from-* the folder of checkpoints")
     add("--vocab-file", help="the tokenizer (default: the run's)")
     add("--dtype", choices=DTYPES, default="fp32", help="of the exported weights (default: fp32)")
     add("--max-shard-size", type=float, default=5.0, help="largest file, in GB (default: 5)")

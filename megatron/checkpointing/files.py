@@ -89,7 +89,8 @@ def recover(folder: Path) -> None:
             _aside(named).rename(named)
     for left in folder.glob("iter_*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
-    (folder / "latest.tmp").unlink(missing_ok=True)
+    if (folder / "latest.tmp").exists():  # a folder that cannot be written is no fault yet
+        (folder / "latest.tmp").unlink()
 
 
 # ------------------------------------------------------------------------------------ finding

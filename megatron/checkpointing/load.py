@@ -41,8 +41,8 @@ class Wanted:
         c = config.checkpoint
         return cls(
             position=not c.finetune,
-            optimizer=not (c.finetune or c.no_load_optim),
-            rng=not (c.finetune or c.no_load_rng),
+            optimizer=c.load_optim and not c.finetune,
+            rng=c.load_rng and not c.finetune,
             same_data=not (c.finetune or c.override_data),
             same_tokenizer=not c.override_tokenizer,
         )

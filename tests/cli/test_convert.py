@@ -212,4 +212,4 @@ def test_mistakes(tmp_path: Path) -> None:
     assert "weights in pickled files are not read" in says("--from-hf", str(tmp_path / "pickled"))
     assert "a model of type 'bert'; gpt2, t5 and mt5 can be converted" in says("--from-hf", str(tmp_path / "other"))
     assert "is not a model of Hugging Face" in says("--from-hf", str(tmp_path))
-    assert "give either --load" in says()
+    assert "give one of --load" in says()

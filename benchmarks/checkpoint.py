@@ -1,0 +1,185 @@
+"""Checkpoints against `torch.save` and DeepSpeed's own: GB/s of saving and loading, and what training waits for.
+
+    python benchmarks/checkpoint.py --rounds 5
+    python benchmarks/checkpoint.py --rounds 5 --ranks 2
+
+Every contender saves the same weights and Adam moments (fp32) and loads them back into the same
+engine, in turn within every round. Ours writes checksums and waits for the disk, the others do
+not; "torch.save, fsync" does wait. The last table is about a save in the background: how long
+training stands still, against its own step, and how much slower steps are meanwhile.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _alternate import Step, alternate, leave, on_ranks, spread
+
+
+def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """An engine that has made one step, its settings, and a function that makes another."""
+    import torch
+
+    from megatron import device as device_module
+    from megatron import runtime
+    from megatron.arguments import parse
+    from megatron.ds_config import resolve
+    from megatron.engine import build_engine
+    from megatron.initialize import initialize_megatron, world_size
+    from megatron.metrics import Timers
+    from megatron.model import GPT2Model
+
+    config = parse(
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} "
+        f"--vocab-size {args.vocab} --batch-size {args.batch} --precision fp32".split()
+    )
+    device = initialize_megatron(config)
+    runtime.start(config, None, Timers())
+    resolved = resolve(config, world_size(), device_module.fast_bf16(device))
+
+    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
+        text = next(batches)["text"]
+        losses = model(text[:, :-1], labels=text[:, 1:])
+        return losses.sum(), None
+
+    targets = torch.tensor(float(args.batch * args.seq))
+    engine = build_engine(GPT2Model(config), config, resolved, forward_step, lambda batch: targets, Timers())
+    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=torch.Generator().manual_seed(1))
+
+    def step() -> None:
+        engine.train_batch(iter([{"text": text}]), 1e-4)
+
+    step()
+    return engine.deepspeed, config, step
+
+
+def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step], dict[str, Step]]:
+    """Savers and loaders by name."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.checkpointing import Saver, TrainState, load_checkpoint
+
+    rank = dist.get_rank()
+    saver = Saver(str(folder / "ours"), engine, config, "")
+    state = TrainState(iteration=1)
+    plain = folder / "plain.pt"
+
+    def ours() -> None:
+        saver.begin(state)
+        saver.finish()
+
+    def torch_save(sync: bool = False) -> None:
+        if rank == 0:  # replicas hold the same
+            inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+            with open(plain, "wb") as file:
+                torch.save({"model": engine.module.state_dict(), "optimizer": inner.state_dict()}, file)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def torch_load() -> None:
+        content = torch.load(plain, map_location="cpu", weights_only=True)
+        engine.module.load_state_dict(content["model"])
+        getattr(engine.optimizer, "optimizer", engine.optimizer).load_state_dict(content["optimizer"])
+
+    saves = {
+        "ours": ours,
+        "torch.save": torch_save,
+        "torch.save, fsync": lambda: torch_save(True),
+        "DeepSpeed save_checkpoint": lambda: engine.save_checkpoint(str(folder / "theirs"), tag="x"),
+    }
+    loads = {
+        "ours": lambda: load_checkpoint(folder / "ours" / "iter_0000001", engine, config, "") and None,
+        "torch.load": torch_load,
+        "DeepSpeed load_checkpoint": lambda: engine.load_checkpoint(str(folder / "theirs"), tag="x") and None,
+    }
+    return saves, loads
+
+
+def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds: of a step, of the stall of a save in the background, of a step while it is written, of the whole save."""
+    from megatron.checkpointing import Saver, TrainState
+
+    saver = Saver(str(folder / "background"), engine, config, "", background=True)
+    found: dict[str, list[float]] = {"step": [], "stall": [], "step while saving": [], "whole save": []}
+
+    def timed(name: str, action: Step) -> None:
+        begin = time.perf_counter()
+        action()
+        found[name].append(time.perf_counter() - begin)
+
+    for _ in range(rounds):
+        timed("step", step)
+        begin = time.perf_counter()
+        timed("stall", lambda: saver.begin(TrainState(iteration=1)))
+        while saver.busy:
+            timed("step while saving", step)
+        timed("stall", saver.finish)  # type: ignore[arg-type]
+        found["stall"][-2:] = [sum(found["stall"][-2:])]
+        found["whole save"].append(time.perf_counter() - begin)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("layers", 8), ("hidden", 512), ("seq", 256), ("batch", 4), ("vocab", 16000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--json", help="write the results to this file")
+    args = parser.parse_args()
+    on_ranks(args.ranks)
+
+    import contextlib
+    import io
+
+    import torch.distributed as dist
+
+    engine, config, step = build(args)
+    names: list[Any] = [tempfile.mkdtemp(dir=args.folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    folder = Path(names[0])
+    try:
+        saves, loads = contenders(engine, config, folder)
+        with contextlib.redirect_stdout(io.StringIO()):
+            saved, loaded = alternate(saves, args.rounds), alternate(loads, args.rounds)
+            waits = background(engine, config, step, folder, args.rounds)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+    gigabytes = 12 * sum(p.numel() for p in engine.module.parameters()) / 1e9
+    if dist.get_rank() == 0:
+        show(gigabytes, args.ranks, saved, loaded, waits)
+        if args.json:
+            content = {"gigabytes": gigabytes, "save": saved, "load": loaded, "background": waits}
+            Path(args.json).write_text(json.dumps(content, indent=1))
+    dist.barrier()
+    leave()
+
+
+def show(gigabytes: float, ranks: int, saved: Any, loaded: Any, waits: dict[str, list[float]]) -> None:
+    print(f"{gigabytes:.2f} GB of weights and moments, {ranks} data-parallel rank(s)\n")
+    for title, found in (("save", saved), ("load", loaded)):
+        print(f"| {title} | GB/s, median (lowest to highest) | ours / it, by round |\n| --- | --- | --- |")
+        for name, rounds in found.items():
+            ratios = [it[0] / mine[0] for it, mine in zip(rounds, found["ours"], strict=True)]
+            print(f"| {name} | {spread([gigabytes / s for s, _ in rounds], '.2f')} | {spread(ratios, '.2f')} |")
+        print()
+    step = statistics.median(waits["step"])
+    print("| in the background | ms, median (lowest to highest) | share of a step |\n| --- | --- | --- |")
+    for name, seconds in waits.items():
+        if seconds:
+            print(f"| {name} | {spread([1e3 * s for s in seconds], '.0f')} | {statistics.median(seconds) / step:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

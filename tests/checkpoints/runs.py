@@ -1,0 +1,90 @@
+"""Whole runs, many of them within one launch of ranks: what users start, without the price of starting."""
+
+import contextlib
+import importlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from megatron import device as device_module
+from megatron.arguments import parse
+from megatron.ds_config import resolve
+from megatron.initialize import world_size
+from megatron.training import set_up, train
+from tests.conformance.engines import remembered_groups
+from tests.support import losses
+
+COMMON = (
+    "--split 1 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --lr-decay-style constant --warmup 0 --log-interval 1 "
+    "--eval-iters 0 --save-interval 0 --make-vocab-size-divisible-by 64 --no-tensorboard --hidden-size 16 --num-attention-heads 4"
+)
+T5 = "--num-layers 2 --num-decoder-layers 3 --ff-hidden-size 24 --enc-seq-length 32 --seq-length 32"
+MODELS = {
+    "gpt2": f"{COMMON} --num-layers 4 --seq-length 24",
+    "t5-cpm": f"{COMMON} {T5} --span-convention cpm --reset-attention-mask",
+    "t5-v1.1": f"{COMMON} {T5} --span-convention t5 --normalization rmsnorm --position-embedding relative "
+    "--relative-attention-num-buckets 8 --relative-attention-max-distance 20 --no-scale-attention --no-hidden-bias "
+    "--activation gated-gelu --no-tie-embeddings --kv-hidden-size 6",
+}
+
+
+class Start(NamedTuple):
+    """One run. save_first: save before the first step, too, to see what was loaded."""
+
+    model: str
+    run_dir: Path
+    flags: str
+    save_first: bool = False
+
+
+def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
+    """The body of a rank: one run after another."""
+    with remembered_groups() as begin:
+        for start in starts:
+            begin()
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    _run(start, data, vocab_file)
+            except Exception as error:
+                raise RuntimeError(f"in {start}") from error
+
+
+def _run(start: Start, data: str, vocab_file: str) -> None:
+    name = start.model.split("-")[0]
+    entry = importlib.import_module(f"pretrain_{name}")
+    argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --data-path {data} --vocab-file {vocab_file}"
+    config = parse(argv.split(), getattr(entry, "DEFAULTS", None))
+    resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
+    providers = (
+        entry.train_valid_test_datasets_provider,
+        entry.model_provider,
+        entry.forward_step,
+        entry.count_targets,
+    )
+    run = set_up(config, resolved, *providers, name, getattr(entry, "tokenizer_provider", None))
+    if start.save_first:
+        run.saver.save(run.state, wait=True)
+    train(run)
+    run.metrics.close()
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return losses([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
+    """Every tensor of a checkpoint, put together by the index alone and without this project's reader."""
+    index: dict[str, Any] = json.loads((checkpoint / "checkpoint.json").read_text())["tensors"]
+    files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
+    whole = {}
+    for key, entry in index.items():
+        pieces = sorted(entry["pieces"], key=lambda piece: int(piece["begin"]))
+        whole[key] = np.concatenate([files[piece["file"]][key] for piece in pieces], axis=entry["dim"])
+        assert list(whole[key].shape) == entry["shape"], key
+    return whole

@@ -1,0 +1,134 @@
+"""Every byte of a checkpoint is watched, a disk may be full, and old checkpoints stay as they were."""
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint
+from tests.support import ROOT, on_ranks
+
+from .runs import MODELS, Start, run_all
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
+    """checkpoints/ of a run on two stages."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    flags = "--pipe-parallel-size 2 --precision fp32 --train-iters 2 --save-interval 1"
+    on_ranks(2, run_all, [Start("gpt2", run_dir, flags)], tiny_data, vocab_file)
+    return run_dir / "checkpoints"
+
+
+def files_of(folder: Path) -> list[Path]:
+    newest = folder / "iter_0000002"
+    found = [folder / "latest", *sorted(newest.iterdir())]
+    names = ["SHA256SUMS", "checkpoint.json", *(f"pipe0{i}-model00-data00.safetensors" for i in range(2))]
+    assert [path.name for path in found] == ["latest", *names]
+    return found
+
+
+def refusal(folder: Path) -> str:
+    try:
+        CheckpointReader(find_checkpoint(str(folder))).verify()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_any_flipped_byte_is_found_and_the_file_is_named(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    assert refusal(folder) == ""
+    dice = random.Random(3)
+    for path in files_of(folder):
+        good = path.read_bytes()
+        places = range(len(good)) if len(good) < 500 else dice.sample(range(len(good)), 200)
+        for at in places:
+            raw = bytearray(good)
+            raw[at] ^= 1 << dice.randrange(8)
+            path.write_bytes(raw)
+            assert path.name in refusal(folder), f"byte {at} of {path.name}"
+        path.write_bytes(good)
+    assert refusal(folder) == ""
+
+
+def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    dice = random.Random(4)
+    for path in files_of(folder):
+        good = path.read_bytes()
+        for length in {0, len(good) - 1, *(dice.randrange(len(good)) for _ in range(20))}:
+            path.write_bytes(good[:length])
+            # A name alone may stand there, as written by hand; the last newline says nothing.
+            harmless = path.name == "latest" and good[:length].strip() in (b"iter_0000002", good.strip())
+            assert (path.name in refusal(folder)) != harmless, f"{path.name} cut to {length}"
+        path.unlink()
+        assert path.name in refusal(folder)
+        path.write_bytes(good)
+    shutil.rmtree(folder / "iter_0000002")
+    assert "names iter_0000002, but there is no checkpoint of that name beside it" in refusal(folder)
+    (folder / "latest").write_text("iter_0000001\n")  # by hand, as the message says
+    assert refusal(folder) == ""
+
+
+# ------------------------------------------------------------------------ disks that do not take it
+
+
+def _in_own_mounts(script: str) -> "subprocess.CompletedProcess[str]":
+    """Run a shell script that may mount. Skips the test where the system lets nobody do so."""
+    unshare = shutil.which("unshare")
+    probe = [unshare or "unshare", "-Urm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
+    if unshare is None or subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip("this system does not let a user mount a tmpfs of his own")
+    return subprocess.run(
+        [unshare, "-Urm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("more", ["", "--async-save"])
+@pytest.mark.parametrize("obstacle", ["full", "read-only"])
+def test_a_disk_that_takes_no_more(obstacle: str, more: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """The first checkpoint fits; the next ends the run with one sentence, and the first can still be loaded."""
+    disk, after = tmp_path / "disk", tmp_path / "after"
+    disk.mkdir()
+    argv = f"{MODELS['gpt2']} --data-path {tiny_data} --vocab-file {vocab_file} --precision fp32 --save {disk} "
+    argv += f"--run-dir {tmp_path / 'run'} --batch-size 2 {more}"
+    train = f"{sys.executable} pretrain_gpt2.py {argv}"
+    # A checkpoint is 0.9 MB.
+    between = f"mount -o remount,ro {disk}" if obstacle == "read-only" else "true"
+    script = f"""
+        export OMP_NUM_THREADS=1
+        mount -t tmpfs -o size=1500k tmpfs {disk}
+        {train} --train-iters 2 || exit 90
+        {between}
+        {train} --train-iters 4; code=$?
+        cp -r {disk} {after}
+        exit $code"""
+    done = _in_own_mounts(script)
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    wanted = {"full": "No space left on device", "read-only": "Read-only file system"}[obstacle]
+    assert f"could not save a checkpoint in {disk}: {wanted}" in lines[0]
+    assert "earlier checkpoints are as they were" in lines[0]
+    assert sorted(path.name for path in after.iterdir()) == ["iter_0000002", "latest"]
+    assert refusal(after) == ""
+
+
+def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
+    """Between the two renames: the one moved aside comes back."""
+    from megatron.checkpointing.files import recover
+
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    (folder / "iter_0000002").rename(folder / "iter_0000002.old.tmp")
+    (folder / "iter_0000002.tmp").mkdir()
+    assert "there is no checkpoint of that name" in refusal(folder)
+    recover(folder)
+    assert refusal(folder) == ""
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]

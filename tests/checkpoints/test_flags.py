@@ -1,0 +1,105 @@
+"""--finetune, --no-load-optim, --no-load-rng and the overrides do what they say, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils.documents import texts
+from megatron import mpu
+from megatron.tokenizer.train import train_sentencepiece
+from tests.materials import SAMPLE
+from tests.support import RankFailure, on_ranks
+
+from .runs import Start, losses_of, run_all, whole_tensors
+
+DROPOUT = "--hidden-dropout 0.1"
+BASE = f"{DROPOUT} --precision fp32 --batch-size 2"
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
+    run_dir = tmp_path_factory.mktemp("before")
+    on_ranks(1, run_all, [Start("gpt2", run_dir, f"{BASE} --train-iters 3")], tiny_data, vocab_file)
+    return run_dir
+
+
+def go(run_dir: Path, flags: str, data: str, vocab_file: str) -> None:
+    on_ranks(1, run_all, [Start("gpt2", run_dir, f"{BASE} {flags}", save_first=True)], data, vocab_file)
+
+
+def index(run_dir: Path, iteration: int) -> dict[str, Any]:
+    path = run_dir / "checkpoints" / f"iter_{iteration:07d}" / "checkpoint.json"
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def weights(run_dir: Path, iteration: int) -> dict[str, bytes]:
+    whole = whole_tensors(run_dir / "checkpoints" / f"iter_{iteration:07d}")
+    return {key: value.tobytes() for key, value in whole.items() if key.startswith("weight.")}
+
+
+def test_finetune_takes_weights_alone_and_then_goes_on(
+    before: Path, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """Other samples and lengths are no contradiction; a second start continues what the first has begun."""
+    flags = f"--load {before} --finetune --seq-length 20 --max-position-embeddings 24 --seed 5"
+    go(tmp_path, f"{flags} --train-iters 2", tiny_data, vocab_file)
+    assert weights(tmp_path, 0) == weights(before, 3)
+    first = index(tmp_path, 0)
+    assert (first["optimizer"]["moments"], first["state"]["consumed_samples"]) == ([], 0)
+    assert first["rng_seed"] == mpu.derive_seed(5, "dropout")
+    assert index(tmp_path, 2)["optimizer"]["step"] == 2
+    go(tmp_path, f"{flags} --train-iters 4", tiny_data, vocab_file)
+    assert index(tmp_path, 4)["optimizer"]["step"] == 4
+    assert index(tmp_path, 4)["state"]["consumed_samples"] == 8
+    assert len(losses_of(tmp_path)) == 4
+
+
+def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    go(tmp_path / "kept", f"--load {before} --train-iters 4", tiny_data, vocab_file)
+    go(tmp_path / "new", f"--load {before} --train-iters 4 --no-load-optim", tiny_data, vocab_file)
+    assert index(tmp_path / "kept", 4)["optimizer"]["step"] == 4
+    assert index(tmp_path / "new", 4)["optimizer"]["step"] == 1
+    assert weights(tmp_path / "new", 3) == weights(before, 3)
+    assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "the same samples, the same dropout"
+    assert weights(tmp_path / "new", 4) != weights(tmp_path / "kept", 4)
+    # Adam's first step is lr * sign(gradient) all over: the closed form for moments that begin at zero.
+    old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
+    name = "weight.layers.0.attention.dense.bias"
+    np.testing.assert_allclose(np.abs(new[name] - old[name]), 1e-3, rtol=2e-2)
+
+
+def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    with pytest.raises(RankFailure, match="has the state of --optimizer adam, this run uses sgd; --no-load-optim"):
+        go(tmp_path, f"--load {before} --optimizer sgd --train-iters 4", tiny_data, vocab_file)
+    go(tmp_path, f"--load {before} --optimizer sgd --train-iters 4 --no-load-optim", tiny_data, vocab_file)
+
+
+def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
+    before: Path, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    more = f"--load {before} --train-iters 4 --seed 99"
+    with pytest.raises(RankFailure, match="the 6 samples before this point were others .* --override-data goes on"):
+        go(tmp_path / "refused", more, tiny_data, vocab_file)
+    go(tmp_path / "saved", f"{more} --override-data", tiny_data, vocab_file)
+    go(tmp_path / "new", f"{more} --override-data --no-load-rng", tiny_data, vocab_file)
+    assert index(tmp_path / "saved", 4)["rng_seed"] == mpu.derive_seed(1234, "dropout")
+    assert index(tmp_path / "new", 4)["rng_seed"] == mpu.derive_seed(99, "dropout")
+    assert losses_of(tmp_path / "saved") != losses_of(tmp_path / "new"), "the same samples, other dropout"
+
+
+def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None:
+    other = str(tmp_path / "other.model")
+    train_sentencepiece((text[::-1] for text in texts([str(SAMPLE)])), other, 3000)
+    more = f"--load {before} --train-iters 4"
+    with pytest.raises(RankFailure, match="trained with another tokenizer .* --override-tokenizer goes on"):
+        go(tmp_path / "refused", more, tiny_data, other)
+    go(tmp_path / "new", f"{more} --override-tokenizer", tiny_data, other)
+
+
+def test_finetune_without_load_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    with pytest.raises(RankFailure, match="--finetune needs --load"):
+        go(tmp_path, "--finetune", tiny_data, vocab_file)

@@ -1,0 +1,171 @@
+"""SIGKILL at any moment: the next start goes on, and in the end nobody can tell that anything happened."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests import support
+from tests.support import FULL, on_ranks
+
+from .runs import Start, losses_of, run_all, whole_tensors
+
+ITERATIONS = 24
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+WAYS = {
+    "gpt2-fp32-pipe-async-workers": ("gpt2", "--pipe-parallel-size 2 --precision fp32 --async-save --num-workers 1"),
+    "t5-fp16-zero1-async": ("t5-v1.1", "--zero-stage 1 --precision fp16 --async-save"),
+    "gpt2-bf16-zero2": ("gpt2", "--zero-stage 2 --precision bf16"),
+    "t5-bf16-pipe-workers": ("t5-cpm", "--pipe-parallel-size 2 --zero-stage 1 --precision bf16 --num-workers 1"),
+}
+MOMENTS = ("time", "read", "step", "write", "files", "prune")
+
+
+class Kill(NamedTuple):
+    """moment: when the rank kills itself, at the count-th chance; at "time" it is killed from outside."""
+
+    moment: str
+    count: int
+    rank: int | None  # None: all of them
+
+
+def _die_at(count: int, target: Any, name: str) -> None:
+    """Make the count-th call of target.name the last thing that this process does."""
+    honest, calls = getattr(target, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return honest(*args, **kwargs)
+
+    setattr(target, name, call)
+
+
+def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
+    """The body of a rank that will not come to its end."""
+    import megatron.training
+    from megatron.checkpointing import stream
+
+    if kill.rank in (None, int(os.environ["RANK"])):
+        if kill.moment == "read":  # a batch has been read, no step was made
+            honest = megatron.training.data_iterator
+
+            def broken(*args: Any) -> Any:
+                batches = honest(*args)
+                if batches is None:
+                    return None
+                reads = enumerate(batches)
+                return (os.kill(os.getpid(), signal.SIGKILL) if n == kill.count else batch for n, batch in reads)
+
+            megatron.training.data_iterator = broken  # type: ignore[assignment]
+        elif kill.moment == "step":  # the step was made, nobody has counted it
+            _die_at(kill.count, megatron.training, "extend")
+        elif kill.moment == "write":  # in the middle of a file
+            _die_at(kill.count * 7, stream.StreamWriter, "add")
+        elif kill.moment == "files":  # between any two changes of the folder
+            for name in ("fsync", "rename", "replace"):
+                _die_at(kill.count, os, name)
+        elif kill.moment == "prune":
+            _die_at(kill.count, shutil, "rmtree")
+    run_all([start], data, vocab_file)
+
+
+def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
+    """Start two ranks and see them die; False if they came to their end."""
+    rows = _rows(start.run_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            support._context.Process(target=support._rank_main, args=(rank, 2, folder, victim, (kill, start, *args)))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + support.TIMEOUT
+        if kill.moment == "time":
+            while _rows(start.run_dir) == rows and any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(dice.uniform(0, 0.4))
+            for rank, process in enumerate(ranks):
+                if kill.rank in (None, rank):
+                    process.kill()
+        while all(p.is_alive() for p in ranks):
+            assert time.monotonic() < deadline, f"{kill} did not happen"
+            time.sleep(0.01)
+        time.sleep(0.3)
+        done = all(p.exitcode == 0 for p in ranks)
+        for process in ranks:
+            process.kill()  # as the launcher does when one of them is gone
+            process.join()
+        errors = [path.read_text() for path in Path(folder).glob("error*")]
+    # Whoever was not killed may complain of a lost neighbour, and of nothing else.
+    assert all("onnection" in error or "closed by peer" in error or "gloo" in error for error in errors), errors
+    return not done
+
+
+def _rows(run_dir: Path) -> bytes:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def _check_latest(folder: Path) -> None:
+    """What `latest` names is whole, checked without this project's reader."""
+    if not (folder / "latest").exists():
+        return
+    checkpoint = folder / (folder / "latest").read_text().split()[0]
+    for line in (checkpoint / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest, (checkpoint, name)
+
+
+def _end(run_dir: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    checkpoint = run_dir / "checkpoints" / f"iter_{ITERATIONS:07d}"
+    index = json.loads((checkpoint / "checkpoint.json").read_text())
+    tensors = {key: value.tobytes() for key, value in whole_tensors(checkpoint).items()}
+    return {**index["state"], **index["optimizer"]}, tensors
+
+
+def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: str) -> None:
+    model, flags = WAYS[way]
+    saving = f"--save-interval 2 --keep-last 2 --train-iters {ITERATIONS} --batch-size 2"
+    whole, cut = (Start(model, folder / name, f"{flags} {DROPOUT} {saving}") for name in ("whole", "cut"))
+    on_ranks(2, run_all, [whole], data, vocab_file)
+    dice = random.Random(f"{way} {seed}")
+    done = 0
+    for trial in range(4 * kills):
+        kill = Kill(MOMENTS[trial % len(MOMENTS)], dice.randint(1, 5), dice.choice([0, 1, None]))
+        if kill.moment in ("read", "prune"):
+            kill = kill._replace(rank=dice.choice([0, None]))  # the first rank does both
+        if _killed(kill, cut, dice, data, vocab_file):
+            done += 1
+        else:  # the run had come to its end before: begin again
+            shutil.rmtree(cut.run_dir)
+        _check_latest(cut.run_dir / "checkpoints")
+        if done == kills:
+            break
+    assert done == kills
+    on_ranks(2, run_all, [cut], data, vocab_file)
+    assert losses_of(cut.run_dir) == losses_of(whole.run_dir)
+    assert _end(cut.run_dir) == _end(whole.run_dir)
+    left = sorted(path.name for path in (cut.run_dir / "checkpoints").iterdir())
+    assert left == [f"iter_{ITERATIONS - 2:07d}", f"iter_{ITERATIONS:07d}", "latest"]
+
+
+@pytest.mark.parametrize("way", list(WAYS)[:2])
+def test_a_few_kills(way: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    drill(way, 5, 0, tmp_path, tiny_data, vocab_file)
+
+
+@FULL
+@pytest.mark.parametrize("way", WAYS)
+def test_many_kills(way: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """48 of them over all ways."""
+    drill(way, 12, 1, tmp_path, tiny_data, vocab_file)

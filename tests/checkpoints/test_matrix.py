@@ -1,0 +1,81 @@
+"""Saved in any layout, loaded in any other: every bit of weights and moments, and the same curve from there on."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parity.layouts import Layout
+from tests.support import covering, on_ranks
+
+from .runs import MODELS, Start, losses_of, run_all, whole_tensors
+
+LAYOUTS = [
+    Layout(0, 1, 1),
+    Layout(0, 2, 1, zero=2),
+    Layout(0, 2, 1, zero=3),
+    Layout(0, 1, 2),
+    Layout(1, 2, 2, zero=1),
+    Layout(2, 2, 1, zero=1),
+    Layout(2, 1, 2),
+    Layout(4, 1, 1),
+]
+SAVED, LAST = 2, 7
+# By default each layout is saved in and loaded in at least once, and the first and the last with all others.
+PARTS = {"part": lambda a, b: a != b and (a + 3 * b) % 7 == 0, "all": lambda a, b: a != b}
+
+
+def _flags(layout: Layout) -> str:
+    return (
+        f"--pipe-parallel-size {layout.pp} --model-parallel-size {layout.tp} --zero-stage {layout.zero} --batch-size 2 "
+        f"--gas {4 // layout.dp} --precision fp32 --train-iters {LAST}"
+    )
+
+
+def _launch(starts: dict[Layout, list[Start]], data: str, vocab_file: str) -> None:
+    """All runs, those of one grid in one launch."""
+    grids: defaultdict[tuple[int, int, int], list[Start]] = defaultdict(list)
+    for layout, of_it in starts.items():
+        grids[layout[:3]] += of_it
+    for grid, of_it in grids.items():
+        on_ranks(Layout(*grid).world, run_all, of_it, data, vocab_file, timeout=500)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("part", covering(list(PARTS), lambda part: part == "part"))
+def test_every_layout_loads_every_other(model: str, part: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    chosen: Callable[[int, int], bool] = PARTS[part]
+    pairs = [(a, b) for a, b in itertools.product(range(len(LAYOUTS)), repeat=2) if chosen(a, b)]
+    _launch(
+        {
+            layout: [Start(model, tmp_path / str(a), f"{_flags(layout)} --save-interval {SAVED}")]
+            for a, layout in enumerate(LAYOUTS)
+        },
+        tiny_data,
+        vocab_file,
+    )
+    saved = {a: tmp_path / str(a) / "checkpoints" / f"iter_{SAVED:07d}" for a in range(len(LAYOUTS))}
+    loads: dict[Layout, list[Start]] = {layout: [] for layout in LAYOUTS}
+    for a, b in pairs:
+        flags = f"{_flags(LAYOUTS[b])} --load {saved[a]}"
+        loads[LAYOUTS[b]].append(Start(model, tmp_path / f"{a}to{b}", flags, save_first=True))
+    _launch(loads, tiny_data, vocab_file)
+
+    first = whole_tensors(saved[0])
+    for a, b in pairs:
+        before = whole_tensors(saved[a])
+        after = whole_tensors(tmp_path / f"{a}to{b}" / "checkpoints" / f"iter_{SAVED:07d}")
+        words = f"{LAYOUTS[a]} -> {LAYOUTS[b]}"
+        assert before.keys() == after.keys() == first.keys(), words
+        for key in before:
+            assert before[key].dtype == after[key].dtype, words
+            assert before[key].tobytes() == after[key].tobytes(), f"{words}: {key}"
+        expected = losses_of(tmp_path / str(a))[SAVED:]
+        found = losses_of(tmp_path / f"{a}to{b}")
+        assert len(found) == LAST - SAVED
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=words)
+    assert {key.split(".", 1)[0] for key in first} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert all(np.abs(value).max() > 0 for key, value in first.items() if key.startswith("exp_avg_sq."))
