@@ -26,6 +26,7 @@ from megatron.hf_folder import (
     write_tensors,
 )
 from megatron.hf_names import gpt2_matches, t5_matches
+from megatron.hf_tokenizer import as_theirs
 from megatron.model import GPT2Model, T5Model
 from megatron.rank_files import RankFiles
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
@@ -93,8 +94,8 @@ def _tokenizer(config: Config, vocab_file: str | None) -> Tokenizer:
 def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str | None) -> None:
     """A tokenizer.json where ours is one of theirs; else our own file, as it is."""
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    inner: Any = getattr(base, "_tokenizer", None)
-    if inner is None:
+    theirs = as_theirs(base)
+    if theirs is None:
         source = Path(vocab_file or str(config.data.vocab_file))
         (folder / source.name).write_bytes(source.read_bytes())
         print(
@@ -102,11 +103,13 @@ def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_f
         )
         return
     from tokenizers import AddedToken
-    from tokenizers import Tokenizer as Theirs
 
-    theirs = Theirs.from_str(inner.to_str())
     names = {i: name for name, i in tokenizer.specials.items()}
-    described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names[tokenizer.eod]}
+    described: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": names[tokenizer.eod],
+    }
     if isinstance(tokenizer, SentinelTokenizer):
         order = sorted((id_, f"<extra_id_{i}>") for i, id_ in enumerate(tokenizer.sentinels))
         added = ["<pad>", *(name for _, name in order)]

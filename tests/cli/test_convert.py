@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
-from megatron.model import GPT2Model
+from megatron.generation import Sampling, T5Stepper, sample
+from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from tests.support import FULL, ROOT, command, train_gpt2, train_t5
 
@@ -104,7 +105,9 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
     ],
     ids=["one process", "pp2-tp2", "tp2 untied"],
 )
-def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, world: int, layout: list[str]) -> None:
+def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world: int, layout: list[str]) -> None:
+    """With the tokenizer that our scripts train as well as with one of theirs."""
+    hf_file = vocab_file if world == 4 else hf_file
     train_gpt2(
         world,
         tmp_path / "run",
@@ -150,7 +153,8 @@ def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, world: int, layout: 
     [(1, ["--no-tie-embeddings"]), (2, ["--pipe-parallel-size", "2", "--tie-embeddings", "--scale-tied-logits"])],
     ids=["untied", "pp2 tied"],
 )
-def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, world: int, layout: list[str]) -> None:
+def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world: int, layout: list[str]) -> None:
+    hf_file = vocab_file if world == 2 else hf_file
     train_t5(world, tmp_path / "run", *SMALL, *T5, "--data-path", tiny_data, "--vocab-file", hf_file, *layout)
     round_trip(tmp_path / "run", tmp_path)
     theirs: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
@@ -159,6 +163,14 @@ def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, world: int, layout: li
     text = "春天<extra_id_0>花<extra_id_1>开"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     assert (theirs.config.pad_token_id, theirs.config.eos_token_id) == (ours.pad, ours.eod)
+    path = find_checkpoint(str(tmp_path / "run"))
+    model = T5Model(plain_config(CheckpointReader(path)), parallel_output=False).eval()
+    load_weights(path, model)
+    source = [*ours.encode(text), ours.eod]
+    (found,) = sample(T5Stepper(model, source, ours.pad), 1, 12, ours.eod, Sampling(temperature=0), seed=0)
+    # Without its cache, which counts the encoder's layers where it needs the decoder's (transformers 5.23).
+    expected = theirs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False, use_cache=False)
+    assert expected[0].tolist() == [ours.pad, *found]
 
 
 def test_a_model_of_theirs_trains_on(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
@@ -213,3 +225,20 @@ def test_mistakes(tmp_path: Path) -> None:
     assert "a model of type 'bert'; gpt2, t5 and mt5 can be converted" in says("--from-hf", str(tmp_path / "other"))
     assert "is not a model of Hugging Face" in says("--from-hf", str(tmp_path))
     assert "give one of --load" in says()
+
+
+def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_corpus: Path) -> None:
+    """transformers cannot run jieba from a tokenizer.json: nothing that would split otherwise is written."""
+    from data_utils.documents import texts
+    from megatron.hf_tokenizer import as_theirs
+    from megatron.tokenizer.train import train_cpm, train_sentencepiece
+
+    train_cpm(texts([str(sample_corpus)]), str(tmp_path / "cpm.model"), 3000)
+    assert as_theirs(load_tokenizer(str(tmp_path / "cpm.model"))) is None
+    for kind in ("bpe", "unigram"):
+        train_sentencepiece(texts([str(sample_corpus)]), str(tmp_path / "own.model"), 3000, kind)
+        ours = load_tokenizer(str(tmp_path / "own.model"))
+        theirs: Any = as_theirs(ours)
+        for text in texts([str(sample_corpus)]):
+            assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
+            assert theirs.decode(ours.encode(text)) == text
