@@ -3,14 +3,18 @@
 Shapes: b batch, s tokens so far, v vocabulary.
 """
 
-from typing import NamedTuple, Protocol
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
 from megatron.model import GPT2Model, T5Model
 from megatron.model.block import Caches, TransformerLayer
+from megatron.model.layers import Layer
 from megatron.model.masks import no_documents
 from megatron.model.t5 import StackStart
 
@@ -39,11 +43,54 @@ class Stepper(Protocol):
         ...
 
 
+class Stages:
+    """A model whose layers are cut over pipeline stages; all of them follow the text together.
+
+    Each stage tells all others what comes out of its layers: a token's states are small, and so
+    every rank can choose the next token by itself.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.line = mpu.get_mesh().pipe
+        blocks = [i for i, layer in enumerate(layers) if layer.repeated]
+        size = self.line.size
+        if len(blocks) < size:
+            raise ValueError(f"--pipe-parallel-size {size} is more than the {len(blocks)} layers of the model")
+        cuts = [0, *(blocks[len(blocks) * i // size] for i in range(1, size)), len(layers)]
+        self.stretches = [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+    @property
+    def own(self) -> range:
+        """The layers of this stage."""
+        return self.stretches[self.line.rank]
+
+    def from_stage(self, stage: int, outputs: tuple[Tensor, ...] | Tensor) -> Any:
+        """What that stage has got, on all of them."""
+        source, group = self.line.ranks[stage], self.line.group
+        if group is None:
+            return outputs
+        mine = stage == self.line.rank
+        tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
+        about: list[Any] = [([(t.shape, t.dtype) for t in tensors], isinstance(outputs, tuple)) if mine else None]
+        dist.broadcast_object_list(about, source, group)
+        shapes, several = about[0]
+        if not mine:
+            device = tensors[0].device
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        for i, tensor in enumerate(tensors):
+            tensors[i] = tensor.contiguous()
+            if tensor.numel():
+                dist.broadcast(tensors[i], source, group)
+        return tuple(tensors) if several else tensors[0]
+
+
 class _Stepper:
     """What the steppers of both models share: the tokens so far, and what the layers keep of them."""
 
+    model: GPT2Model | T5Model
     tokens: Tensor
     caches: dict[str, Caches]
+    stages: "Stages | None" = None
 
     def next(self, tokens: Tensor) -> Tensor:
         self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
@@ -58,12 +105,33 @@ class _Stepper:
     def _logits(self, new: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def _run(self, inputs: tuple[Tensor, ...], seen: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, ...]:
+        """The layers `begin` to `end` for new tokens behind `seen` others, each layer with what it keeps."""
+        end = len(self.model.steps) if end is None else end
+        if self.stages is None:
+            return _run(self.model, inputs, self.caches, seen, begin, end)
+        for stage, own in enumerate(self.stages.stretches):
+            low, high = max(begin, own.start), min(end, own.stop)
+            if low < high:
+                if stage == self.stages.line.rank:
+                    inputs = _run(self.model, inputs, self.caches, seen, low, high)
+                inputs = self.stages.from_stage(stage, inputs)
+        return inputs
+
 
 class GPT2Stepper(_Stepper):
     """Continues a prompt. Behind the last learned position the window slides, which has to be computed anew each time."""
 
-    def __init__(self, model: GPT2Model, prompt: list[int], positions: int, cached: bool = True) -> None:
+    def __init__(
+        self,
+        model: GPT2Model,
+        prompt: list[int],
+        positions: int,
+        cached: bool = True,
+        stages: "Stages | None" = None,
+    ) -> None:
         self.model, self.prompt, self.positions, self.cached = model, prompt, positions, cached
+        self.stages = stages
 
     def first(self, batch: int) -> Tensor:
         self.tokens = torch.tensor([self.prompt] * batch, device=next(self.model.parameters()).device)
@@ -72,18 +140,31 @@ class GPT2Stepper(_Stepper):
 
     def _logits(self, new: Tensor) -> Tensor:
         length = self.tokens.shape[1]
-        if not self.cached or length > self.positions:
+        if not self.cached:
             logits: Tensor = self.model(self.tokens[:, -self.positions :])[:, -1]
             return logits
-        place = torch.arange(length - new.shape[1], length, device=new.device).expand_as(new)
-        return _whole(self.model, _run(self.model, (new, place, no_documents(new.device)), self.caches))
+        if length > self.positions:
+            self.caches = _caches(self.model)
+            new = self.tokens[:, -self.positions :]
+            length = new.shape[1]
+        seen = length - new.shape[1]
+        place = torch.arange(seen, length, device=new.device).expand_as(new)
+        return _whole(self.model, self._run((new, place, no_documents(new.device)), seen))
 
 
 class T5Stepper(_Stepper):
     """Writes the decoder's side of a source text. start: the token that the decoder begins with."""
 
-    def __init__(self, model: T5Model, source: list[int], start: int, cached: bool = True) -> None:
+    def __init__(
+        self,
+        model: T5Model,
+        source: list[int],
+        start: int,
+        cached: bool = True,
+        stages: "Stages | None" = None,
+    ) -> None:
         self.model, self.source, self.start, self.cached = model, source, start, cached
+        self.stages = stages
 
     def first(self, batch: int) -> Tensor:
         device = next(self.model.parameters()).device
@@ -93,7 +174,7 @@ class T5Stepper(_Stepper):
         names = [layer.name for layer, _ in self.model.steps]
         self.cut = names.index("decoder.embedding")
         empty = no_documents(device)
-        self.encoded = _run(self.model, (self.encoder_tokens, self.tokens, empty, empty), self.caches, end=self.cut)[0]
+        self.encoded = self._run((self.encoder_tokens, self.tokens, empty, empty), 0, end=self.cut)[0]
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
@@ -102,7 +183,7 @@ class T5Stepper(_Stepper):
             return logits
         empty = no_documents(new.device)
         inputs = (self.encoded, new, empty, empty)
-        return _whole(self.model, _run(self.model, inputs, self.caches, begin=self.cut))
+        return _whole(self.model, self._run(inputs, self.tokens.shape[1] - new.shape[1], begin=self.cut))
 
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
@@ -118,11 +199,10 @@ def _run(
     model: GPT2Model | T5Model,
     inputs: tuple[Tensor, ...],
     caches: dict[str, Caches],
-    begin: int = 0,
-    end: int | None = None,
+    seen: int,
+    begin: int,
+    end: int,
 ) -> tuple[Tensor, ...]:
-    """The layers `begin` to `end` for new tokens alone, each with what it keeps."""
-    seen = next((c.own.key.shape[2] for c in caches.values() if c.own.key is not None), 0)
     for layer, call in model.steps[begin:end]:
         if layer.name in caches:
             inputs = call(inputs, caches[layer.name])
@@ -159,15 +239,26 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
 
 @torch.no_grad()
 def sample(
-    stepper: Stepper, batch: int, max_new_tokens: int, end: int, sampling: Sampling, seed: int
+    stepper: Stepper,
+    batch: int,
+    max_new_tokens: int,
+    end: int,
+    sampling: Sampling,
+    seed: int,
+    heard: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
-    """`batch` continuations, each ended by the token `end`, which is its last, or after `max_new_tokens`."""
+    """`batch` continuations, each ended by the token `end`, which is its last, or after `max_new_tokens`.
+
+    heard: called with each new token of all continuations, to show a text while it is written.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = stepper.first(batch)
     ended = torch.zeros(batch, dtype=torch.bool)
     found: list[Tensor] = []
     while len(found) < max_new_tokens:
         found.append(choose(logits.float().cpu(), sampling, generator).masked_fill(ended, end))
+        if heard is not None:
+            heard(found[-1].tolist())
         ended |= found[-1] == end
         if ended.all() or len(found) == max_new_tokens:
             break

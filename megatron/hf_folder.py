@@ -11,8 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .arguments import with_values
 from .checkpointing.stream import Entry, write_entries
-from .config import ConfigError, ModelConfig
+from .config import Config, ConfigError, ModelConfig
+from .hf_names import gpt2_matches, t5_matches
+from .model.init import put
+from .model.layers import global_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -189,3 +193,26 @@ def entries_of(
 
             found.append(Entry(match.theirs[i], tuple(part.shape), DTYPES[dtype], make))
     return found
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether a folder holds a model of theirs; a run directory has a config.json, too, without a model_type."""
+    path = folder / "config.json"
+    return path.is_file() and "model_type" in json.loads(path.read_text(encoding="utf-8"))
+
+
+def load_hf_config(folder: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
+    """The settings of a folder of theirs."""
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layout = {"model_parallel_size": model_parallel_size, "pipe_parallel_size": pipe_parallel_size}
+    return with_values(Config(), {**settings_of(content, folder / "config.json"), **layout})
+
+
+@torch.no_grad()
+def load_hf_weights(folder: Path, config: Config, model: Any) -> None:
+    """Fill what this process holds of a model of ours from a folder of theirs."""
+    theirs = FolderReader(folder)
+    matches = {match.ours: match for match in (t5_matches if config.is_t5 else gpt2_matches)(config.model)}
+    for name, parameter in global_parameters(model):
+        match = matches[name]
+        put(parameter, parameter, match.join([theirs.read(each) for each in match.theirs]))

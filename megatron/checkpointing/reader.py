@@ -94,11 +94,11 @@ class CheckpointReader:
         return self._open[name]
 
 
-def plain_config(reader: CheckpointReader, model_parallel_size: int = 1) -> Config:
-    """The settings that a checkpoint was saved with, without its layout."""
+def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
+    """The settings that a checkpoint was saved with, in another layout: by default that of one process."""
     saved = {name: value for section in reader.config.values() for name, value in section.items() if name in HOME}
     plain = {
-        "pipe_parallel_size": 0,
+        "pipe_parallel_size": pipe_parallel_size,
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,

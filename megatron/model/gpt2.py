@@ -5,7 +5,7 @@
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -59,11 +59,12 @@ class GPT2Model(LayerStack):
 
     parallel_output: leave logits split over the model-parallel ranks, [b, s, v/t] with padding,
     as the loss wants them; otherwise gather them and cut the padding off, [b, s, v].
+    own: see LayerStack.
     """
 
-    def __init__(self, config: Config, parallel_output: bool = True) -> None:
+    def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
         self.vocab_size = vocab_size_of(config)
-        super().__init__(gpt2_layers(config, self.vocab_size), config.recomputed_layers)
+        super().__init__(gpt2_layers(config, self.vocab_size), config.recomputed_layers, own)
         self.parallel_output = parallel_output
         self.loss_fn = TokenLoss(self.vocab_size)
         init_weights(self, config.train.seed)

@@ -3,7 +3,7 @@
 Names are global: `layers.3.attention.dense.weight` is the same parameter in every layout.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,21 +80,36 @@ def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:
     return inputs
 
 
-class LayerStack(nn.Module):
-    """All layers of a model in one process."""
+def _elsewhere(inputs: Any, *more: Any) -> Any:
+    raise RuntimeError("this layer is on another pipeline stage")
 
-    def __init__(self, layers: Sequence[Layer], checkpoint_num_layers: int = 0) -> None:
+
+class LayerStack(nn.Module):
+    """All layers of a model in one process.
+
+    own: which of the layers to build, for writing text over pipeline stages; the others have no
+    module in `steps`.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], checkpoint_num_layers: int = 0, own: Container[int] | None = None
+    ) -> None:
         super().__init__()
         self._chunk = checkpoint_num_layers
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
         self._named: list[tuple[str, nn.Module]] = []
         shared: dict[str, nn.Module] = {}
-        for layer in layers:
+        first = {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
+        for i, layer in enumerate(layers):
+            if own is not None and i not in own:
+                self.steps.append((layer, _elsewhere))
+                continue
             module = shared.get(layer.tied) if layer.tied else None
             if module is None:
                 module = layer.build()
-                attach(self, layer.name, module)
-                self._named.append((layer.name, module))
+                name = first[layer.tied] if layer.tied else layer.name
+                attach(self, name, module)
+                self._named.append((name, module))
                 if layer.tied:
                     shared[layer.tied] = module
             self.steps.append((layer, partial(layer.call, module) if layer.call else module))

@@ -9,6 +9,7 @@ has it wherever the cuts fall. Shapes: q decoder sequence, k encoder sequence, s
 h hidden, v vocabulary, t model-parallel ranks.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -176,12 +177,12 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
 class T5Model(LayerStack):
     """The whole model (this rank's part of every layer) without a pipeline.
 
-    parallel_output: as in GPT2Model.
+    parallel_output, own: as in GPT2Model.
     """
 
-    def __init__(self, config: Config, parallel_output: bool = True) -> None:
+    def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
         self.vocab_size = vocab_size_of(config)
-        super().__init__(t5_layers(config, self.vocab_size), config.recomputed_layers)
+        super().__init__(t5_layers(config, self.vocab_size), config.recomputed_layers, own)
         self.parallel_output = parallel_output
         self.loss_fn = TokenLoss(self.vocab_size)
         init_weights(self, config.train.seed)
