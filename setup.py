@@ -37,6 +37,7 @@ setup(
         "plots": PLOTS,
         "data": DATA,  # other tokenizers than sentencepiece, .zst files, cleaning, near duplicates
         "hf": HF,
+        "eval": ["lm-eval==0.4.13"],  # tools/evaluate.py --tasks
         "dev": pinned("requirements-dev.txt"),
         "bench": HF,
     },

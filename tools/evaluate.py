@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from data_utils.documents import texts
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.harness import Harness, evaluate_tasks
 from megatron.model import GPT2Model
 from megatron.scoring import Logits, Score, completes, nats_of
 from megatron.tokenizer import Tokenizer, load_tokenizer
@@ -20,7 +21,8 @@ EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
   python tools/evaluate.py --load runs/gpt2 --cloze questions.jsonl
       each line {"context": "...", "target": "..."}: is the target what the model finds likeliest?
-  python tools/evaluate.py --hf exported/ --input held_out.jsonl"""
+  python tools/evaluate.py --hf exported/ --input held_out.jsonl
+  python tools/evaluate.py --load runs/gpt2 --tasks lambada_openai,hellaswag    (pip install lm-eval)"""
 
 
 class Subject:
@@ -106,10 +108,16 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 def main(args: argparse.Namespace) -> None:
     if bool(args.load) == bool(args.hf):
         raise ValueError("give either --load (a run of ours) or --hf (a folder of Hugging Face)")
-    if bool(args.input) == bool(args.cloze):
-        raise ValueError("give either --input (text to be predicted) or --cloze (questions)")
+    if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
+        raise ValueError("give one of --input (text to be predicted), --cloze (questions) and --tasks (of lm-eval)")
     subject = ours(args) if args.load else hugging_face(args)
-    found = perplexity(subject, args) if args.input else cloze(subject, args)
+    if args.tasks:
+        harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, torch.device("cpu"))
+        by_task = evaluate_tasks(harness, args.tasks.split(","), args.limit, args.task_folder)
+        found = {f"{task} {name}": value for task, row in by_task.items() for name, value in row.items()}
+        found = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    else:
+        found = perplexity(subject, args) if args.input else cloze(subject, args)
     for key, value in found.items():
         print(f"{key.ljust(20)} {value:,.4f}" if isinstance(value, float) else f"{key.ljust(20)} {value:,}")
     if args.json:
@@ -123,6 +131,9 @@ def build_parser() -> Parser:
     add("--hf", help="a folder that transformers can load")
     add("--input", nargs="+", help="text files, as tools/preprocess_data.py reads them")
     add("--cloze", help="a .jsonl of contexts and targets")
+    add("--tasks", help="names of lm-eval's tasks, by commas")
+    add("--task-folder", help="of --tasks: a folder with tasks of your own, as lm-eval describes them")
+    add("--limit", type=int, help="of --tasks: questions of each task")
     add("--vocab-file", help="the tokenizer (default: the run's, or that of the folder)")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add(
