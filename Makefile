@@ -12,3 +12,4 @@ bench:  ## ratios against peers, on this machine
 	bash scripts/setup.sh dev
 	.venv/bin/python benchmarks/run.py
 	.venv/bin/python benchmarks/data.py
+	.venv/bin/python benchmarks/checkpoint.py

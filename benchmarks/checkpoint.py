@@ -4,8 +4,9 @@
     python benchmarks/checkpoint.py --rounds 5 --ranks 2
 
 Every contender saves the same weights and Adam moments (fp32) and loads them back into the same
-engine, in turn within every round. Ours writes checksums and waits for the disk, the others do
-not; "torch.save, fsync" does wait. The last table is about a save in the background: how long
+engine, in turn within every round; every save is of new files, and the one before is deleted.
+Ours writes checksums, checks them when it loads, and waits for the disk; the others do not, but
+"torch.save, fsync" does wait. The last table is about a save in the background: how long
 training stands still, against its own step, and how much slower steps are meanwhile.
 """
 
@@ -16,6 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +66,33 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
     import torch
     import torch.distributed as dist
 
-    from megatron.checkpointing import Saver, TrainState, load_checkpoint
+    from megatron.checkpointing import Saver, TrainState, find_checkpoint, load_checkpoint
 
     rank = dist.get_rank()
-    saver = Saver(str(folder / "ours"), engine, config, "")
-    state = TrainState(iteration=1)
-    plain = folder / "plain.pt"
+    saver = Saver(str(folder / "ours"), engine, replace(config, checkpoint=replace(config.checkpoint, keep_last=1)), "")
+    state, saves_made = TrainState(), [0]
 
     def ours() -> None:
-        saver.begin(state)
-        saver.finish()
+        state.iteration += 1
+        saver.save(state)
 
     def torch_save(sync: bool = False) -> None:
         if rank == 0:  # replicas hold the same
+            saves_made[0] += 1
             inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-            with open(plain, "wb") as file:
+            with open(folder / f"{saves_made[0]}.pt", "wb") as file:
                 torch.save({"model": engine.module.state_dict(), "optimizer": inner.state_dict()}, file)
                 if sync:
                     file.flush()
                     os.fsync(file.fileno())
+            (folder / f"{saves_made[0] - 1}.pt").unlink(missing_ok=True)
+
+    def deepspeed_save() -> None:
+        shutil.rmtree(folder / "theirs", ignore_errors=True)
+        engine.save_checkpoint(str(folder / "theirs"), tag="x")
 
     def torch_load() -> None:
-        content = torch.load(plain, map_location="cpu", weights_only=True)
+        content = torch.load(max(folder.glob("*.pt")), map_location="cpu", weights_only=True)
         engine.module.load_state_dict(content["model"])
         getattr(engine.optimizer, "optimizer", engine.optimizer).load_state_dict(content["optimizer"])
 
@@ -93,10 +100,10 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
         "ours": ours,
         "torch.save": torch_save,
         "torch.save, fsync": lambda: torch_save(True),
-        "DeepSpeed save_checkpoint": lambda: engine.save_checkpoint(str(folder / "theirs"), tag="x"),
+        "DeepSpeed save_checkpoint": deepspeed_save,
     }
     loads = {
-        "ours": lambda: load_checkpoint(folder / "ours" / "iter_0000001", engine, config, "") and None,
+        "ours": lambda: load_checkpoint(find_checkpoint(str(folder / "ours")), engine, config, "") and None,
         "torch.load": torch_load,
         "DeepSpeed load_checkpoint": lambda: engine.load_checkpoint(str(folder / "theirs"), tag="x") and None,
     }

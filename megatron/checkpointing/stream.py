@@ -5,6 +5,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -57,13 +58,15 @@ class StreamWriter:
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
         self._digest = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1)
         self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
         self._next = 0
         self._put(struct.pack("<Q", len(raw)) + raw)
 
     def _put(self, block: bytes | memoryview) -> None:
-        self._digest.update(block)
+        hashed = self._hasher.submit(self._digest.update, block)  # beside the writing, which is about as slow
         self._file.write(block)
+        hashed.result()
 
     def add(self, name: str, value: Tensor) -> None:
         """The next tensor; it must be the next of the announced ones, of its shape."""
@@ -90,6 +93,7 @@ class StreamWriter:
                 self._file.flush()
                 os.fsync(self._file.fileno())
         finally:
+            self._hasher.shutdown()
             self._file.close()
 
     @property

@@ -1,0 +1,51 @@
+"""What a save needs beside the model: a tensor at a time, or in the background one copy of what the rank writes."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron import runtime
+from megatron.arguments import parse
+from megatron.checkpointing import Saver, TrainState
+from megatron.ds_config import resolve
+from megatron.engine import build_engine
+from megatron.initialize import initialize_megatron
+from megatron.metrics import Timers
+from megatron.model import GPT2Model
+from tests.support import on_ranks
+
+FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8 --vocab-size 20000 --batch-size 1 --precision fp32"
+
+
+def _body(folder: str, background: bool) -> tuple[float, float, float]:
+    """(MB of the largest tensor, MB of a checkpoint, MB that the peak rose by during two saves)"""
+    config = parse(FLAGS.split())
+    initialize_megatron(config)
+    runtime.start(config, None, Timers())
+
+    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
+        text = next(batches)["text"]
+        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
+
+    engine = build_engine(
+        GPT2Model(config), config, resolve(config, 1, False), forward_step, lambda batch: torch.tensor(8.0), Timers()
+    )
+    engine.train_batch(iter([{"text": torch.zeros(1, 9, dtype=torch.int64)}]), 1e-4)
+    largest = max(p.numel() for p in engine.deepspeed.module.parameters())
+    total = sum(p.numel() for p in engine.deepspeed.module.parameters())
+    saver = Saver(folder, engine.deepspeed, config, "", background)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for iteration in (1, 2):
+        saver.save(TrainState(iteration=iteration), wait=True)
+    rise = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return 4 * largest / 1e6, 12 * total / 1e6, rise * 1024 / 1e6
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_memory_of_a_save(background: bool, tmp_path: Path) -> None:
+    ((largest, whole, rise),) = on_ranks(1, _body, str(tmp_path), background)
+    assert whole > 180, "large enough for a copy to be seen"
+    assert rise < (1.2 * whole if background else 1.5 * largest), (largest, whole, rise)
