@@ -1,6 +1,7 @@
 """What a save needs beside the model: a tensor at a time, or in the background one copy of what the rank writes."""
 
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,32 @@ def _body(folder: str, background: bool) -> tuple[float, float, float]:
     largest = max(p.numel() for p in engine.deepspeed.module.parameters())
     total = sum(p.numel() for p in engine.deepspeed.module.parameters())
     saver = Saver(folder, engine.deepspeed, config, "", background)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before, seen, done = _resident(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen[0] = max(seen[0], _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     for iteration in (1, 2):
         saver.save(TrainState(iteration=iteration), wait=True)
-    rise = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return 4 * largest / 1e6, 12 * total / 1e6, rise * 1024 / 1e6
+    done.set()
+    watcher.join()
+    return 4 * largest / 1e6, 12 * total / 1e6, seen[0] - before
 
 
+def _resident() -> float:
+    """MB of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells this")
 @pytest.mark.parametrize("background", [False, True])
 def test_memory_of_a_save(background: bool, tmp_path: Path) -> None:
     ((largest, whole, rise),) = on_ranks(1, _body, str(tmp_path), background)
     assert whole > 180, "large enough for a copy to be seen"
-    assert rise < (1.2 * whole if background else 1.5 * largest), (largest, whole, rise)
+    if background:
+        assert 0.8 * whole < rise < 1.2 * whole, (whole, rise)
+    else:
+        assert rise < 1.5 * largest, (largest, rise)
