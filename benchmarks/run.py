@@ -1,37 +1,101 @@
-"""Training speed of one process against peers on the same work: ratios, measured alternately in one run.
+"""Training speed and peak memory of one process against peers on the same work.
 
-    python benchmarks/run.py --rounds 5 --json out.json
+    python benchmarks/run.py --precision fp32 --rounds 5
+    python benchmarks/run.py --precision bf16 --model t5 --json out.json
 
-Peers: Hugging Face's GPT2LMHeadModel in a plain loop, where `transformers` is installed. Same
-sizes, same fused AdamW, same batch; each round runs every contender once, in turn, so that
-what else the machine is doing hits them alike. The median and the spread of the rounds are shown.
+Every contender is a process of its own, with its own memory; in every round each makes its steps in
+turn while the others wait, so that what else the machine does hits them alike. Ours is what
+`pretrain()` drives: the engine of DeepSpeed with its gradient clipping and fused AdamW. Peers: Hugging
+Face's model and a GPT-2 in the manner of nanoGPT, plain and compiled, in a plain loop with the same
+clipping and AdamW. bf16 is autocast with fp32 weights for the peers and bf16 with fp32 master
+weights for ours.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.arguments import parse  # noqa: E402
-from megatron.model import GPT2Model  # noqa: E402
-
-Step = Callable[[Tensor], None]
+Step = Callable[[], None]
 
 
-def _loop(model: torch.nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step:
+def _flags(args: argparse.Namespace) -> str:
+    common = (
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {args.heads} --vocab-size {args.vocab} "
+        f"--hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} --precision {args.precision}"
+    )
+    if args.model == "gpt2":
+        return f"{common} --seq-length {args.seq}"
+    return (
+        f"{common} --enc-seq-length {args.seq} --dec-seq-length {args.dec_seq} --kv-hidden-size 64 --ff-hidden-size {args.ff} "
+        "--normalization rmsnorm --position-embedding relative --no-scale-attention --no-hidden-bias --activation gated-gelu "
+        "--no-tie-embeddings"
+    )
+
+
+def _tokens(args: argparse.Namespace) -> tuple[Any, Any]:
+    import torch
+
+    dice = torch.Generator().manual_seed(1)
+    length = args.seq + 1 if args.model == "gpt2" else args.seq
+    return (
+        torch.randint(args.vocab, (args.batch, length), generator=dice),
+        torch.randint(args.vocab, (args.batch, args.dec_seq + 1), generator=dice),
+    )
+
+
+def ours(args: argparse.Namespace, more: str = "") -> Step:
+    """What pretrain() drives, without its data."""
+    import torch
+
+    from megatron import device as device_module
+    from megatron import runtime
+    from megatron.arguments import parse
+    from megatron.compiling import compile_layers
+    from megatron.ds_config import resolve
+    from megatron.engine import build_engine
+    from megatron.initialize import initialize_megatron
+    from megatron.metrics import Timers
+    from megatron.model import GPT2Model, T5Model
+
+    config = parse(f"{_flags(args)} {more}".split())
+    device = initialize_megatron(config)
+    runtime.start(config, None, Timers())
+    resolved = resolve(config, 1, device_module.fast_bf16(device))
+    model = (GPT2Model if args.model == "gpt2" else T5Model)(config)
+    compile_layers(model, config, resolved)
+    text, wanted = _tokens(args)
+    targets = text[:, 1:] if args.model == "gpt2" else wanted[:, 1:]
+
+    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
+        next(batches)
+        inputs = (text[:, :-1],) if args.model == "gpt2" else (text, wanted[:, :-1])
+        return model(*inputs, labels=targets).sum(), None
+
+    count = torch.tensor(float(targets.numel()))
+    engine = build_engine(model, config, resolved, forward_step, lambda batch: count, Timers())
+    return lambda: engine.train_batch(iter([{"text": text}]), 1e-4) and None
+
+
+def _loop(args: argparse.Namespace, model: Any, loss_of: Callable[[], Any]) -> Step:
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step(text: Tensor) -> None:
-        loss_of(text).backward()
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+            loss = loss_of()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -39,63 +103,139 @@ def _loop(model: torch.nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step:
     return step
 
 
-def ours(args: argparse.Namespace) -> Step:
-    config = parse(
-        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {args.heads} --seq-length "
-        f"{args.seq} --vocab-size {args.vocab} --hidden-dropout 0 --attention-dropout 0".split()
-    )
-    model = GPT2Model(config).train()
-    return _loop(model, lambda text: model(text[:, :-1], labels=text[:, 1:]).mean())
-
-
 def hugging_face(args: argparse.Namespace) -> Step:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-    config = GPT2Config(
-        vocab_size=args.vocab, n_positions=args.seq, n_embd=args.hidden, n_layer=args.layers, n_head=args.heads,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
-    return _loop(model, lambda text: model(text[:, :-1], labels=text[:, :-1]).loss)
+    text, wanted = _tokens(args)
+    if args.model == "gpt2":
+        config = GPT2Config(
+            vocab_size=args.vocab, n_positions=args.seq, n_embd=args.hidden, n_layer=args.layers, n_head=args.heads,
+            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        gpt2 = GPT2LMHeadModel(config).train()
+        return _loop(args, gpt2, lambda: gpt2(text[:, :-1], labels=text[:, :-1]).loss)
+    t5 = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=args.vocab, d_model=args.hidden, d_kv=64, d_ff=args.ff, num_layers=args.layers, num_heads=args.heads,
+            feed_forward_proj="gated-gelu", dropout_rate=0.0, tie_word_embeddings=False, use_cache=False,
+        )
+    ).train()  # fmt: skip
+    return _loop(args, t5, lambda: t5(text, decoder_input_ids=wanted[:, :-1], labels=wanted[:, 1:].contiguous()).loss)
 
 
-def measure(step: Step, text: Tensor, steps: int) -> float:
-    """Tokens per second over `steps` steps."""
+def nano(args: argparse.Namespace, compiled: bool = False) -> Step:
+    import torch
+    from _nano import Nano
+
+    model = Nano(args.vocab, args.seq, args.hidden, args.layers, args.heads)
+    text, _ = _tokens(args)
+    call: Any = torch.compile(model) if compiled else model
+    return _loop(args, model, lambda: call(text))
+
+
+def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], Step]]:
+    found: dict[str, Callable[[argparse.Namespace], Step]] = {"ours": ours}
+    if not args.no_compile:
+        found["ours, --compile"] = lambda args: ours(args, "--compile")
+    found["Hugging Face"] = hugging_face
+    if args.model == "gpt2":
+        found["nanoGPT-style"] = nano
+        if not args.no_compile:
+            found["nanoGPT-style, compiled"] = lambda args: nano(args, compiled=True)
+    return found
+
+
+def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
+    """Build a contender, then make `steps` steps whenever asked; answers with seconds and, at the end, peak MB."""
+    import torch
+
+    torch.set_num_threads(args.threads)
     begin = time.perf_counter()
-    for _ in range(steps):
-        step(text)
-    return steps * text.shape[0] * (text.shape[1] - 1) / (time.perf_counter() - begin)
+    step = contenders(args)[name](args)
+    step()
+    first = time.perf_counter() - begin
+    step()
+    pipe.send(first)
+    while pipe.recv():
+        begin = time.perf_counter()
+        for _ in range(args.steps):
+            step()
+        pipe.send(time.perf_counter() - begin)
+    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By contender: seconds of each round, of the start with its first step, and the peak in MB."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in contenders(args):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=worker, args=(name, args, theirs), daemon=False)
+        process.start()
+        theirs.close()
+        try:
+            found[name] = {"first": mine.recv(), "seconds": []}
+            pipes[name] = mine
+        except EOFError:
+            print(f"{name}: could not be built, left out", file=sys.stderr)
+    for _ in range(args.rounds):
+        for name, pipe in pipes.items():
+            pipe.send(True)
+            found[name]["seconds"].append(pipe.recv() / args.steps)
+    for name, pipe in pipes.items():
+        pipe.send(False)
+        found[name]["peak_mb"] = pipe.recv()
+    return found
+
+
+def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
+    per_step = args.batch * (args.seq if args.model == "gpt2" else args.seq + args.dec_seq)
+    print(
+        "| contender | tokens/s, median (lowest to highest) | ours / it, by round | peak MB | build + first step, s |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    base = "ours" if args.no_compile else "ours, --compile"
+    for name, row in found.items():
+        speeds = sorted(per_step / s for s in row["seconds"])
+        ratios = sorted(it / mine for it, mine in zip(row["seconds"], found[base]["seconds"], strict=True))
+        eager = sorted(it / mine for it, mine in zip(row["seconds"], found["ours"]["seconds"], strict=True))
+        print(
+            f"| {name} | {statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f}) | "
+            f"{statistics.median(eager):.2f} ({eager[0]:.2f} to {eager[-1]:.2f}); compiled "
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {row['peak_mb']:,.0f} | {row['first']:.1f} |"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = (("layers", 4), ("hidden", 256), ("heads", 4), ("seq", 256), ("vocab", 8064), ("batch", 4))
-    for name, default in (*sizes, ("rounds", 5), ("steps", 5)):
+    parser.add_argument("--model", choices=("gpt2", "t5"), default="gpt2")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    sizes = (
+        ("layers", 12),
+        ("hidden", 768),
+        ("heads", 12),
+        ("seq", 512),
+        ("dec-seq", 114),
+        ("ff", 1024),
+        ("vocab", 21248),
+    )
+    for name, default in (*sizes, ("batch", 2), ("rounds", 5), ("steps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
     parser.add_argument("--json", help="write the numbers to this file, too")
     args = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    contenders = {"ours": ours(args)}
-    try:
-        contenders["Hugging Face"] = hugging_face(args)
-    except ImportError:
-        print("transformers is not installed: nothing to compare with", file=sys.stderr)
-    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=torch.Generator().manual_seed(0))
-    for step in contenders.values():
-        measure(step, text, 2)  # warm up
-    speeds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(args.rounds):
-        for name, step in contenders.items():
-            speeds[name].append(measure(step, text, args.steps))
-    print("| contender | tokens/s, median | lowest to highest | ours / it |\n| --- | --- | --- | --- |")
-    mine = statistics.median(speeds["ours"])
-    for name, found in speeds.items():
-        median = statistics.median(found)
-        print(f"| {name} | {median:,.0f} | {min(found):,.0f} to {max(found):,.0f} | {mine / median:.2f} |")
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    found = measure(args)
+    show(args, found)
     if args.json:
-        Path(args.json).write_text(
-            json.dumps({"settings": vars(args), "torch": torch.__version__, "tokens_per_second": speeds})
-        )
+        import torch
+
+        Path(args.json).write_text(json.dumps({"settings": vars(args), "torch": torch.__version__, "found": found}))
 
 
 if __name__ == "__main__":

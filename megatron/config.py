@@ -258,6 +258,13 @@ class TrainConfig(Section):
         "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
         _one_of("auto", "fp32", "bf16", "fp16", "fp64"),
     )
+    compile: bool = opt(
+        False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
+    )
+    keep_freed_memory: bool = opt(
+        True,
+        "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page anew",
+    )
     deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
 
 

@@ -1,5 +1,6 @@
 """The device of this process. The one file that asks torch about accelerators."""
 
+import ctypes
 import os
 import resource
 import sys
@@ -49,6 +50,21 @@ def peak_memory_mb(device: torch.device) -> float:
         return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
     return torch.accelerator.max_memory_allocated(device) / 1e6
 
+
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU with glibc: do not hand freed memory back to the system, which clears every page that it gives again.
+
+    Activations and logits are freed and asked for once a step; accelerators have a cache for this.
+    """
+    if device.type != "cpu" or not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from other C libraries
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # malloc.h
 
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets; other devices report no MFU.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100": 125.0}

@@ -20,6 +20,7 @@ from . import device as device_module
 from . import mpu
 from .arguments import build_parser, parse, with_values
 from .checkpointing import Saver, TrainState, start_or_resume
+from .compiling import compile_layers
 from .config import Config, describe
 from .data.corpora import prefixes_of
 from .data.position import extend
@@ -149,6 +150,7 @@ def set_up(
     datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
     model = together(model_provider)
     parameters = count_parameters(model)
+    compile_layers(model, config, resolved)
     engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
     save_dir = config.checkpoint.save or str(run_dir / "checkpoints")
     state = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])

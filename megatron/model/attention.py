@@ -74,14 +74,19 @@ class Attention(nn.Module):
         mask: [b, 1, q, k], True where a query may look, or None. bias: [1, n/t, q, k], added to the
         scores, or None. Without either no q x k tensor is made.
         """
-        p = self.dropout if self.training else 0.0
-        if p:
-            with self.rng.fork(self.stream, query.device, split=True):
-                context = self._sdpa(query, key, value, mask, bias, p)
+        if self.dropout and self.training:
+            context: Tensor = self._with_dropout(query, key, value, mask, bias)
         else:
-            context = self._sdpa(query, key, value, mask, bias, p)
+            context = self._sdpa(query, key, value, mask, bias, 0.0)
         b, _, q, _ = context.shape
         return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _with_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        with self.rng.fork(self.stream, query.device, split=True):
+            return self._sdpa(query, key, value, mask, bias, self.dropout)
 
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, p: float

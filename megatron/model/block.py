@@ -6,6 +6,7 @@ Shapes: s sequence, b batch, h hidden.
 import math
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,8 +27,10 @@ class Dropout(nn.Module):
         self.p, self.stream, self.rng = p, stream, mpu.get_mesh().rng
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
+        return self._drop(x) if self.training and self.p else x
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _drop(self, x: Tensor) -> Tensor:
         with self.rng.fork(self.stream, x.device):
             return F.dropout(x, self.p)
 

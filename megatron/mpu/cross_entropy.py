@@ -29,39 +29,51 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         rows = logits.shape[-1]
         first = axis.rank * rows
         real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
-        # One fp32 copy (fp64 stays fp64): the caller's logits are never written to.
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # [..., v/t]
-        x[..., real:] = -torch.inf
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        x = logits[..., :real]
+        # torch's softmax is one fast pass on every device; what the other ranks hold only scales it.
+        softmax = torch.softmax(x, dim=-1, dtype=dtype)  # [..., v/t] the one copy in fp32 (fp64 stays fp64)
+        if real:
+            top, of_top = x.amax(dim=-1).to(dtype), softmax.amax(dim=-1)
+        else:  # nothing but padding on this rank
+            top = torch.full(target.shape, -torch.inf, dtype=dtype, device=logits.device)
+            of_top = torch.ones_like(top)
+        shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
+        own_sum = (top - shift).exp() / of_top  # of exponentials
+        sum_exp = _total(own_sum.clone(), axis)
 
-        x -= _total(x.amax(dim=-1), axis, dist.ReduceOp.MAX).unsqueeze(-1)
         local = target - first
         mine = (local >= 0) & (local < real)
-        picked = x.gather(-1, local.masked_fill(~mine, 0).unsqueeze(-1)).squeeze(-1)
-        target_logit = _total(torch.where(mine, picked, 0.0), axis)  # [...]
-        mean_logit = None
-        if label_smoothing:
-            mean_logit = _total(x[..., :real].sum(dim=-1), axis) / vocab_size
-        sum_exp = _total(x.exp_().sum(dim=-1), axis)  # x now holds exponentials
-        log_z = sum_exp.log()
+        local = local.masked_fill(~mine, 0)
+        target_logit = torch.zeros_like(top)
+        if real:
+            target_logit = torch.where(mine, x.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(dtype) - shift, 0.0)
+        log_z = sum_exp.log()  # less shift, as the logits below
+        target_logit = _total(target_logit, axis)
         loss = log_z - target_logit
-        if mean_logit is not None:
+        if label_smoothing:
+            mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - shift
             loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
 
-        softmax = x.div_(sum_exp.unsqueeze(-1))
-        ctx.save_for_backward(softmax, local, mine)
-        ctx.label_smoothing, ctx.vocab_size, ctx.real, ctx.dtype = label_smoothing, vocab_size, real, logits.dtype
+        ctx.save_for_backward(softmax, own_sum / sum_exp, local, mine)
+        ctx.label_smoothing, ctx.vocab_size = label_smoothing, vocab_size
+        ctx.padding, ctx.dtype = rows - real, logits.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        softmax, local, mine = ctx.saved_tensors
-        d = softmax.clone()
+        softmax, share, local, mine = ctx.saved_tensors
         eps = ctx.label_smoothing
-        hit = (mine * (1 - eps)).unsqueeze(-1).to(d.dtype)
-        d.scatter_add_(-1, local.masked_fill(~mine, 0).unsqueeze(-1), -hit)
+        real = softmax.shape[-1]
+        whole = softmax.new_empty(*softmax.shape[:-1], real + ctx.padding)
+        whole[..., real:] = 0.0
+        d = whole[..., :real]
+        torch.mul(softmax, (grad * share).unsqueeze(-1), out=d)
         if eps:
-            d[..., : ctx.real] -= eps / ctx.vocab_size
-        return d.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
+            d -= (eps / ctx.vocab_size * grad).unsqueeze(-1)
+        if real:
+            d.scatter_add_(-1, local.unsqueeze(-1), ((eps - 1) * mine * grad).unsqueeze(-1))
+        return whole.to(ctx.dtype), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(

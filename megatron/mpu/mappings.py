@@ -88,9 +88,14 @@ class _Gather(torch.autograd.Function):
         return own_part(grad, ctx.axis), None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apply_over_ranks(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
+    return function.apply(x, axis)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis | None) -> Tensor:
     axis = axis or current().model
-    return x if axis.size == 1 else function.apply(x, axis)  # type: ignore[no-untyped-call,no-any-return]
+    return x if axis.size == 1 else _apply_over_ranks(function, x, axis)
 
 
 def copy_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:

@@ -1,0 +1,43 @@
+"""A GPT-2 in the manner of nanoGPT: plain torch, one fused attention call, one matrix for words and logits; to be compiled."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _Layer(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        parts = self.qkv(self.before_attention(x)).split(h, dim=-1)
+        q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.before_mlp(x)), approximate="tanh"))
+
+
+class Nano(nn.Module):
+    """tokens [b, s + 1] -> mean loss"""
+
+    def __init__(self, vocab: int, positions: int, hidden: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab, hidden), nn.Embedding(positions, hidden)
+        self.layers = nn.ModuleList(_Layer(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        tokens, labels = text[:, :-1], text[:, 1:]
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=text.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.words.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

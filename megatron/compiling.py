@@ -1,0 +1,46 @@
+"""--compile: the transformer layers through `torch.compile`, one by one, so that equal layers are compiled once."""
+
+from typing import Any
+
+from .config import Config, ConfigError
+from .ds_config import Resolved
+from .model.block import TransformerLayer
+from .runtime import print_rank_0
+
+
+def compile_layers(model: Any, config: Config, resolved: Resolved) -> None:
+    """Let each transformer layer of this process be compiled at its first call.
+
+    Dropout with its named streams and the sums over model-parallel ranks stay outside of what is compiled.
+    Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes. Raises
+    ConfigError for what takes layers apart by itself.
+    """
+    if not config.train.compile:
+        return
+    if resolved.zero_stage == 3:
+        raise ConfigError(
+            "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"
+        )
+    if config.parallel.pipeline_schedule == "zb-h1":
+        raise ConfigError("--compile cannot go with --pipeline-schedule zb-h1, which cuts the backward pass; use 1f1b")
+    if not compiler_found():
+        print_rank_0("--compile does nothing: no C++ compiler was found (CXX names one)")
+        return
+    for _, module in model.named_layers():
+        if isinstance(module, TransformerLayer):
+            module.compile()
+
+
+def compiler_found() -> bool:
+    """Whether torch.compile can build code for the CPU; accelerators bring their own compiler."""
+    from .device import available
+
+    if available():
+        return True
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except (InvalidCxxCompiler, RuntimeError):
+        return False
