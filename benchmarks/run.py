@@ -73,7 +73,7 @@ def ours(args: argparse.Namespace, more: str = "") -> Step:
     runtime.start(config, None, Timers())
     resolved = resolve(config, 1, device_module.fast_bf16(device))
     model = (GPT2Model if args.model == "gpt2" else T5Model)(config)
-    compile_layers(model, config, resolved)
+    compile_layers(model, config)
     text, wanted = _tokens(args)
     targets = text[:, 1:] if args.model == "gpt2" else wanted[:, 1:]
 
@@ -84,7 +84,16 @@ def ours(args: argparse.Namespace, more: str = "") -> Step:
 
     count = torch.tensor(float(targets.numel()))
     engine = build_engine(model, config, resolved, forward_step, lambda batch: count, Timers())
-    return lambda: engine.train_batch(iter([{"text": text}]), 1e-4) and None
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        engine.train_batch(iter([{"text": text}]), 1e-4)
+        steps += 1
+        if steps == 1:  # as train() does
+            device_module.keep_freed_memory(device)
+
+    return step
 
 
 def _loop(args: argparse.Namespace, model: Any, loss_of: Callable[[], Any]) -> Step:
@@ -142,7 +151,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespa
         found["nanoGPT-style"] = nano
         if not args.no_compile:
             found["nanoGPT-style, compiled"] = lambda args: nano(args, compiled=True)
-    return found
+    return {name: build for name, build in found.items() if not args.only or name in ("ours", *args.only)}
 
 
 def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
@@ -198,7 +207,7 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
         "| contender | tokens/s, median (lowest to highest) | ours / it, by round | peak MB | build + first step, s |"
     )
     print("| --- | --- | --- | --- | --- |")
-    base = "ours" if args.no_compile else "ours, --compile"
+    base = "ours, --compile" if "ours, --compile" in found else "ours"
     for name, row in found.items():
         speeds = sorted(per_step / s for s in row["seconds"])
         ratios = sorted(it / mine for it, mine in zip(row["seconds"], found[base]["seconds"], strict=True))
@@ -227,6 +236,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
+    parser.add_argument("--only", nargs="+", help="names of the contenders beside ours")
     parser.add_argument("--json", help="write the numbers to this file, too")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)

@@ -2,27 +2,19 @@
 
 from typing import Any
 
-from .config import Config, ConfigError
-from .ds_config import Resolved
+from .config import Config
 from .model.block import TransformerLayer
 from .runtime import print_rank_0
 
 
-def compile_layers(model: Any, config: Config, resolved: Resolved) -> None:
+def compile_layers(model: Any, config: Config) -> None:
     """Let each transformer layer of this process be compiled at its first call.
 
     Dropout with its named streams and the sums over model-parallel ranks stay outside of what is compiled.
-    Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes. Raises
-    ConfigError for what takes layers apart by itself.
+    Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes.
     """
     if not config.train.compile:
         return
-    if resolved.zero_stage == 3:
-        raise ConfigError(
-            "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"
-        )
-    if config.parallel.pipeline_schedule == "zb-h1":
-        raise ConfigError("--compile cannot go with --pipeline-schedule zb-h1, which cuts the backward pass; use 1f1b")
     if not compiler_found():
         print_rank_0("--compile does nothing: no C++ compiler was found (CXX names one)")
         return

@@ -58,10 +58,11 @@ def keep_freed_memory(device: torch.device) -> None:
     """
     if device.type != "cpu" or not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from other C libraries
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):  # absent from other C libraries
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # malloc.h

@@ -55,6 +55,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     batch = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
     zero = _zero_stage(config, given, path, precision)
+    _refuse_compiled(config, zero)
     clip = _agree("gradient_clipping", given, "--clip-grad", config.optim.clip_grad, 1.0, path)
     log_interval = int(_agree("steps_per_print", given, "--log-interval", config.log.log_interval, 10, path))
 
@@ -138,6 +139,18 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
     if precision == "fp64" and stage > 0:
         raise ConfigError(f"fp64 is for checking numbers and runs with --zero-stage 0 alone, not {stage}")
     return int(stage)
+
+
+def _refuse_compiled(config: Config, zero: int) -> None:
+    """--compile beside what takes layers apart by itself."""
+    if config.train.compile and zero == 3:
+        raise ConfigError(
+            "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"
+        )
+    if config.train.compile and config.parallel.pipeline_schedule == "zb-h1":
+        raise ConfigError(
+            "--compile cannot go with --pipeline-schedule zb-h1, which cuts the backward pass of a layer; use 1f1b"
+        )
 
 
 def _agree(key: str, given: dict[str, Any], flag: str, flag_value: Any, default: Any, path: str) -> Any:

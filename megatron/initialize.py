@@ -40,8 +40,6 @@ def initialize_megatron(config: Config) -> torch.device:
         }
     os.environ.setdefault("LOCAL_RANK", "0")
     device = device_module.current()
-    if config.train.keep_freed_memory:
-        device_module.keep_freed_memory(device)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     # Groups made later, DeepSpeed's among them, take torch's default, which has no public setter.
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):

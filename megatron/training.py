@@ -150,7 +150,7 @@ def set_up(
     datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
     model = together(model_provider)
     parameters = count_parameters(model)
-    compile_layers(model, config, resolved)
+    compile_layers(model, config)
     engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
     save_dir = config.checkpoint.save or str(run_dir / "checkpoints")
     state = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
@@ -252,13 +252,16 @@ def train(run: Run) -> None:
         print_rank_0(f"trained {state.iteration} of --train-iters {last} iterations already; raise it to go on")
     batches = data_iterator(run, run.datasets[0], state.consumed_samples) if state.iteration < last else None
     window = _Window(run)
-    saved = state.iteration
+    start = saved = state.iteration
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     with bar, Wishes(config.checkpoint.exit_duration_in_mins, run.device) as wishes:
         wish = Wish.NOTHING
         while state.iteration < last and wish is not Wish.SAVE_AND_STOP:
             mpu.get_mesh().rng.begin(state.iteration)
             step = run.engine.train_batch(batches, lr_at(state.iteration, config))
+            if state.iteration == start and config.train.keep_freed_memory:
+                # From here on, when the moments have their place and steps ask for the same memory again and again.
+                device_module.keep_freed_memory(run.device)
             state.iteration += 1
             state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, run.global_batch)
             state.consumed_samples += run.global_batch

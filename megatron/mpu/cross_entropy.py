@@ -1,7 +1,8 @@
 """Cross entropy over a vocabulary whose logits are split over the model-parallel ranks.
 
 Only three numbers per token cross the ranks (the maximum, the sum of exponentials and the
-target's logit), never a logit matrix. Padding rows count as minus infinity.
+target's logit), never a logit matrix. Padding rows count as minus infinity. No more than a chunk
+of the logits is in fp32 at any time.
 
 Shapes: ... any leading dimensions (tokens), v/t this rank's rows of the padded vocabulary.
 """
@@ -21,7 +22,21 @@ def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
+CHUNK = 1 << 24  # logits that are in fp32 at the same time: 64 MiB
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    """Stretches of tokens [n, v/t] whose logits make a chunk each."""
+    step = max(1, CHUNK // max(1, logits.shape[-1]))
+    return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """On [n, v/t]. Probabilities are computed again for the backward pass, chunk by chunk, and never stored.
+
+    torch's softmax is one fast pass on every device; what the other ranks hold only scales it.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, label_smoothing: float, axis: Axis
@@ -30,50 +45,46 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = axis.rank * rows
         real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        x = logits[..., :real]
-        # torch's softmax is one fast pass on every device; what the other ranks hold only scales it.
-        softmax = torch.softmax(x, dim=-1, dtype=dtype)  # [..., v/t] the one copy in fp32 (fp64 stays fp64)
-        if real:
-            top, of_top = x.amax(dim=-1).to(dtype), softmax.amax(dim=-1)
-        else:  # nothing but padding on this rank
-            top = torch.full(target.shape, -torch.inf, dtype=dtype, device=logits.device)
-            of_top = torch.ones_like(top)
-        shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
-        own_sum = (top - shift).exp() / of_top  # of exponentials
-        sum_exp = _total(own_sum.clone(), axis)
-
         local = target - first
         mine = (local >= 0) & (local < real)
         local = local.masked_fill(~mine, 0)
+        x = logits[:, :real]
+        # A rank with nothing but padding adds nothing: its maximum is minus infinity.
+        top = x.amax(dim=-1).to(dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
+        of_top = torch.ones_like(top)  # probability of the maximum among the logits of this rank
+        for chunk in _chunks(logits) if real else []:
+            of_top[chunk] = torch.softmax(x[chunk], dim=-1, dtype=dtype).amax(dim=-1)
+
+        shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
+        own_sum = (top - shift).exp() / of_top  # of exponentials, less shift, as all that follows
+        sum_exp = _total(own_sum.clone(), axis)
         target_logit = torch.zeros_like(top)
         if real:
             target_logit = torch.where(mine, x.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(dtype) - shift, 0.0)
-        log_z = sum_exp.log()  # less shift, as the logits below
-        target_logit = _total(target_logit, axis)
-        loss = log_z - target_logit
+        log_z = sum_exp.log()
+        loss = log_z - _total(target_logit, axis)
         if label_smoothing:
             mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - shift
             loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
 
-        ctx.save_for_backward(softmax, own_sum / sum_exp, local, mine)
-        ctx.label_smoothing, ctx.vocab_size = label_smoothing, vocab_size
-        ctx.padding, ctx.dtype = rows - real, logits.dtype
+        ctx.save_for_backward(logits, own_sum / sum_exp, local, mine)
+        ctx.label_smoothing, ctx.vocab_size, ctx.real = label_smoothing, vocab_size, real
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        softmax, share, local, mine = ctx.saved_tensors
-        eps = ctx.label_smoothing
-        real = softmax.shape[-1]
-        whole = softmax.new_empty(*softmax.shape[:-1], real + ctx.padding)
-        whole[..., real:] = 0.0
-        d = whole[..., :real]
-        torch.mul(softmax, (grad * share).unsqueeze(-1), out=d)
-        if eps:
-            d -= (eps / ctx.vocab_size * grad).unsqueeze(-1)
-        if real:
-            d.scatter_add_(-1, local.unsqueeze(-1), ((eps - 1) * mine * grad).unsqueeze(-1))
-        return whole.to(ctx.dtype), None, None, None, None
+        logits, share, local, mine = ctx.saved_tensors
+        eps, real = ctx.label_smoothing, ctx.real
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        out[:, real:] = 0.0
+        for chunk in _chunks(logits) if real else []:
+            d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype)
+            d *= (grad[chunk] * share[chunk]).unsqueeze(-1)
+            if eps:
+                d -= (eps / ctx.vocab_size * grad[chunk]).unsqueeze(-1)
+            d.scatter_add_(-1, local[chunk].unsqueeze(-1), ((eps - 1) * mine[chunk] * grad[chunk]).unsqueeze(-1))
+            out[chunk, :real] = d
+        return out, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -91,6 +102,8 @@ def vocab_parallel_cross_entropy(
     """
     axis = axis or current().model
     vocab_size = vocab_size or logits.shape[-1] * axis.size
-    return _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call,no-any-return]
-        logits, target, vocab_size, label_smoothing, axis
+    flat = logits.reshape(-1, logits.shape[-1])
+    losses: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, target.reshape(-1), vocab_size, label_smoothing, axis
     )
+    return losses.view(target.shape)

@@ -127,6 +127,13 @@ def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> 
         assert all(ms > 0 for row in rows if row["split"] == "train" for ms in row["timers_ms"].values())
 
 
+def test_without_a_compiler_a_run_goes_on(tmp_path: Path, flags: list[str]) -> None:
+    argv = [*flags, "--train-iters", "1", "--compile", "--run-dir", str(tmp_path)]
+    done = command("python", "pretrain_gpt2.py", *argv, env={"CXX": "/no/compiler"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--compile does nothing: no C++ compiler was found (CXX names one)" in done.stdout
+
+
 # ------------------------------------------------------------------------------ mistakes
 
 
@@ -140,6 +147,7 @@ def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> 
             "--num-attention-heads 1 cannot be split over",
         ),
         (2, ["--pipe-parallel-size", "2", "--num-layers", "1"], "--pipe-parallel-size 2 is more than --num-layers 1"),
+        (1, ["--compile", "--zero-stage", "3"], "--compile cannot go with ZeRO stage 3"),
         (3, ["--pipe-parallel-size", "2"], "3 ranks cannot be divided into replicas"),
         (1, ["--deepspeed-config", "/no/ds.json"], "cannot read /no/ds.json"),
     ],

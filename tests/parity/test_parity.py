@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import covering
+from megatron.compiling import compiler_found
+from tests.support import FULL, covering
 
 from .layouts import LAYOUTS, Layout, ours, plain
 
@@ -101,6 +102,26 @@ def test_every_schedule(
 ) -> None:
     found = ours(Layout(stages, 1, 1), tmp_path, tiny_data, vocab_file, *schedule.split())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+COMPILED = [Layout(0, 1, 1), Layout(0, 2, 2, zero=1), Layout(2, 1, 2)]
+
+
+@pytest.mark.skipif(not compiler_found(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("layout", covering(COMPILED, COMPILED[-1:].__contains__), ids=str)
+def test_compiled_layers(
+    layout: Layout, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    np.testing.assert_allclose(ours(layout, tmp_path, tiny_data, vocab_file, "--compile"), expected, rtol=1e-5)
+
+
+@FULL
+@pytest.mark.skipif(not compiler_found(), reason="needs a C++ compiler")
+def test_compiled_layers_draw_the_same_dropout(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    compiled = ("--compile", "--checkpoint-activations")
+    found = ours(Layout(2, 1, 1), tmp_path / "a", tiny_data, vocab_file, *dropout, *compiled)
+    np.testing.assert_allclose(found, ours(Layout(0, 1, 1), tmp_path / "b", tiny_data, vocab_file, *dropout), rtol=1e-5)
 
 
 @pytest.mark.parametrize("cuts", ["0,1,8", "0,3,8", "0,7,8"])
