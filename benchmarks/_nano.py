@@ -6,18 +6,23 @@ from torch import Tensor, nn
 
 
 class _Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, apart: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.apart = heads, apart
         self.before_attention, self.before_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        if apart:  # DTensor cuts a fused projection across the three
+            self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+        else:
+            self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        parts = self.qkv(self.before_attention(x)).split(h, dim=-1)
+        y = self.before_attention(x)
+        parts = (self.q(y), self.k(y), self.v(y)) if self.apart else self.qkv(y).split(h, dim=-1)
         q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1)
         x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.before_mlp(x)), approximate="tanh"))
 
@@ -25,10 +30,10 @@ class _Layer(nn.Module):
 class Nano(nn.Module):
     """tokens [b, s + 1] -> mean loss"""
 
-    def __init__(self, vocab: int, positions: int, hidden: int, layers: int, heads: int) -> None:
+    def __init__(self, vocab: int, positions: int, hidden: int, layers: int, heads: int, apart: bool = False) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(vocab, hidden), nn.Embedding(positions, hidden)
-        self.layers = nn.ModuleList(_Layer(hidden, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(_Layer(hidden, heads, apart) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         for parameter in self.parameters():
             if parameter.dim() > 1:

@@ -31,7 +31,10 @@ def backend(device: torch.device) -> str:
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 is faster than fp32 here: on a CPU only with AMX tiles (without, it is far slower)."""
+    """Whether bf16 is faster than fp32 here for models of any size: on a CPU only with AMX tiles.
+
+    With AVX512_BF16 alone large models gain (docs/benchmarks.md), and without either none does.
+    """
     if device.type == "cpu":
         return bool(torch.cpu._is_amx_tile_supported())
     return bool(torch.cuda.is_bf16_supported()) if device.type == "cuda" else True

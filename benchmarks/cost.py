@@ -1,0 +1,120 @@
+"""What a step costs as work grows, and how long a run takes to its first step.
+
+    python benchmarks/cost.py --sections linear startup
+
+linear: seconds of a step over layers, over tokens (samples of a micro-batch) and over micro-batches, with the
+straight line that fits them best and R². startup: from the launch of two ranks to the end of the first step.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def step_seconds(layers: int, batch: int, gas: int, rounds: int) -> float:
+    """Median time of a step of pretrain()'s engine."""
+    import torch
+
+    from megatron import runtime
+    from megatron.arguments import parse
+    from megatron.ds_config import resolve
+    from megatron.engine import build_engine
+    from megatron.initialize import initialize_megatron
+    from megatron.metrics import Timers
+    from megatron.model import GPT2Model
+
+    config = parse(
+        f"--num-layers {layers} --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 --hidden-dropout 0 "
+        f"--attention-dropout 0 --batch-size {batch} --gas {gas} --precision fp32".split()
+    )
+    initialize_megatron(config)
+    runtime.start(config, None, Timers())
+    text = torch.randint(8000, (batch, 129), generator=torch.Generator().manual_seed(1))
+
+    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
+        batch = next(batches)["text"]
+        return model(batch[:, :-1], labels=batch[:, 1:]).sum(), None
+
+    count = torch.tensor(float(batch * 128))
+    engine = build_engine(GPT2Model(config), config, resolve(config, 1, False), forward_step, lambda _: count, Timers())
+    found = []
+    for round_ in range(rounds + 2):
+        begin = time.perf_counter()
+        engine.train_batch(iter([{"text": text}] * gas), 1e-4)
+        if round_ > 1:
+            found.append(time.perf_counter() - begin)
+    return statistics.median(found)
+
+
+def linear(rounds: int) -> None:
+    axes: dict[str, tuple[list[int], Any]] = {
+        "layers": ([2, 4, 8, 12], lambda n: step_seconds(n, 4, 1, rounds)),
+        "tokens of a micro-batch / 128": ([2, 4, 8, 16], lambda n: step_seconds(4, n, 1, rounds)),
+        "micro-batches": ([1, 2, 4, 8], lambda n: step_seconds(4, 4, n, rounds)),
+    }
+    print("| over | ms of a step | ms each | ms besides | R² |\n| --- | --- | --- | --- | --- |")
+    for name, (values, measure) in axes.items():
+        seconds = np.array([measure(n) for n in values])
+        slope, rest = np.polyfit(values, seconds, 1)
+        residue = seconds - (slope * np.array(values) + rest)
+        r2 = 1 - (residue**2).sum() / ((seconds - seconds.mean()) ** 2).sum()
+        times = ", ".join(f"{n}: {1e3 * s:.0f}" for n, s in zip(values, seconds, strict=True))
+        print(f"| {name} | {times} | {1e3 * slope:.1f} | {1e3 * rest:.1f} | {r2:.4f} |")
+
+
+def startup(rounds: int) -> None:
+    from data_utils.documents import texts
+    from megatron.data.indexed_writer import IndexedDatasetBuilder
+    from megatron.tokenizer.train import train_sentencepiece
+
+    with tempfile.TemporaryDirectory() as folder:
+        train_sentencepiece(texts([str(ROOT / "corpus" / "sample.jsonl")]), f"{folder}/t.model", 3000)
+        with IndexedDatasetBuilder(f"{folder}/x", np.uint16) as builder:
+            builder.add_document(np.arange(3, 2900))
+        flags = (
+            f"--data-path {folder}/x --vocab-file {folder}/t.model --split 1 --train-iters 1 --eval-iters 0 --save-interval 0 "
+            "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --pipe-parallel-size 2 --no-tensorboard"
+        )
+        launch = [sys.executable, "tools/launch.py", "--standalone", "--nproc-per-node", "2"]
+        whole = []
+        for round_ in range(rounds):
+            begin = time.perf_counter()
+            process = subprocess.Popen(
+                [*launch, "pretrain_gpt2.py", *flags.split(), "--run-dir", f"{folder}/{round_}"],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("iteration"):
+                    whole.append(time.perf_counter() - begin)
+            process.wait()
+    ordered = sorted(whole)
+    print(
+        f"from the launch of two ranks to the end of the first step, imports included: {statistics.median(ordered):.1f} s "
+        f"({ordered[0]:.1f} to {ordered[-1]:.1f})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=("linear", "startup"), default=["linear", "startup"])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if "startup" in args.sections:
+        startup(args.rounds)
+    if "linear" in args.sections:
+        linear(args.rounds)
+
+
+if __name__ == "__main__":
+    main()

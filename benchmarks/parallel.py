@@ -1,0 +1,174 @@
+"""Two ranks against peers that can do the same: data parallel (DDP, DeepSpeed) and tensor parallel (DTensor).
+
+    python benchmarks/parallel.py --kind dp --rounds 7
+    python benchmarks/parallel.py --kind tp --rounds 7
+
+All contenders live on the same two gloo processes, one thread each, and make their steps in turn. "alone"
+is our model on each rank by itself, without a word to the other: the ideal of dp. Its time halved
+is the ideal of tp, where both ranks share one batch. Pipelines: benchmarks/pipeline_layers.py.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _alternate import Step, alternate, leave, on_ranks, spread
+
+
+def ours(args: argparse.Namespace, text: Any, model_parallel: int) -> Step:
+    from megatron import runtime
+    from megatron.arguments import parse
+    from megatron.ds_config import resolve
+    from megatron.engine import build_engine
+    from megatron.initialize import initialize_megatron
+    from megatron.metrics import Timers
+    from megatron.model import GPT2Model
+
+    config = parse(_flags(args, f"--model-parallel-size {model_parallel}"))
+    initialize_megatron(config)
+    runtime.start(config, None, Timers())
+
+    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
+        next(batches)
+        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
+
+    engine = build_engine(GPT2Model(config), config, resolve(config, 2, False), forward_step, _count(text), Timers())
+    return lambda: engine.train_batch(iter([{"text": text}]), 1e-4) and None
+
+
+def _flags(args: argparse.Namespace, more: str) -> list[str]:
+    return (
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} --vocab-size "
+        f"{args.vocab} --hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} --precision fp32 {more}"
+    ).split()
+
+
+def _count(text: Any) -> Callable[[Any], Any]:
+    import torch
+
+    count = torch.tensor(float(text[:, 1:].numel()))
+    return lambda batch: count
+
+
+def _loop(model: Any, loss_of: Callable[[], Any]) -> Step:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    # torch clips and steps DTensors and plain tensors apart.
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == split] for split in (True, False)]
+    groups = [group for group in kinds if group]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
+
+    def step() -> None:
+        loss_of().backward()
+        for group in groups:
+            torch.nn.utils.clip_grad_norm_(group, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def alone(args: argparse.Namespace, text: Any) -> Step:
+    from megatron.arguments import parse
+    from megatron.model import GPT2Model
+    from megatron.mpu import mesh
+
+    before = mesh.current()
+    mesh.enter(mesh.Mesh())
+    model = GPT2Model(parse(_flags(args, "")))
+    mesh.enter(before)
+    return _loop(model, lambda: model(text[:, :-1], labels=text[:, 1:]).mean())
+
+
+def ddp(args: argparse.Namespace, text: Any) -> Step:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(_nano(args), gradient_as_bucket_view=True)
+    return _loop(model, lambda: model(text))
+
+
+def deepspeed(args: argparse.Namespace, text: Any) -> Step:
+    import deepspeed
+    import torch
+
+    model = _nano(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    config = {"train_micro_batch_size_per_gpu": args.batch, "gradient_clipping": 1.0, "steps_per_print": 10**9}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step() -> None:
+        engine.backward(engine(text))
+        engine.step()
+
+    return step
+
+
+def dtensor(args: argparse.Namespace, text: Any) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = _nano(args, apart=True)
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {"q": columns, "k": columns, "v": columns, "out": rows, "up": columns, "down": rows}
+    for layer in model.layers:
+        layer.heads //= 2
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), plan)
+    return _loop(model, lambda: model(text))
+
+
+def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
+    from _nano import Nano
+
+    return Nano(args.vocab, args.seq, args.hidden, args.layers, 8, apart)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("dp", "tp"), default="dp")
+    for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", help="write the numbers to this file, too")
+    args = parser.parse_args()
+    on_ranks(2)
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron import device as device_module
+
+    dice = torch.Generator().manual_seed(1)
+    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=dice)
+    first = ours(args, text, 2 if args.kind == "tp" else 1)
+    torch.manual_seed(0)  # the peers' copies begin alike
+    steps = {"ours": first, "alone": alone(args, text)}
+    steps |= (
+        {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
+        if args.kind == "dp"
+        else {"torch DTensor": dtensor(args, text)}
+    )
+    for step in steps.values():
+        step()
+    device_module.keep_freed_memory(torch.device("cpu"))  # all of them profit
+    found = alternate(steps, args.rounds)
+    if dist.get_rank() == 0:
+        tokens = args.batch * args.seq * (2 if args.kind == "dp" else 1)
+        halves = 1.0 if args.kind == "dp" else 0.5
+        print("| contender | tokens/s, median (lowest to highest) | ours / it, by round | share of the ideal |")
+        print("| --- | --- | --- | --- |")
+        for name, rounds in found.items():
+            ratios = [it[0] / mine[0] for it, mine in zip(rounds, found["ours"], strict=True)]
+            shares = [halves * best[0] / it[0] for it, best in zip(rounds, found["alone"], strict=True)]
+            speeds = [tokens / seconds for seconds, _ in rounds]
+            share = "" if name == "alone" else spread(shares, ".2f")
+            print(f"| {name} | {spread(speeds, ',.0f')} | {spread(ratios, '.2f')} | {share} |")
+        if args.json:
+            Path(args.json).write_text(json.dumps({"settings": vars(args), "found": found}))
+    dist.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
