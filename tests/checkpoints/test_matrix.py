@@ -2,7 +2,6 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +23,10 @@ LAYOUTS = [
     Layout(4, 1, 1),
 ]
 SAVED, LAST = 2, 7
-# By default each layout is saved in and loaded in at least once, and the first and the last with all others.
-PARTS = {"part": lambda a, b: a != b and (a + 3 * b) % 7 == 0, "all": lambda a, b: a != b}
+ALL = list(itertools.permutations(range(len(LAYOUTS)), 2))
+# By default GPT-2 is saved in and loaded into each layout once; T5 goes from ZeRO 3 to a pipeline with tensor parallelism and back.
+COVERING = {"gpt2": [(a, b) for a, b in ALL if (a + 3 * b) % 7 == 0]}
+BOTH_WAYS = [(2, 6), (6, 2)]
 
 
 def _flags(layout: Layout) -> str:
@@ -41,30 +42,31 @@ def _launch(starts: dict[Layout, list[Start]], data: str, vocab_file: str) -> No
     for layout, of_it in starts.items():
         grids[layout[:3]] += of_it
     for grid, of_it in grids.items():
-        on_ranks(Layout(*grid).world, run_all, of_it, data, vocab_file, timeout=500)
+        if of_it:
+            on_ranks(Layout(*grid).world, run_all, of_it, data, vocab_file, timeout=500)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("part", covering(list(PARTS), lambda part: part == "part"))
+@pytest.mark.parametrize("model", covering(list(MODELS), lambda model: model != "t5-cpm"))
+@pytest.mark.parametrize("part", covering(["covering", "all"], lambda part: part == "covering"))
 def test_every_layout_loads_every_other(model: str, part: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    chosen: Callable[[int, int], bool] = PARTS[part]
-    pairs = [(a, b) for a, b in itertools.product(range(len(LAYOUTS)), repeat=2) if chosen(a, b)]
+    pairs = ALL if part == "all" else COVERING.get(model, BOTH_WAYS)
+    sources = sorted({a for a, _ in pairs})
     _launch(
         {
-            layout: [Start(model, tmp_path / str(a), f"{_flags(layout)} --save-interval {SAVED}")]
-            for a, layout in enumerate(LAYOUTS)
+            LAYOUTS[a]: [Start(model, tmp_path / str(a), f"{_flags(LAYOUTS[a])} --save-interval {SAVED}")]
+            for a in sources
         },
         tiny_data,
         vocab_file,
     )
-    saved = {a: tmp_path / str(a) / "checkpoints" / f"iter_{SAVED:07d}" for a in range(len(LAYOUTS))}
+    saved = {a: tmp_path / str(a) / "checkpoints" / f"iter_{SAVED:07d}" for a in sources}
     loads: dict[Layout, list[Start]] = {layout: [] for layout in LAYOUTS}
     for a, b in pairs:
         flags = f"{_flags(LAYOUTS[b])} --load {saved[a]}"
         loads[LAYOUTS[b]].append(Start(model, tmp_path / f"{a}to{b}", flags, save_first=True))
     _launch(loads, tiny_data, vocab_file)
 
-    first = whole_tensors(saved[0])
+    first = whole_tensors(saved[sources[0]])
     for a, b in pairs:
         before = whole_tensors(saved[a])
         after = whole_tensors(tmp_path / f"{a}to{b}" / "checkpoints" / f"iter_{SAVED:07d}")

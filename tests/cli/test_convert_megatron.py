@@ -14,7 +14,7 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weigh
 from megatron.model import GPT2Model
 from megatron.tokenizer import load_tokenizer
 from tests.parity import reference
-from tests.support import command
+from tests.support import command, covering
 
 LAYERS, HIDDEN, HEADS, VOCAB, POSITIONS = 4, 16, 4, 3000, 12
 PADDED = 3072
@@ -123,7 +123,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", covering(list(FORMS), lambda form: form not in ("megatron-0", "megatron-2")))
 def test_the_network_that_was_saved(form: str, tmp_path: Path, vocab_file: str) -> None:
     w = some_weights()
     if form == "cpm-1":

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
-from tests.support import ROOT, command, losses, train_gpt2
+from tests.support import FULL, ROOT, command, losses, train_gpt2
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,7 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
     assert losses(train_gpt2(world, tmp_path / "cut", *flags)) == whole  # nothing left to do
 
 
+@FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
     """Weights, moments and position, through ZeRO, stages and model-parallel ranks; without dropout, which layouts draw apart."""
     flags = [*flags, "--lr-decay-iters", "6", "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]

@@ -44,6 +44,7 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
     assert both == whole
 
 
+@FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
     """A relay of layouts, each of which goes on from the one before; dropout, which layouts draw apart, is off."""
     flags = [*flags, "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
