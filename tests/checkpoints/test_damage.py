@@ -93,9 +93,10 @@ def _in_own_mounts(script: str) -> "subprocess.CompletedProcess[str]":
 DISKS = [("full", "--async-save"), ("read-only", ""), ("full", ""), ("read-only", "--async-save")]
 
 
-@pytest.mark.parametrize(("obstacle", "more"), covering(DISKS, DISKS[:2].__contains__))
-def test_a_disk_that_takes_no_more(obstacle: str, more: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """The first checkpoint fits; the next ends the run with one sentence, and the first can still be loaded."""
+@pytest.mark.parametrize("how", covering(DISKS, DISKS[:2].__contains__))
+def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """(what is wrong with it, flags) The first checkpoint fits; the next ends the run with one sentence, and the first can still be loaded."""
+    obstacle, more = how
     disk, after = tmp_path / "disk", tmp_path / "after"
     disk.mkdir()
     argv = f"{MODELS['gpt2']} --data-path {tiny_data} --vocab-file {vocab_file} --precision fp32 --save {disk} "
