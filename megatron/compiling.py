@@ -1,9 +1,14 @@
 """--compile: the transformer layers through `torch.compile`, one by one, so that equal layers are compiled once."""
 
+import functools
 from typing import Any
 
+import torch
+
 from .config import Config
-from .model.block import TransformerLayer
+from .model.attention import Attention
+from .model.block import Dropout, TransformerLayer
+from .mpu import mappings
 from .runtime import print_rank_0
 
 
@@ -18,9 +23,17 @@ def compile_layers(model: Any, config: Config) -> None:
     if not compiler_found():
         print_rank_0("--compile does nothing: no C++ compiler was found (CXX names one)")
         return
+    _keep_outside()
     for _, module in model.named_layers():
         if isinstance(module, TransformerLayer):
             module.compile()
+
+
+@functools.cache
+def _keep_outside() -> None:
+    """Mark what is not for the compiler; only now, since the marking loads torch's compiler, which takes seconds."""
+    for owner, name in ((Dropout, "_drop"), (Attention, "_with_dropout"), (mappings, "_apply_over_ranks")):
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
 
 
 def compiler_found() -> bool:

@@ -81,7 +81,6 @@ class Attention(nn.Module):
         b, _, q, _ = context.shape
         return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> Tensor:

@@ -6,7 +6,6 @@ Shapes: s sequence, b batch, h hidden.
 import math
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -29,7 +28,6 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._drop(x) if self.training and self.p else x
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _drop(self, x: Tensor) -> Tensor:
         with self.rng.fork(self.stream, x.device):
             return F.dropout(x, self.p)

@@ -88,7 +88,6 @@ class _Gather(torch.autograd.Function):
         return own_part(grad, ctx.axis), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply_over_ranks(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
     return function.apply(x, axis)  # type: ignore[no-untyped-call,no-any-return]
 

@@ -128,6 +128,12 @@ def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> 
         assert all(ms > 0 for row in rows if row["split"] == "train" for ms in row["timers_ms"].values())
 
 
+def test_starting_does_not_load_torchs_compiler() -> None:
+    """It takes seconds on every rank."""
+    code = "import sys, pretrain_gpt2, pretrain_t5; assert 'deepspeed' in sys.modules; sys.exit('torch._dynamo' in sys.modules)"
+    assert command("python", "-c", code).returncode == 0
+
+
 def test_without_a_compiler_a_run_goes_on(tmp_path: Path, flags: list[str]) -> None:
     argv = [*flags, "--train-iters", "1", "--compile", "--run-dir", str(tmp_path)]
     done = command("python", "pretrain_gpt2.py", *argv, env={"CXX": "/no/compiler"})
