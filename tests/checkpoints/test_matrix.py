@@ -24,9 +24,8 @@ LAYOUTS = [
 ]
 SAVED, LAST = 2, 7
 ALL = list(itertools.permutations(range(len(LAYOUTS)), 2))
-# By default from ZeRO 3 to a pipeline with tensor parallelism and back, GPT-2 from one process to a pipeline under ZeRO 1, too.
+# By default from ZeRO 3 to a pipeline with tensor parallelism and back.
 BOTH_WAYS = [(2, 6), (6, 2)]
-COVERING = {"gpt2": [*BOTH_WAYS, (0, 5)]}
 
 
 def _flags(layout: Layout) -> str:
@@ -46,10 +45,10 @@ def _launch(starts: dict[Layout, list[Start]], data: str, vocab_file: str) -> No
             on_ranks(Layout(*grid).world, run_all, of_it, data, vocab_file, timeout=500)
 
 
-@pytest.mark.parametrize("model", covering(list(MODELS), lambda model: model != "t5-cpm"))
+@pytest.mark.parametrize("model", covering(list(MODELS), lambda model: model == "gpt2"))
 @pytest.mark.parametrize("part", covering(["covering", "all"], lambda part: part == "covering"))
 def test_every_layout_loads_every_other(model: str, part: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    pairs = ALL if part == "all" else COVERING.get(model, BOTH_WAYS)
+    pairs = ALL if part == "all" else BOTH_WAYS
     sources = sorted({a for a, _ in pairs})
     _launch(
         {
