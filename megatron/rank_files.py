@@ -50,7 +50,6 @@ class RankFiles:
             for rank in range(self.ranks):
                 if (stage, rank) not in found:
                     raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, stage {stage}")
-        self._files = found
         contents = {place: load_plain(path) for place, path in found.items()}
         first = contents[0, 0]
         self.version = float(first.get("checkpoint_version") or 0)

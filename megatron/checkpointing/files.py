@@ -82,11 +82,9 @@ def recover(folder: Path) -> None:
     """Put right what a crash left behind: half-written folders go, one moved aside and still named by `latest` returns."""
     if not folder.is_dir():
         return
-    pointer = folder / "latest"
-    if pointer.is_file():
-        named = folder / pointer.read_bytes().split(b"\n")[0].decode("utf-8", "replace")
-        if not named.exists() and _aside(named).is_dir():
-            _aside(named).rename(named)
+    name = latest_name(folder)
+    if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
+        _aside(folder / name).rename(folder / name)
     for left in folder.glob("iter_*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
     if (folder / "latest.tmp").exists():  # a folder that cannot be written is no fault yet
@@ -94,6 +92,12 @@ def recover(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ finding
+
+
+def latest_name(folder: Path) -> str | None:
+    """The first line of `latest`, whatever the rest of it; None where there is none."""
+    pointer = folder / "latest"
+    return pointer.read_bytes().decode("utf-8", "replace").split("\n")[0] if pointer.is_file() else None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

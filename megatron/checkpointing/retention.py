@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+from .files import latest_name
+
 
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
     """Delete older checkpoints.
@@ -13,7 +15,7 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
     """
     if keep_last is None:
         return
-    latest = (folder / "latest").read_text(encoding="utf-8").strip()
+    latest = latest_name(folder)
     names = sorted(path.name for path in folder.glob("iter_*") if path.name[5:].isdigit())
     dropped = [
         name for name in names[:-keep_last] if name != latest and not (keep_every and int(name[5:]) % keep_every == 0)

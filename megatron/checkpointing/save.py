@@ -67,7 +67,7 @@ class Saver:
     def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
         self.folder, self.engine, self.config = Path(folder), engine, config
         self.fingerprint, self.background = fingerprint, background
-        self._pending: tuple[Path, str, dict[str, Any]] | None = None  # final folder, index without tensors
+        self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, what the index needs of that moment
         self._thread: threading.Thread | None = None
         self._report: dict[str, Any] | None = None
         self._problem: str | None = None
@@ -107,7 +107,7 @@ class Saver:
             "moments": zero_state.moment_names(self.engine),
             "loss_scaler": zero_state.get_loss_scaler(self.engine),
         }
-        self._pending = (final, temporary.name, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
+        self._pending = (final, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
         mesh = mpu.get_mesh()
         path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
         parts = _parts(self.engine)
@@ -130,8 +130,8 @@ class Saver:
     def finish(self) -> Path:
         """Wait for every rank's share, then make the checkpoint valid. Returns its folder. Raises RunError alike on all ranks."""
         assert self._pending is not None
-        final, temporary_name, content = self._pending
-        temporary = final.with_name(temporary_name)
+        final, content = self._pending
+        temporary = _temporary(final)
         if self._thread is not None:
             self._thread.join()
         self._pending = self._thread = None

@@ -123,6 +123,19 @@ def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_da
     assert refusal(after) == ""
 
 
+def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> None:
+    """Gone back by hand to an older checkpoint, a run saves again below the newest numbers."""
+    from megatron.checkpointing import prune
+    from megatron.checkpointing.files import point_latest_to
+
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    point_latest_to(folder / "iter_0000001")
+    prune(folder, 1, None)
+    assert refusal(folder) == ""
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
+
+
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
     """Between the two renames: the one moved aside comes back."""
     from megatron.checkpointing.files import recover
