@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .arguments import with_values
+from .checkpointing.files import open_tensors
 from .checkpointing.stream import Entry, write_entries
 from .config import Config, ConfigError, ModelConfig
 from .hf_names import gpt2_matches, t5_matches
@@ -61,10 +61,7 @@ class FolderReader:
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
-            try:
-                self._opened[name] = safe_open(str(self.folder / name), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{self.folder / name} cannot be read: {error}") from None
+            self._opened[name] = open_tensors(self.folder / name)
         return self._opened[name]
 
     def _find(self, name: str) -> tuple[Any, str]:

@@ -6,6 +6,9 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
@@ -155,6 +158,14 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
     if INDEX not in sums:
         raise CheckpointError(f"{path} does not list {INDEX}: it is damaged")
     return sums
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, to read tensors of by name. Raises CheckpointError."""
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def check_file(path: Path, expected: str) -> None:

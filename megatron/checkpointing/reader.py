@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron.arguments import HOME, with_values
@@ -14,7 +13,7 @@ from megatron.config import Config
 from megatron.model.init import full_shape, local_shape, own_rows
 from megatron.model.layers import global_parameters
 
-from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, read_sums
+from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
 
 
 class CheckpointReader:
@@ -87,10 +86,7 @@ class CheckpointReader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            try:
-                self._open[name] = safe_open(str(self.path / name), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self.path / name} cannot be read: {error}") from None
+            self._open[name] = open_tensors(self.path / name)
         return self._open[name]
 
 
