@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from .config import SECTIONS, Config, ConfigError, flag, settings, types_of
+from .config import SECTIONS, Config, settings
+from .options import ConfigError, flag, types_of
 
 HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
 

@@ -1,108 +1,44 @@
 """Everything a run can be told, as frozen dataclasses: built once, passed on, never changed.
 
-Each setting is declared once, with its help and its check. The flags and the JSON reader in
-`arguments.py` come from the fields; values that follow from others are properties.
+The flags and the JSON reader in `arguments.py` come from the fields; values that follow from
+others are properties.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-
-class ConfigError(ValueError):
-    """The run was described in a way that cannot work; the message says what to change."""
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def flag(name: str) -> str:
-    """How a user spells the field `name`."""
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(low: float) -> Callable[[Any], str | None]:
-    return lambda value: None if value >= low else f"must be at least {low:g}"
-
-
-def _between(low: float, high: float) -> Callable[[Any], str | None]:
-    return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
-
-
-def _one_of(*choices: Any) -> Callable[[Any], str | None]:
-    check: Callable[[Any], str | None]
-    check = lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"  # noqa: E731
-    return check
-
-
-def opt(default: Any, help: str, check: Callable[[Any], str | None] | None = None) -> Any:
-    """A setting with its default, the help of its flag, and a check that returns what is wrong."""
-    return field(default=default, metadata={"help": help, "check": check})
-
-
-class Section:
-    """Base of the sections: checks types and values of all fields."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]
-            value, kinds = getattr(self, f.name), types_of(type(self), f.name)
-            if value is None and type(None) in kinds:
-                continue
-            if tuple in kinds and isinstance(value, (str, list)):
-                value = (value,) if isinstance(value, str) else tuple(map(str, value))
-                object.__setattr__(self, f.name, value)
-            if float in kinds and type(value) is int:
-                object.__setattr__(self, f.name, float(value))
-            elif type(value) not in kinds:
-                wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-                raise ConfigError(f"{flag(f.name)} must be {wanted}, got {value!r}")
-            check = f.metadata["check"]
-            problem = check(value) if check else None
-            if problem:
-                raise ConfigError(f"{flag(f.name)} {value} {problem}")
-
-
-def types_of(section: type, name: str) -> tuple[type, ...]:
-    """The types a field may have, `int | None` taken apart."""
-    hint = get_type_hints(section)[name]
-    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
-    return tuple(get_origin(kind) or kind for kind in kinds)
+from .options import ConfigError, Section, at_least, between, one_of, opt
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    num_layers: int = opt(12, "transformer layers", _at_least(1))
-    hidden_size: int = opt(768, "width of the residual stream", _at_least(1))
-    num_attention_heads: int = opt(12, "attention heads", _at_least(1))
-    kv_hidden_size: int | None = opt(
-        None, "width of one attention head; hidden size / heads if not given", _at_least(1)
-    )
+    num_layers: int = opt(12, "transformer layers", at_least(1))
+    hidden_size: int = opt(768, "width of the residual stream", at_least(1))
+    num_attention_heads: int = opt(12, "attention heads", at_least(1))
+    kv_hidden_size: int | None = opt(None, "width of one attention head; hidden size / heads if not given", at_least(1))
     num_decoder_layers: int | None = opt(
-        None, "layers of T5's decoder; --num-layers, which are those of its encoder, if not given", _at_least(1)
+        None, "layers of T5's decoder; --num-layers, which are those of its encoder, if not given", at_least(1)
     )
-    normalization: str = opt("layernorm", "layernorm or rmsnorm", _one_of("layernorm", "rmsnorm"))
-    activation: str = opt("gelu", "inside the MLP: gelu, relu or gated-gelu", _one_of("gelu", "relu", "gated-gelu"))
-    position_embedding: str = opt("learned", "learned, or (T5) relative", _one_of("learned", "relative"))
-    relative_attention_num_buckets: int = opt(32, "distances that relative positions tell apart", _at_least(4))
-    relative_attention_max_distance: int = opt(128, "distance from which on all are one bucket", _at_least(2))
+    normalization: str = opt("layernorm", "layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
+    activation: str = opt("gelu", "inside the MLP: gelu, relu or gated-gelu", one_of("gelu", "relu", "gated-gelu"))
+    position_embedding: str = opt("learned", "learned, or (T5) relative", one_of("learned", "relative"))
+    relative_attention_num_buckets: int = opt(32, "distances that relative positions tell apart", at_least(4))
+    relative_attention_max_distance: int = opt(128, "distance from which on all are one bucket", at_least(2))
     scale_attention: bool = opt(True, "divide the scores by the root of the head's width; T5 does not")
     tie_embeddings: bool = opt(True, "the output layer uses the matrix of the embedding")
     scale_tied_logits: bool = opt(False, "multiply logits of a tied matrix by hidden size ** -0.5, as T5 of 2019 does")
-    ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", _at_least(1))
+    ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", at_least(1))
     hidden_bias: bool = opt(True, "biases in the linear layers")
     max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
-    vocab_size: int | None = opt(None, "number of tokens; taken from the tokenizer if not given", _at_least(1))
+    vocab_size: int | None = opt(None, "number of tokens; taken from the tokenizer if not given", at_least(1))
     make_vocab_size_divisible_by: int = opt(
-        128, "pad the embedding table to a multiple of this times --model-parallel-size", _at_least(1)
+        128, "pad the embedding table to a multiple of this times --model-parallel-size", at_least(1)
     )
-    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what layers add", _between(0, 1))
-    attention_dropout: float = opt(0.1, "dropout on attention weights", _between(0, 1))
+    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what layers add", between(0, 1))
+    attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1))
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
-    init_method_std: float = opt(0.02, "standard deviation of the initial weights", _at_least(0))
+    init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,8 +67,8 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", _at_least(1))
-    pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", _at_least(0))
+    model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
+    pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(
         "type:Block",
         "how layers are cut into stages: type:REGEX, uniform, parameters, balanced (by measured time), or the cuts, e.g. 0,4,8",
@@ -140,27 +76,27 @@ class ParallelConfig(Section):
     pipeline_schedule: str = opt(
         "1f1b",
         "order of forward and backward passes: 1f1b, gpipe, interleaved or zb-h1 (tools/draw_schedule.py draws them)",
-        _one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
+        one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
     )
     virtual_pipeline_size: int = opt(
-        1, "stretches of layers on each pipeline stage, for --pipeline-schedule interleaved", _at_least(1)
+        1, "stretches of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
     )
     pipeline_extra_warmup: int = opt(
-        0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", _at_least(0)
+        0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", at_least(0)
     )
     pipeline_timeout: float = opt(
         600.0,
         "seconds that one pass or message of a pipeline may take before all ranks end with a report",
-        _at_least(0.1),
+        at_least(0.1),
     )
     zero_stage: int | None = opt(
-        None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", _between(0, 3)
+        None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", between(0, 3)
     )
     checkpoint_activations: bool = opt(
         False, "keep only layer inputs and compute activations again in the backward pass"
     )
-    checkpoint_num_layers: int = opt(1, "layers between two kept inputs", _at_least(1))
-    distributed_timeout_minutes: float = opt(10.0, "a collective that takes longer ends the run", _at_least(0.01))
+    checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
+    distributed_timeout_minutes: float = opt(10.0, "a collective that takes longer ends the run", at_least(0.01))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,22 +142,22 @@ class DataConfig(Section):
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
     tokenizer_type: str = opt("auto", "sentencepiece, cpm, cpm-vocab, gpt2-bpe or hf; auto looks at the file")
-    seq_length: int = opt(1024, "tokens of a training sample", _at_least(1))
-    enc_seq_length: int | None = opt(None, "T5: tokens that the encoder reads; --seq-length if not given", _at_least(8))
+    seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
+    enc_seq_length: int | None = opt(None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8))
     dec_seq_length: int | None = opt(
-        None, "T5: most tokens that the decoder writes; as many as the masked spans need if not given", _at_least(4)
+        None, "T5: most tokens that the decoder writes; as many as the masked spans need if not given", at_least(4)
     )
-    objective: str = opt("span-corruption", "T5: span-corruption or prefix-lm", _one_of("span-corruption", "prefix-lm"))
+    objective: str = opt("span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"))
     span_convention: str = opt(
-        "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", _one_of("t5", "cpm")
+        "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", one_of("t5", "cpm")
     )
-    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", _between(0.01, 0.9))
-    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", _at_least(1))
-    num_sentinels: int = opt(100, "T5: tokens that stand for masked spans, added to the vocabulary", _at_least(1))
+    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9))
+    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1))
+    num_sentinels: int = opt(100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1))
     reset_position_ids: bool = opt(False, "count positions anew after each end-of-document token")
     reset_attention_mask: bool = opt(False, "let no token see a document before its own")
     eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
-    num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", _at_least(0))
+    num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -247,16 +183,16 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    batch_size: int = opt(4, "samples of one micro-batch", _at_least(1))
-    gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", _at_least(1))
-    train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", _at_least(0))
-    eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", _at_least(0))
-    eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", _at_least(0))
-    seed: int = opt(1234, "seed of weights, sample order and dropout", _at_least(0))
+    batch_size: int = opt(4, "samples of one micro-batch", at_least(1))
+    gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", at_least(1))
+    train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
+    eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", at_least(0))
+    eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
+    seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
     precision: str = opt(
         "auto",
         "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
-        _one_of("auto", "fp32", "bf16", "fp16", "fp64"),
+        one_of("auto", "fp32", "bf16", "fp16", "fp64"),
     )
     compile: bool = opt(
         False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
@@ -270,21 +206,19 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", _one_of("adam", "sgd"))
-    lr: float = opt(1.5e-4, "peak learning rate", _at_least(0))
-    min_lr: float = opt(0.0, "learning rate at the end of the decay", _at_least(0))
-    lr_decay_style: str = opt("cosine", "how it falls after the warm-up", _one_of("cosine", "linear", "constant"))
-    lr_decay_iters: int | None = opt(
-        None, "iteration at which the decay ends; --train-iters if not given", _at_least(1)
-    )
-    warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", _between(0, 1))
-    weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", _at_least(0))
+    optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
+    lr: float = opt(1.5e-4, "peak learning rate", at_least(0))
+    min_lr: float = opt(0.0, "learning rate at the end of the decay", at_least(0))
+    lr_decay_style: str = opt("cosine", "how it falls after the warm-up", one_of("cosine", "linear", "constant"))
+    lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))
+    warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", between(0, 1))
+    weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
     clip_grad: float | None = opt(
-        None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", _at_least(0)
+        None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", at_least(0)
     )
-    adam_beta1: float = opt(0.9, "Adam's decay of the mean", _between(0, 1))
-    adam_beta2: float = opt(0.999, "Adam's decay of the squares", _between(0, 1))
-    adam_eps: float = opt(1e-8, "Adam's epsilon", _at_least(0))
+    adam_beta1: float = opt(0.9, "Adam's decay of the mean", between(0, 1))
+    adam_beta2: float = opt(0.999, "Adam's decay of the squares", between(0, 1))
+    adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,10 +233,10 @@ class CheckpointConfig(Section):
     async_save: bool = opt(
         False, "write checkpoints while training goes on; needs memory for a copy of what a rank saves"
     )
-    save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves at the end alone", _at_least(0))
-    keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", _at_least(1))
-    keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", _at_least(1))
-    exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", _at_least(0))
+    save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves at the end alone", at_least(0))
+    keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
+    keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
+    exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,7 +249,7 @@ class CheckpointConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
-    log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", _at_least(1))
+    log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
     tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
 
 

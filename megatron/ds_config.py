@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arguments import nearest, read_json
-from .config import Config, ConfigError
+from .config import Config
+from .options import ConfigError
 
 # Handed to DeepSpeed as they are, once the settings below are resolved.
 PASSED_ON = {

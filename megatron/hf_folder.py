@@ -13,10 +13,11 @@ from torch import Tensor
 from .arguments import with_values
 from .checkpointing.files import open_tensors
 from .checkpointing.stream import Entry, write_entries
-from .config import Config, ConfigError, ModelConfig
+from .config import Config, ModelConfig
 from .hf_names import gpt2_matches, t5_matches
 from .model.init import put
 from .model.layers import global_parameters
+from .options import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

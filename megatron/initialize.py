@@ -12,7 +12,8 @@ import tds
 
 from . import device as device_module
 from . import mpu
-from .config import Config, ConfigError
+from .config import Config
+from .options import ConfigError
 
 
 def world_size() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import describe
+from .options import describe
 
 _FILES = (re.compile(r"mp_rank_(\d\d)_model_states\.pt"), re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?/model\w*\.pt"))
 _COLUMN = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")  # cut along rows

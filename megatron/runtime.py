@@ -13,8 +13,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from .arguments import Args
-from .config import Config, describe
+from .config import Config
 from .metrics import Timers
+from .options import describe
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")

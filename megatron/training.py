@@ -21,7 +21,7 @@ from . import mpu
 from .arguments import build_parser, parse, with_values
 from .checkpointing import Saver, TrainState, start_or_resume
 from .compiling import compile_layers
-from .config import Config, describe
+from .config import Config
 from .data.corpora import prefixes_of
 from .data.position import extend
 from .data.sampler import ConsecutiveSampler, build_loader
@@ -32,6 +32,7 @@ from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.init import full_shape
 from .model.layers import global_parameters
 from .optim import lr_at
+from .options import describe
 from .runtime import RunError, is_rank_0, leave, print_rank_0, start, together
 from .stopping import Wish, Wishes
 from .tokenizer import Tokenizer, load_tokenizer

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 # Tools are run as files (`python tools/x.py`); the packages stand one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config import describe  # noqa: E402
+from megatron.options import describe  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron import mpu
-from megatron.config import Config, flag
+from megatron.config import Config
+from megatron.options import flag
 from megatron.runtime import together
 
 from . import zero_state

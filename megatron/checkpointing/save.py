@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import Config, describe
+from megatron.config import Config
 from megatron.model.init import full_shape, local_shape, own_rows
 from megatron.model.layers import global_parameters
+from megatron.options import describe
 from megatron.runtime import RunError, is_rank_0, print_rank_0, together
 
 from . import zero_state

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megatron.arguments import Args, parse
-from megatron.config import SECTIONS, ConfigError
+from megatron.config import SECTIONS
+from megatron.options import ConfigError
 
 
 def write(path: Path, content: Any) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from megatron.arguments import parse
-from megatron.config import ConfigError
 from megatron.ds_config import Resolved, resolve
+from megatron.options import ConfigError
 from tests.support import ROOT
 
 

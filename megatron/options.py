@@ -1,0 +1,69 @@
+"""How a setting is declared: once, as a field of a frozen dataclass, with its help and its check."""
+
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+class ConfigError(ValueError):
+    """The run was described in a way that cannot work; the message says what to change."""
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def flag(name: str) -> str:
+    """How a user spells the field `name`."""
+    return "--" + name.replace("_", "-")
+
+
+def at_least(low: float) -> Callable[[Any], str | None]:
+    return lambda value: None if value >= low else f"must be at least {low:g}"
+
+
+def between(low: float, high: float) -> Callable[[Any], str | None]:
+    return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
+
+
+def one_of(*choices: Any) -> Callable[[Any], str | None]:
+    check: Callable[[Any], str | None]
+    check = lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"  # noqa: E731
+    return check
+
+
+def opt(default: Any, help: str, check: Callable[[Any], str | None] | None = None) -> Any:
+    """A setting with its default, the help of its flag, and a check that returns what is wrong."""
+    return field(default=default, metadata={"help": help, "check": check})
+
+
+class Section:
+    """Base of the sections: checks types and values of all fields."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value, kinds = getattr(self, f.name), types_of(type(self), f.name)
+            if value is None and type(None) in kinds:
+                continue
+            if tuple in kinds and isinstance(value, (str, list)):
+                value = (value,) if isinstance(value, str) else tuple(map(str, value))
+                object.__setattr__(self, f.name, value)
+            if float in kinds and type(value) is int:
+                object.__setattr__(self, f.name, float(value))
+            elif type(value) not in kinds:
+                wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+                raise ConfigError(f"{flag(f.name)} must be {wanted}, got {value!r}")
+            check = f.metadata["check"]
+            problem = check(value) if check else None
+            if problem:
+                raise ConfigError(f"{flag(f.name)} {value} {problem}")
+
+
+def types_of(section: type, name: str) -> tuple[type, ...]:
+    """The types a field may have, `int | None` taken apart."""
+    hint = get_type_hints(section)[name]
+    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
