@@ -8,14 +8,6 @@ check:  ## style, types and the rules of the house
 test:  ## everything
 	bash scripts/test.sh
 
-bench:  ## ratios against peers, on this machine
+bench:  ## ratios against peers, on this machine; SECTIONS="dp tp" for some of them
 	bash scripts/setup.sh dev
-	.venv/bin/python benchmarks/run.py --precision fp32
-	.venv/bin/python benchmarks/run.py --precision bf16
-	.venv/bin/python benchmarks/run.py --model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 4
-	.venv/bin/python benchmarks/parallel.py --kind dp
-	.venv/bin/python benchmarks/parallel.py --kind tp
-	.venv/bin/python benchmarks/pipeline_layers.py
-	.venv/bin/python benchmarks/cost.py
-	.venv/bin/python benchmarks/data.py
-	.venv/bin/python benchmarks/checkpoint.py
+	.venv/bin/python benchmarks/suite.py --sections $(SECTIONS)

@@ -11,7 +11,6 @@ training stands still, against its own step, and how much slower steps are meanw
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -21,44 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import _engine
 from _alternate import Step, alternate, leave, on_ranks, spread
 
 
 def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """An engine that has made one step, its settings, and a function that makes another."""
-    import torch
-
-    from megatron import device as device_module
-    from megatron import runtime
-    from megatron.arguments import parse
-    from megatron.ds_config import resolve
-    from megatron.engine import build_engine
-    from megatron.initialize import initialize_megatron, world_size
-    from megatron.metrics import Timers
-    from megatron.model import GPT2Model
-
-    config = parse(
+    built = _engine.ours(
         f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} "
-        f"--vocab-size {args.vocab} --batch-size {args.batch} --precision fp32".split()
+        f"--vocab-size {args.vocab} --batch-size {args.batch} --precision fp32 --no-keep-freed-memory"
     )
-    device = initialize_megatron(config)
-    runtime.start(config, None, Timers())
-    resolved = resolve(config, world_size(), device_module.fast_bf16(device))
-
-    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
-        text = next(batches)["text"]
-        losses = model(text[:, :-1], labels=text[:, 1:])
-        return losses.sum(), None
-
-    targets = torch.tensor(float(args.batch * args.seq))
-    engine = build_engine(GPT2Model(config), config, resolved, forward_step, lambda batch: targets, Timers())
-    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=torch.Generator().manual_seed(1))
-
-    def step() -> None:
-        engine.train_batch(iter([{"text": text}]), 1e-4)
-
-    step()
-    return engine.deepspeed, config, step
+    built.step()
+    return built.engine.deepspeed, built.config, built.step
 
 
 def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step], dict[str, Step]]:
@@ -141,7 +114,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
-    parser.add_argument("--json", help="write the results to this file")
     args = parser.parse_args()
     on_ranks(args.ranks)
 
@@ -166,9 +138,6 @@ def main() -> None:
     gigabytes = 12 * sum(p.numel() for p in engine.module.parameters()) / 1e9
     if dist.get_rank() == 0:
         show(gigabytes, args.ranks, saved, loaded, waits)
-        if args.json:
-            content = {"gigabytes": gigabytes, "save": saved, "load": loaded, "background": waits}
-            Path(args.json).write_text(json.dumps(content, indent=1))
     dist.barrier()
     leave()
 

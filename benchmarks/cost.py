@@ -12,45 +12,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+import _engine
 import numpy as np
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from _alternate import ROOT
 
 
 def step_seconds(layers: int, batch: int, gas: int, rounds: int) -> float:
     """Median time of a step of pretrain()'s engine."""
-    import torch
-
-    from megatron import runtime
-    from megatron.arguments import parse
-    from megatron.ds_config import resolve
-    from megatron.engine import build_engine
-    from megatron.initialize import initialize_megatron
-    from megatron.metrics import Timers
-    from megatron.model import GPT2Model
-
-    config = parse(
+    step = _engine.ours(
         f"--num-layers {layers} --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 --hidden-dropout 0 "
-        f"--attention-dropout 0 --batch-size {batch} --gas {gas} --precision fp32".split()
-    )
-    initialize_megatron(config)
-    runtime.start(config, None, Timers())
-    text = torch.randint(8000, (batch, 129), generator=torch.Generator().manual_seed(1))
-
-    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
-        batch = next(batches)["text"]
-        return model(batch[:, :-1], labels=batch[:, 1:]).sum(), None
-
-    count = torch.tensor(float(batch * 128))
-    engine = build_engine(GPT2Model(config), config, resolve(config, 1, False), forward_step, lambda _: count, Timers())
+        f"--attention-dropout 0 --batch-size {batch} --gas {gas} --precision fp32"
+    ).step
     found = []
     for round_ in range(rounds + 2):
         begin = time.perf_counter()
-        engine.train_batch(iter([{"text": text}] * gas), 1e-4)
+        step()
         if round_ > 1:
             found.append(time.perf_counter() - begin)
     return statistics.median(found)

@@ -1,6 +1,6 @@
 """The data path against its peers: text to tokens, start-up, reading samples.
 
-    python benchmarks/data.py --corpus zh_docs.jsonl --rounds 5 --json out.json
+    python benchmarks/data.py --corpus zh_docs.jsonl --rounds 5
     python benchmarks/data.py --sections preprocess startup read
 
 Without --corpus a Chinese-like text of random words is made. Contenders take turns within every round; rates
@@ -377,16 +377,14 @@ def main() -> None:
     parser.add_argument("--corpus", help="a .jsonl of Chinese text; made up if not given")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="write all rounds to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.corpus is None:
             args.corpus = str(folder / "made_up.jsonl")
             made_up(Path(args.corpus), 20)
-        found = {name: SECTIONS[name](args, folder) for name in args.sections}
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
+        for name in args.sections:
+            SECTIONS[name](args, folder)
 
 
 if __name__ == "__main__":

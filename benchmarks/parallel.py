@@ -9,40 +9,18 @@ is the ideal of tp, where both ranks share one batch. Pipelines: benchmarks/pipe
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import _engine
 from _alternate import Step, alternate, leave, on_ranks, spread
 
 
-def ours(args: argparse.Namespace, text: Any, model_parallel: int) -> Step:
-    from megatron import runtime
-    from megatron.arguments import parse
-    from megatron.ds_config import resolve
-    from megatron.engine import build_engine
-    from megatron.initialize import initialize_megatron
-    from megatron.metrics import Timers
-    from megatron.model import GPT2Model
-
-    config = parse(_flags(args, f"--model-parallel-size {model_parallel}"))
-    initialize_megatron(config)
-    runtime.start(config, None, Timers())
-
-    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
-        next(batches)
-        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
-
-    engine = build_engine(GPT2Model(config), config, resolve(config, 2, False), forward_step, _count(text), Timers())
-    return lambda: engine.train_batch(iter([{"text": text}]), 1e-4) and None
-
-
-def _flags(args: argparse.Namespace, more: str) -> list[str]:
+def _flags(args: argparse.Namespace, more: str) -> str:
     return (
         f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} --vocab-size "
         f"{args.vocab} --hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} --precision fp32 {more}"
-    ).split()
+    )
 
 
 def _count(text: Any) -> Callable[[Any], Any]:
@@ -78,7 +56,7 @@ def alone(args: argparse.Namespace, text: Any) -> Step:
 
     before = mesh.current()
     mesh.enter(mesh.Mesh())
-    model = GPT2Model(parse(_flags(args, "")))
+    model = GPT2Model(parse(_flags(args, "").split()))
     mesh.enter(before)
     return _loop(model, lambda: model(text[:, :-1], labels=text[:, 1:]).mean())
 
@@ -130,7 +108,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=("dp", "tp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", help="write the numbers to this file, too")
+    parser.add_argument("--flags", default="", help="more of ours, e.g. --flags=--sequence-parallel")
     args = parser.parse_args()
     on_ranks(2)
 
@@ -141,7 +119,7 @@ def main() -> None:
 
     dice = torch.Generator().manual_seed(1)
     text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=dice)
-    first = ours(args, text, 2 if args.kind == "tp" else 1)
+    first = _engine.ours(_flags(args, f"--model-parallel-size {2 if args.kind == 'tp' else 1} {args.flags}")).step
     torch.manual_seed(0)  # the peers' copies begin alike
     steps = {"ours": first, "alone": alone(args, text)}
     steps |= (
@@ -164,8 +142,6 @@ def main() -> None:
             speeds = [tokens / seconds for seconds, _ in rounds]
             share = "" if name == "alone" else spread(shares, ".2f")
             print(f"| {name} | {spread(speeds, ',.0f')} | {spread(ratios, '.2f')} | {share} |")
-        if args.json:
-            Path(args.json).write_text(json.dumps({"settings": vars(args), "found": found}))
     dist.barrier()
     leave()
 

@@ -1,7 +1,7 @@
 """Training speed and peak memory of one process against peers on the same work.
 
     python benchmarks/run.py --precision fp32 --rounds 5
-    python benchmarks/run.py --precision bf16 --model t5 --json out.json
+    python benchmarks/run.py --precision bf16 --model t5
 
 Every contender is a process of its own, with its own memory; in every round each makes its steps in
 turn while the others wait, so that what else the machine does hits them alike. Ours is what
@@ -12,19 +12,17 @@ weights for ours.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _engine
+from _alternate import spread
 
 Step = Callable[[], None]
 
@@ -55,45 +53,7 @@ def _tokens(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def ours(args: argparse.Namespace, more: str = "") -> Step:
-    """What pretrain() drives, without its data."""
-    import torch
-
-    from megatron import device as device_module
-    from megatron import runtime
-    from megatron.arguments import parse
-    from megatron.compiling import compile_layers
-    from megatron.ds_config import resolve
-    from megatron.engine import build_engine
-    from megatron.initialize import initialize_megatron
-    from megatron.metrics import Timers
-    from megatron.model import GPT2Model, T5Model
-
-    config = parse(f"{_flags(args)} {more}".split())
-    device = initialize_megatron(config)
-    runtime.start(config, None, Timers())
-    resolved = resolve(config, 1, device_module.fast_bf16(device))
-    model = (GPT2Model if args.model == "gpt2" else T5Model)(config)
-    compile_layers(model, config)
-    text, wanted = _tokens(args)
-    targets = text[:, 1:] if args.model == "gpt2" else wanted[:, 1:]
-
-    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
-        next(batches)
-        inputs = (text[:, :-1],) if args.model == "gpt2" else (text, wanted[:, :-1])
-        return model(*inputs, labels=targets).sum(), None
-
-    count = torch.tensor(float(targets.numel()))
-    engine = build_engine(model, config, resolved, forward_step, lambda batch: count, Timers())
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        engine.train_batch(iter([{"text": text}]), 1e-4)
-        steps += 1
-        if steps == 1:  # as train() does
-            device_module.keep_freed_memory(device)
-
-    return step
+    return _engine.ours(f"{_flags(args)} {more}").step
 
 
 def _loop(args: argparse.Namespace, model: Any, loss_of: Callable[[], Any]) -> Step:
@@ -146,12 +106,16 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespa
     found: dict[str, Callable[[argparse.Namespace], Step]] = {"ours": ours}
     if not args.no_compile:
         found["ours, --compile"] = lambda args: ours(args, "--compile")
+    if args.flags:
+        found[f"ours, {args.flags}"] = lambda args: ours(args, args.flags)
     found["Hugging Face"] = hugging_face
     if args.model == "gpt2":
         found["nanoGPT-style"] = nano
         if not args.no_compile:
             found["nanoGPT-style, compiled"] = lambda args: nano(args, compiled=True)
-    return {name: build for name, build in found.items() if not args.only or name in ("ours", *args.only)}
+    return {
+        name: build for name, build in found.items() if not args.only or name.startswith("ours") or name in args.only
+    }
 
 
 def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
@@ -203,20 +167,17 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     per_step = args.batch * (args.seq if args.model == "gpt2" else args.seq + args.dec_seq)
-    print(
-        "| contender | tokens/s, median (lowest to highest) | ours / it, by round | peak MB | build + first step, s |"
-    )
-    print("| --- | --- | --- | --- | --- |")
-    base = "ours, --compile" if "ours, --compile" in found else "ours"
+    bases = [name for name in found if name.startswith("ours")]
+    head = ["contender", "tokens/s, median (lowest to highest)", *(f"{base} / it, by round" for base in bases)]
+    head += ["peak MB", "peak, ours / its", "build + first step, s"]
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for name, row in found.items():
-        speeds = sorted(per_step / s for s in row["seconds"])
-        ratios = sorted(it / mine for it, mine in zip(row["seconds"], found[base]["seconds"], strict=True))
-        eager = sorted(it / mine for it, mine in zip(row["seconds"], found["ours"]["seconds"], strict=True))
-        print(
-            f"| {name} | {statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f}) | "
-            f"{statistics.median(eager):.2f} ({eager[0]:.2f} to {eager[-1]:.2f}); compiled "
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {row['peak_mb']:,.0f} | {row['first']:.1f} |"
-        )
+        cells = [name, spread([per_step / s for s in row["seconds"]], ",.0f")]
+        for base in bases:
+            pairs = zip(row["seconds"], found[base]["seconds"], strict=True)
+            cells.append(spread([it / mine for it, mine in pairs], ".2f"))
+        cells += [f"{row['peak_mb']:,.0f}", f"{found['ours']['peak_mb'] / row['peak_mb']:.2f}", f"{row['first']:.1f}"]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -237,15 +198,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
     parser.add_argument("--only", nargs="+", help="names of the contenders beside ours")
-    parser.add_argument("--json", help="write the numbers to this file, too")
+    parser.add_argument("--flags", default="", help="ours once more with these, e.g. --flags=--checkpoint-attention")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     found = measure(args)
     show(args, found)
-    if args.json:
-        import torch
-
-        Path(args.json).write_text(json.dumps({"settings": vars(args), "torch": torch.__version__, "found": found}))
 
 
 if __name__ == "__main__":

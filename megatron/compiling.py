@@ -8,7 +8,7 @@ import torch
 from .config import Config
 from .model.attention import Attention
 from .model.block import Dropout, TransformerLayer
-from .mpu import mappings
+from .mpu import mappings, overlap
 from .runtime import print_rank_0
 
 
@@ -32,7 +32,12 @@ def compile_layers(model: Any, config: Config) -> None:
 @functools.cache
 def _keep_outside() -> None:
     """Mark what is not for the compiler; only now, since the marking loads torch's compiler, which takes seconds."""
-    for owner, name in ((Dropout, "_drop"), (Attention, "_with_dropout"), (mappings, "_apply_over_ranks")):
+    for owner, name in (
+        (Dropout, "_drop"),
+        (Attention, "_with_dropout"),
+        (mappings, "over_ranks"),
+        (overlap, "linear_over_ranks"),
+    ):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
 
 

@@ -37,6 +37,9 @@ class ModelConfig(Section):
     )
     hidden_dropout: float = opt(0.1, "dropout on embeddings and on what layers add", between(0, 1))
     attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1))
+    checkpoint_attention: bool = opt(
+        False, "compute attention's scores again in the backward pass instead of keeping them (selective recomputation)"
+    )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0))
 
@@ -68,6 +71,9 @@ class ModelConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
+    sequence_parallel: bool = opt(
+        False, "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent"
+    )
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(
         "type:Block",
@@ -233,7 +239,8 @@ class CheckpointConfig(Section):
     async_save: bool = opt(
         False, "write checkpoints while training goes on; needs memory for a copy of what a rank saves"
     )
-    save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves at the end alone", at_least(0))
+    save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
+    save_at_end: bool = opt(True, "save behind the last iteration")
     keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
     keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
     exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
@@ -275,6 +282,15 @@ class Config:
         if m.ff_size % p.model_parallel_size:
             raise ConfigError(
                 f"--ff-hidden-size {m.ff_size} cannot be split over --model-parallel-size {p.model_parallel_size}"
+            )
+        if m.checkpoint_attention and p.checkpoint_activations:
+            raise ConfigError(
+                "--checkpoint-activations computes whole layers again, attention with them; leave --checkpoint-attention out"
+            )
+        if m.checkpoint_attention and p.pipeline_schedule == "zb-h1":
+            raise ConfigError(
+                "--pipeline-schedule zb-h1 would compute attention again for either half of the backward pass; use 1f1b "
+                "with --checkpoint-attention"
             )
         t5 = d.enc_seq_length is not None
         layers = m.num_layers + (m.decoder_layers if t5 else 0)

@@ -26,10 +26,13 @@ CountTargets = Callable[[dict[str, Tensor] | None], Tensor]
 
 
 class Step(NamedTuple):
-    """What one optimizer step gave; loss is over the global batch, grad_norm before clipping."""
+    """What one optimizer step gave; loss is over the global batch, grad_norm before clipping.
 
-    loss: float
-    grad_norm: float
+    Both may be on the device still, which works on while nobody reads them.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor | float
     loss_scale: float | None
     skipped: bool
 
@@ -72,10 +75,10 @@ def _set_lr(engine: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def _result(engine: Any, loss: float, norm: Any) -> Step:
+def _result(engine: Any, loss: Tensor, norm: Any) -> Step:
     scale = float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
     skipped = bool(getattr(engine.optimizer, "overflow", False))
-    return Step(loss, float(norm) if norm is not None else 0.0, scale, skipped)
+    return Step(loss.detach(), norm if norm is not None else 0.0, scale, skipped)
 
 
 class PipeEngine:
@@ -89,7 +92,7 @@ class PipeEngine:
         with self.timers("train batch"):
             loss = self.deepspeed.train_batch(batches)
         self.deepspeed.set_dataiterator(None)  # or it would keep worker processes alive
-        return _result(self.deepspeed, loss.item(), self.deepspeed.get_global_grad_norm())
+        return _result(self.deepspeed, loss, self.deepspeed.get_global_grad_norm())
 
     def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
         loss = self.deepspeed.eval_batch(batches)
@@ -133,13 +136,12 @@ class PlainEngine:
             total += loss.detach().double()
             with self.timers("backward"):
                 # DeepSpeed divides by the accumulation steps and averages over the replicas.
-                ds.backward(loss * (self.gas * self.data.size / targets))
+                ds.backward(loss * (self.gas * self.data.size / targets).to(loss.dtype))
             with self.timers("optimizer"):
                 if micro == self.gas - 1 and self.own_clip is not None:
                     norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
                 ds.step()
-        loss_value = self._sum(total).item() / targets
-        return _result(ds, loss_value, ds.get_global_grad_norm() if norm is None else norm)
+        return _result(ds, self._sum(total) / targets, ds.get_global_grad_norm() if norm is None else norm)
 
     @torch.no_grad()
     def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
@@ -151,7 +153,7 @@ class PlainEngine:
         for batch in read:
             loss, _ = self.forward_step(self._feed(batches, batch), ds.module)
             total += loss.double()
-        return self._sum(total).item(), targets
+        return self._sum(total).item(), targets.item()
 
     def _read(self, batches: Batches | None) -> list[dict[str, Tensor] | None]:
         return [next(batches) if batches is not None else None for _ in range(self.gas)]
@@ -160,13 +162,14 @@ class PlainEngine:
     def _feed(batches: Batches | None, batch: dict[str, Tensor] | None) -> Batches | None:
         return iter([batch]) if batches is not None and batch is not None else None
 
-    def _count(self, read: list[dict[str, Tensor] | None]) -> float:
+    def _count(self, read: list[dict[str, Tensor] | None]) -> Tensor:
+        """Targets of the global batch, at least 1; never read back from the device."""
         if self.count_targets is None:
-            return float(self.gas * self.data.size)
+            return torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
         total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
         for batch in read:
             total += self.count_targets(batch)
-        return max(self._sum(total).item(), 1.0)
+        return self._sum(total).clamp(min=1.0)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.data.size > 1:

@@ -50,7 +50,6 @@ def initialize_megatron(config: Config) -> torch.device:
     if dist.get_world_size() != world_size():
         raise ConfigError(f"{dist.get_world_size()} ranks are running, the launcher announced {world_size()}")
     torch.manual_seed(config.train.seed)
-    mpu.initialize_model_parallel(
-        config.parallel.model_parallel_size, config.parallel.stages, seed=mpu.derive_seed(config.train.seed, "dropout")
-    )
+    p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
+    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, p.sequence_parallel)
     return device

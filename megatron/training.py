@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from . import device as device_module
@@ -26,7 +26,7 @@ from .data.corpora import prefixes_of
 from .data.position import extend
 from .data.sampler import ConsecutiveSampler, build_loader
 from .ds_config import Resolved, resolve
-from .engine import Batches, CountTargets, Engine, ForwardStep, build_engine
+from .engine import Batches, CountTargets, Engine, ForwardStep, Step, build_engine
 from .initialize import initialize_megatron, world_size
 from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.init import full_shape
@@ -255,7 +255,7 @@ def train(run: Run) -> None:
     window = _Window(run)
     start = saved = state.iteration
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
-    with bar, Wishes(config.checkpoint.exit_duration_in_mins, run.device) as wishes:
+    with bar, Wishes(config.checkpoint.exit_duration_in_mins) as wishes:
         wish = Wish.NOTHING
         while state.iteration < last and wish is not Wish.SAVE_AND_STOP:
             mpu.get_mesh().rng.begin(state.iteration)
@@ -268,20 +268,18 @@ def train(run: Run) -> None:
             state.consumed_samples += run.global_batch
             state.consumed_tokens += run.global_batch * sum(run.sample_shape)
             bar.update()
-            if not math.isfinite(step.loss) and not step.skipped:
-                raise RunError(
-                    f"the loss became {step.loss} at iteration {state.iteration}; lower --lr or raise --warmup"
-                )
-            window.add(step.loss)
+            window.add(step)
             if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
                 window.report(step, lr_at(state.iteration - 1, config))
             if due(state.iteration, config.train.eval_interval) and state.iteration < last:
+                window.check()
                 evaluate(run, "valid")
                 window.restart()
-            wish, writing = wishes.agree(run.saver.busy)
-            if run.saver.pending and not writing:
+            wish, written = wishes.agree(run.saver.pending and not run.saver.busy)
+            if run.saver.pending and written:
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
+                window.check()
                 run.saver.save(state)
                 saved = state.iteration
                 window.restart()
@@ -290,7 +288,7 @@ def train(run: Run) -> None:
     if state.iteration < last:
         print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
         return
-    if state.iteration != saved:
+    if state.iteration != saved and config.checkpoint.save_at_end:
         run.saver.save(state, wait=True)
     evaluate(run, "valid")
     evaluate(run, "test")
@@ -323,34 +321,47 @@ class _Window:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
+        self.checked: list[bool] = []  # of each loss, whether it has to be a number
         self.restart()
 
     def restart(self) -> None:
         """Leave what happened between two lines (an evaluation, a save) out of the speed."""
         self.begin, self.timed = time.perf_counter(), 0
 
-    def add(self, loss: float) -> None:
-        self.losses.append(loss)
+    def add(self, step: Step) -> None:
+        """Keep the loss, unread: reading it would make this process wait for the device."""
+        self.losses.append(step.loss)
+        self.checked.append(not step.skipped)
         self.timed += 1
 
-    def report(self, step: Any, lr: float) -> None:
+    def check(self) -> list[float]:
+        """The losses since the last line. Raises RunError if one is not a number, so that none is saved behind it."""
+        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
+        for at, (loss, checked) in enumerate(zip(losses, self.checked, strict=True)):
+            if checked and not math.isfinite(loss):
+                iteration = self.run.state.iteration - len(losses) + at + 1
+                raise RunError(f"the loss became {loss} at iteration {iteration}; lower --lr or raise --warmup")
+        return losses
+
+    def report(self, step: Step, lr: float) -> None:
         run, config = self.run, self.run.config
+        losses = self.check()
         device_module.synchronize(run.device)
         seconds = (time.perf_counter() - self.begin) / max(self.timed, 1)
         tokens_per_second = run.global_batch * sum(run.sample_shape) / seconds if seconds and self.timed else 0.0
         ranks = dist.get_world_size()
         tflops = flops_per_token(run.parameters, config, *run.sample_shape) * tokens_per_second / ranks / 1e12
         peak = device_module.peak_tflops(run.device)
-        loss = sum(self.losses) / len(self.losses)
-        row = {
+        loss, grad_norm = sum(losses) / len(losses), float(step.grad_norm)
+        row: dict[str, Any] = {
             "split": "train",
             "iteration": run.state.iteration,
             "consumed_samples": run.state.consumed_samples,
             "consumed_tokens": run.state.consumed_tokens,
             "lm_loss": loss,
             "lr": lr,
-            "grad_norm": step.grad_norm,
+            "grad_norm": grad_norm,
             "loss_scale": step.loss_scale,
             "tokens_per_second": tokens_per_second,
             "tflops": tflops,
@@ -360,14 +371,14 @@ class _Window:
         scale = "" if step.loss_scale is None else f" | loss scale {step.loss_scale:g}"
         print_rank_0(
             f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f} | lr {lr:.2e} | "
-            f"grad norm {step.grad_norm:.3f}{scale} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms"
+            f"grad norm {grad_norm:.3f}{scale} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms"
         )
         timed = run.timers.take()
         if run.resolved.wall_clock_breakdown and self.timed:
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in timed.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
         run.metrics.write(row)
-        self.losses = []
+        self.losses, self.checked = [], []
         self.restart()
 
 

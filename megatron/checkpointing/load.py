@@ -18,7 +18,13 @@ from .reader import CheckpointReader, each_weight, plain_config
 from .state import TrainState
 
 # Settings of the model that may be others after loading: they change neither what it computes nor its tensors.
-FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+FREE = {
+    "checkpoint_attention",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+}
 # What the samples are made of, beside the corpus and the seed.
 OF_SAMPLES = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",

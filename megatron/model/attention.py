@@ -49,6 +49,7 @@ class Attention(nn.Module):
         # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
         self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_mesh().rng, stream
+        self.recompute = config.checkpoint_attention
         self.dense = mpu.RowParallelLinear(
             self.inner,
             config.hidden_size,
@@ -74,10 +75,11 @@ class Attention(nn.Module):
         mask: [b, 1, q, k], True where a query may look, or None. bias: [1, n/t, q, k], added to the
         scores, or None. Without either no q x k tensor is made.
         """
-        if self.dropout and self.training:
-            context: Tensor = self._with_dropout(query, key, value, mask, bias)
+        call = self._with_dropout if self.dropout and self.training else self._sdpa
+        if self.recompute and self.training:
+            context: Tensor = mpu.checkpoint(call, query, key, value, mask, bias, rng=self.rng)
         else:
-            context = self._sdpa(query, key, value, mask, bias, 0.0)
+            context = call(query, key, value, mask, bias)
         b, _, q, _ = context.shape
         return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
 
@@ -88,7 +90,7 @@ class Attention(nn.Module):
             return self._sdpa(query, key, value, mask, bias, self.dropout)
 
     def _sdpa(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, p: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, p: float = 0.0
     ) -> Tensor:
         q, k = query.shape[2], key.shape[2]
         # A mask of documents is causal already where it must be; the newest token alone sees all there are.
@@ -117,8 +119,8 @@ class SelfAttention(Attention):
         self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`."""
-        s, b, _ = hidden.shape
         qkv, _ = self.query_key_value(hidden)  # [s, b, n/t * 3 * d]
+        s, b, _ = qkv.shape
         query, key, value = qkv.view(s, b, self.heads, 3, self.head_size).permute(3, 1, 2, 0, 4)
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -137,13 +139,13 @@ class CrossAttention(Attention):
         self, hidden: Tensor, encoded: Tensor, mask: Tensor | None, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(hidden [q, b, h], encoded [k, b, h]) -> ([q, b, h], its bias still to be added)."""
-        q, b, _ = hidden.shape
-        query = self.query(hidden)[0].view(q, b, self.heads, self.head_size).permute(1, 2, 0, 3)
+        query = self.query(hidden)[0]
+        query = query.view(*query.shape[:2], self.heads, self.head_size).permute(1, 2, 0, 3)
         if cache is not None and cache.key is not None and cache.value is not None:
             key, value = cache.key, cache.value
         else:
-            both = self.key_value(encoded)[0].view(encoded.shape[0], b, self.heads, 2, self.head_size)
-            key, value = both.permute(3, 1, 2, 0, 4)
+            both = self.key_value(encoded)[0]
+            key, value = both.view(*both.shape[:2], self.heads, 2, self.head_size).permute(3, 1, 2, 0, 4)
             if cache is not None:
                 cache.extend(key, value)
         return self.dense(self.attend(query, key, value, mask, None))  # type: ignore[no-any-return]

@@ -24,12 +24,13 @@ class Dropout(nn.Module):
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
         self.p, self.stream, self.rng = p, stream, mpu.get_mesh().rng
+        self.split = mpu.get_mesh().model.sequence_parallel  # each rank drops from its own stretch
 
     def forward(self, x: Tensor) -> Tensor:
         return self._drop(x) if self.training and self.p else x
 
     def _drop(self, x: Tensor) -> Tensor:
-        with self.rng.fork(self.stream, x.device):
+        with self.rng.fork(self.stream, x.device, self.split):
             return F.dropout(x, self.p)
 
 
@@ -77,7 +78,7 @@ class TransformerLayer(nn.Module):
         encoded: Encoded | None = None,
         caches: Caches | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. mask, bias: of self-attention, see `Attention.attend`."""
+        """[s, b, h] -> [s, b, h] (s/t with sequence parallelism). mask, bias: of self-attention, see `Attention.attend`."""
         added, added_bias = self.attention(self.input_layernorm(hidden), mask, bias, caches and caches.own)
         hidden = hidden + self.attention_dropout(added if added_bias is None else added + added_bias)
         if encoded is not None:

@@ -28,7 +28,7 @@ class WordEmbedding(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others)."""
         tokens, position_ids, document_ids = inputs
-        return self.word_embeddings(tokens).transpose(0, 1), position_ids, document_ids
+        return self.word_embeddings(tokens.t()), position_ids, document_ids
 
     @staticmethod
     def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, Tensor]) -> Tensor:
@@ -42,9 +42,8 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, positions: int, name: str) -> None:
         super().__init__()
         self.positions = positions
-        self.weight = mpu.declare(
-            nn.Parameter(torch.empty(positions, config.hidden_size)), init_std=config.init_method_std
-        )
+        weight = nn.Parameter(torch.empty(positions, config.hidden_size))
+        self.weight = mpu.shared_along_sequence(mpu.declare(weight, init_std=config.init_method_std))
         self.dropout = Dropout(config.hidden_dropout, name)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -54,7 +53,7 @@ class PositionEmbedding(nn.Module):
             raise ValueError(
                 f"a sequence of {position_ids.shape[-1]} tokens is longer than the {self.positions} learned positions"
             )
-        vectors = nn.functional.embedding(position_ids, self.weight).transpose(0, 1)
+        vectors = nn.functional.embedding(mpu.own_stretch(position_ids.t()), self.weight)
         return self.dropout(hidden + vectors), document_ids
 
 

@@ -1,6 +1,7 @@
 """The same lists of layers, run by pipeline stages: the only file of the models that knows of `tds`."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,8 @@ from .loss import TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
 
-# Hidden states are the same on all model-parallel ranks, so each carries its share of them.
+# Hidden states are the same on all model-parallel ranks, so each carries its share of them. With sequence
+# parallelism each rank has its stretch alone, and carries all of it.
 TRAVELLERS = {
     "hidden": Boundary("hidden", grad=True, split=True),
     "position_ids": Boundary("position_ids", kind="int", grad=False),
@@ -91,7 +93,9 @@ class LayerStackPipe(PipelineModule):
 
 def _travellers(layer: Layer) -> list[Boundary]:
     """What crosses a boundary behind this layer."""
-    return [TRAVELLERS[name] for name in layer.puts_out if name in TRAVELLERS]
+    found = [TRAVELLERS[name] for name in layer.puts_out if name in TRAVELLERS]
+    whole = mpu.get_mesh().model.sequence_parallel
+    return [replace(b, split=False) for b in found] if whole else found
 
 
 class GPT2ModelPipe(LayerStackPipe):

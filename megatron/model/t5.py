@@ -35,13 +35,13 @@ DECODING = ("hidden", "encoded", "encoder_documents", "decoder_documents")
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """(encoder tokens [b, k], decoder tokens [b, q], documents, documents) -> (hidden [k, b, h], the others)."""
     tokens, *rest = inputs
-    return embedding.word_embeddings(tokens).transpose(0, 1), *rest
+    return embedding.word_embeddings(tokens.t()), *rest
 
 
 def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """(encoded [k, b, h], decoder tokens [b, q], documents, documents) -> (hidden [q, b, h], encoded, the documents)."""
     encoded, tokens, *documents = inputs
-    return embedding.word_embeddings(tokens.long()).transpose(0, 1), encoded, *documents
+    return embedding.word_embeddings(tokens.long().t()), encoded, *documents
 
 
 class Head:
@@ -65,25 +65,23 @@ class StackStart(nn.Module):
         self.weight: nn.Parameter | None = None
         if config.model.position_embedding == "learned":
             weight = nn.Parameter(torch.empty(config.positions, config.model.hidden_size))
-            self.weight = mpu.declare(weight, init_std=config.model.init_method_std)
+            self.weight = mpu.shared_along_sequence(mpu.declare(weight, init_std=config.model.init_method_std))
 
     def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
         """(hidden [s, b, h], ...) -> the same. seen: tokens before these, in incremental decoding."""
         hidden, *rest = inputs
         if self.weight is not None:
-            if seen + len(hidden) > len(self.weight):
+            total = seen + mpu.whole_length(hidden)
+            if total > len(self.weight):
                 raise ValueError(
-                    f"a sequence of {seen + len(hidden)} tokens is longer than the {len(self.weight)} learned positions"
+                    f"a sequence of {total} tokens is longer than the {len(self.weight)} learned positions"
                 )
             documents = inputs[self.documents]
-            restart = self.restart and documents.numel()
-            place = (
-                positions_in_documents(documents)
-                if restart
-                else torch.arange(seen, seen + len(hidden), device=hidden.device)
-            )
-            vectors = nn.functional.embedding(place if restart else place.unsqueeze(0), self.weight)
-            hidden = hidden + vectors.transpose(0, 1)
+            if self.restart and documents.numel():
+                place = positions_in_documents(documents).t()  # [s, b]
+            else:
+                place = torch.arange(seen, total, device=hidden.device).unsqueeze(1)  # [s, 1]
+            hidden = hidden + nn.functional.embedding(mpu.own_stretch(place), self.weight)
         return self.dropout(hidden), *rest
 
 
@@ -96,7 +94,8 @@ class EncoderBlock(TransformerLayer):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, tokens, documents, other, *table = inputs
-        bias = position_bias(table[0], len(hidden), len(hidden), self.config, causal=False) if table else None
+        s = mpu.whole_length(hidden)
+        bias = position_bias(table[0], s, s, self.config, causal=False) if table else None
         return self.layer(hidden, document_mask(documents), bias), tokens, documents, other
 
 
@@ -110,8 +109,8 @@ class DecoderBlock(TransformerLayer):
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
         hidden, encoded, theirs, ours, *table = inputs
         seen = caches.own.key.shape[2] if caches and caches.own.key is not None else 0
-        total = seen + len(hidden)
-        bias = position_bias(table[0], len(hidden), total, self.config, causal=True) if table else None
+        q = mpu.whole_length(hidden)
+        bias = position_bias(table[0], q, seen + q, self.config, causal=True) if table else None
         mask, cross = document_mask(ours, causal=True), document_mask(ours, theirs)
         return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, theirs, ours
 

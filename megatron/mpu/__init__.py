@@ -25,12 +25,24 @@ from .mappings import (
 )
 from .mesh import Axis, Mesh
 from .random import RngStreams, checkpoint, derive_seed
+from .sequence import (
+    gather_from_sequence_parallel_region,
+    own_stretch,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    shared_along_sequence,
+    whole_length,
+)
 from .topology import Coord, Topology
 
 
-def initialize_model_parallel(model_parallel_size: int = 1, pipe_parallel_size: int = 1, seed: int = 1234) -> Mesh:
+def initialize_model_parallel(
+    model_parallel_size: int = 1, pipe_parallel_size: int = 1, seed: int = 1234, sequence_parallel: bool = False
+) -> Mesh:
     """Lay the running ranks out as pipe x data x model and make their groups.
 
+    sequence_parallel: let layers built from now on keep hidden states split along the sequence over
+    the model-parallel ranks (Korthikanti et al. 2022); without effect where such a rank is alone.
     Raises ValueError if the product of the two sizes does not divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
@@ -40,7 +52,7 @@ def initialize_model_parallel(model_parallel_size: int = 1, pipe_parallel_size: 
             f"pipeline-parallel size {max(pipe_parallel_size, 1)} must divide them"
         )
     topology = Topology(pipe=max(pipe_parallel_size, 1), data=world // cell, model=model_parallel_size)
-    _mesh.enter(Mesh.build(topology, seed))
+    _mesh.enter(Mesh.build(topology, seed, sequence_parallel))
     return _mesh.current()
 
 
@@ -154,4 +166,10 @@ __all__ = [
     "reduce_from_model_parallel_region",
     "scatter_to_model_parallel_region",
     "vocab_parallel_cross_entropy",
+    "gather_from_sequence_parallel_region",
+    "own_stretch",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "shared_along_sequence",
+    "whole_length",
 ]

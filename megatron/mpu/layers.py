@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import overlap
 from .mappings import (
-    copy_to_model_parallel_region,
     gather_from_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
 from .mesh import Axis, current
+from .sequence import reduce_scatter_to_sequence_parallel_region, shared_along_sequence
 
 ZEROS, ONES = 0.0, None
 
@@ -87,17 +88,29 @@ class VocabParallelEmbedding(nn.Module):
         )  # [v/t, h]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] integer ids -> [..., h]"""
+        """[...] integer ids -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]"""
         if self.axis.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_model_parallel_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
+        return _sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., h] -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""
-        return F.linear(copy_to_model_parallel_region(hidden, self.axis), self.weight)
+        """[..., h] (or [s/t, b, h]) -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""
+        return _linear(hidden, self.weight, None, self.axis)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """x W^T + b for this rank's rows of W, where all ranks work on the same x."""
+    return F.linear(x, weight, bias) if axis.size == 1 else overlap.linear_over_ranks(x, weight, bias, axis)
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    """What the ranks' parts add up to: all of it, or this rank's stretch of the sequence."""
+    if axis.sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(x, axis)
+    return reduce_from_model_parallel_region(x, axis)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -131,9 +144,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = declare(nn.Parameter(torch.zeros(columns)), dim=0, full_size=output_size, axis=self.axis)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., i] -> [..., o/t] or [..., o]"""
-        x = copy_to_model_parallel_region(x, self.axis)
-        y = F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
+        """[..., i] -> [..., o/t] or [..., o]; with sequence parallelism from [s/t, b, i], of the whole sequence"""
+        y = _linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis)
         if self.gather_output:
             y = gather_from_model_parallel_region(y, self.axis)
         return y, self.bias if self.skip_bias_add else None
@@ -165,15 +177,17 @@ class RowParallelLinear(nn.Module):
         rows = _divide(input_size, self.axis, "an input size of")
         weight = nn.Parameter(torch.empty(output_size, rows))
         self.weight = declare(weight, init_std=init_std, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
-        self.bias: nn.Parameter | None = declare(nn.Parameter(torch.zeros(output_size))) if bias else None  # [o]
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = shared_along_sequence(declare(nn.Parameter(torch.zeros(output_size))), self.axis)  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., i/t] or [..., i] -> [..., o]"""
+        """[..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]"""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
         if self.axis.size == 1:  # no sum stands between product and bias: the two are one operation
             return F.linear(x, self.weight, self.bias), None
-        y = reduce_from_model_parallel_region(F.linear(x, self.weight), self.axis)
+        y = _sum(F.linear(x, self.weight), self.axis)
         if self.skip_bias_add:
             return y, self.bias
         return (y if self.bias is None else y + self.bias), None

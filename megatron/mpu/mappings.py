@@ -9,6 +9,7 @@
 Shapes: ... any leading dimensions, n last dimension, t model-parallel ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .mesh import Axis, current
+
+Way = Callable[[Tensor, Axis], Tensor]
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -45,73 +48,47 @@ def own_part(x: Tensor, axis: Axis) -> Tensor:
     return x.chunk(axis.size, dim=-1)[axis.rank].contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_reduce(grad, ctx.axis), None
+def keep(x: Tensor, axis: Axis) -> Tensor:
+    """`x` itself."""
+    return x.view_as(x)
 
 
-class _Reduce(torch.autograd.Function):
+class _Mapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.back(grad, ctx.axis), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return own_part(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_gather(grad, ctx.axis), None
+def over_ranks(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+    """`there(x, axis)`, whose gradient is `back(gradient, axis)`."""
+    return _Mapped.apply(x, axis, there, back)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return own_part(grad, ctx.axis), None
-
-
-def _apply_over_ranks(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
-    return function.apply(x, axis)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis | None) -> Tensor:
+def _apply(x: Tensor, axis: Axis | None, there: Way, back: Way) -> Tensor:
     axis = axis or current().model
-    return x if axis.size == 1 else _apply_over_ranks(function, x, axis)
+    return x if axis.size == 1 else over_ranks(x, axis, there, back)
 
 
 def copy_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """[..., n] -> [..., n]; gradients of all ranks are summed on the way back."""
-    return _apply(_Copy, x, axis)
+    return _apply(x, axis, keep, all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """[..., n] partial sums -> [..., n] their total on every rank."""
-    return _apply(_Reduce, x, axis)
+    return _apply(x, axis, all_reduce, keep)
 
 
 def scatter_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """[..., n] -> [..., n/t]. Raises ValueError if t does not divide n."""
-    return _apply(_Scatter, x, axis)
+    return _apply(x, axis, own_part, all_gather)
 
 
 def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """[..., n/t] -> [..., n]."""
-    return _apply(_Gather, x, axis)
+    return _apply(x, axis, all_gather, own_part)

@@ -1,6 +1,6 @@
 """The process groups of this run; the one Mesh of a process is the only global in mpu."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -13,12 +13,14 @@ class Axis:
     """This rank's line of neighbours along some axes of the grid.
 
     group: the process group, None when this rank is alone (nothing to say to anybody);
-    ranks: global ranks of the line; rank: this process's place in it.
+    ranks: global ranks of the line; rank: this process's place in it. sequence_parallel: between
+    the layers that are split, each rank has its own stretch of the sequence alone.
     """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
+    sequence_parallel: bool = False
 
     @property
     def size(self) -> int:
@@ -49,8 +51,8 @@ class Mesh:
     rng: RngStreams = field(default_factory=RngStreams)
 
     @classmethod
-    def build(cls, topology: Topology, seed: int = 1234) -> "Mesh":
-        """Make the groups; every rank of the world must call this with the same topology."""
+    def build(cls, topology: Topology, seed: int = 1234, sequence_parallel: bool = False) -> "Mesh":
+        """Make the groups; every rank of the world must call this with the same arguments."""
         if dist.get_world_size() != topology.world_size():
             raise ValueError(
                 f"{dist.get_world_size()} ranks are running, but the grid pipe {topology.pipe} x data "
@@ -58,6 +60,8 @@ class Mesh:
             )
         lines = {name: cls._line(topology, name) for name in ("pipe", "data", "model")}
         replica = cls._line(topology, "pipe", "model")
+        if sequence_parallel and topology.model > 1:
+            lines["model"] = replace(lines["model"], sequence_parallel=True)
         rng = RngStreams(seed, data_rank=lines["data"].rank, model_rank=lines["model"].rank)
         return cls(topology, **lines, replica=replica, rng=rng)
 

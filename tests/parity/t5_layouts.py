@@ -108,7 +108,7 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
                 yield _stack(dataset, step * GLOBAL_BATCH + mesh.data.rank * share + micro, 2)
 
     source: Any = batches() if reads else None
-    return [engine.train_batch(source, 0.1).loss for _ in range(STEPS)]
+    return [engine.train_batch(source, 0.1).loss.item() for _ in range(STEPS)]
 
 
 def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:

@@ -104,6 +104,21 @@ def test_every_schedule(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+SEQUENCE = [Layout(0, 1, 2), Layout(0, 2, 2, zero=1), Layout(2, 1, 2), Layout(2, 2, 2)]
+SAVING = ("", "--checkpoint-activations", "--checkpoint-attention", "--pipeline-schedule zb-h1")
+
+
+@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize("layout", covering(SEQUENCE, SEQUENCE[1:3].__contains__), ids=str)
+def test_sequence_parallelism(
+    layout: Layout, saving: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    if "zb-h1" in saving and layout.pp == 0:
+        pytest.skip("a schedule of pipelines")
+    found = ours(layout, tmp_path, tiny_data, vocab_file, "--sequence-parallel", *saving.split())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def needs_a_compiler() -> None:
     if not compiler_found():
         pytest.skip("needs a C++ compiler")

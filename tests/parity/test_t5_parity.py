@@ -19,6 +19,7 @@ SCHEDULES = (
     "--pipeline-extra-warmup 1",
     "--checkpoint-activations",
     "--checkpoint-activations --checkpoint-num-layers 2",
+    "--checkpoint-attention",
 )
 GRIDS = [(0, 1, 1), (0, 2, 2), *(g for g in itertools.product((1, 2, 3, 4), (1, 2), (1, 2)) if g[0] * g[1] * g[2] <= 8)]
 
@@ -56,6 +57,13 @@ def test_losses_equal_one_process(grid: tuple[int, int, int], tiny_data: str, vo
         interleaved = "--pipeline-schedule interleaved --virtual-pipeline-size 2 --partition-method 0,3,6,9,"
         ways += [Way(variant, f"{interleaved}{LAYERS[variant]}") for variant in VARIANTS]
     ways += [Way(variant, precision="fp64") for variant in VARIANTS]
+    if grid[2] > 1:
+        saving = ("", "--checkpoint-activations", "--checkpoint-attention", "--pipeline-schedule zb-h1")
+        ways += [
+            Way(variant, f"--sequence-parallel {each}")
+            for variant in VARIANTS
+            for each in saving[: len(saving) - (grid[0] < 2)]
+        ]
     check(grid, ways, tiny_data, vocab_file)
 
 

@@ -12,7 +12,8 @@ from tests.support import ROOT
 MAY_IMPORT = {
     "tds": set(),
     "data_utils": set(),
-    "megatron.config": set(),
+    "megatron.options": set(),
+    "megatron.config": {"megatron.options"},
     "megatron.mpu": set(),
     "megatron.tokenizer": set(),
     "megatron.data": set(),
@@ -24,6 +25,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "tds": {"torch", "deepspeed"},
     "data_utils": {"regex", "zstandard", "datasketch"},  # each imported where it is needed
+    "megatron.options": set(),
     "megatron.config": set(),
     "megatron.mpu": {"torch"},
     "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers"},

@@ -1,0 +1,187 @@
+"""One accelerator: tokens/s, MFU, memory and where the time of a step goes, in bf16, against plain compiled torch.
+
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --models gpt2_1.3B --batch 8 --rounds 7
+    python benchmarks/gpu.py --dry-run          tiny models on whatever is there, a CPU as well: only that it runs
+
+Needs torch, DeepSpeed and numpy. The peer, a GPT-2 in the manner of nanoGPT, is compiled, with autocast, fused AdamW and the
+same clipping. MFU counts 6 N + attention (`megatron.metrics.flops_per_token`) against the dense bf16 peak of the
+device (`megatron.device.PEAK_TFLOPS`). Contenders run one after another, each in a process of its own with all of the
+device's memory; memory is the most that torch has handed out. What does not fit is said and left out.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _engine
+from _alternate import ROOT, spread
+
+# micro-batch, flags
+MODELS = {
+    "gpt2_345M": (16, "--seq-length 1024"),
+    "gpt2_1.3B": (8, "--seq-length 1024"),
+    "t5_base": (32, "--enc-seq-length 512 --dec-seq-length 114"),
+    "t5_large": (16, "--enc-seq-length 512 --dec-seq-length 114"),
+}
+TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ff-hidden-size 128"
+
+
+def flags_of(args: argparse.Namespace, model: str) -> str:
+    batch, own = MODELS[model]
+    common = (
+        f"--config {ROOT}/configs/models/{model}.json --batch-size {2 if args.dry_run else args.batch or batch} "
+        f"--vocab-size {512 if args.dry_run else 50304} --hidden-dropout 0 --attention-dropout 0 --precision bf16"
+    )
+    if args.dry_run:
+        own = own.replace("1024", "32").replace("512", "32").replace("114", "16") + " " + TINY
+        if model.startswith("t5"):
+            own += " --kv-hidden-size 16"
+    return f"{common} {own} {args.flags}"
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One contender on one model; prints one line of JSON."""
+    from megatron import device as device_module
+    from megatron.metrics import flops_per_token
+
+    name, contender = args.worker
+    compiled = " --compile" if contender == "ours, --compile" else ""
+    device, flags = device_module.current(), flags_of(args, name)
+    if contender == "plain torch, compiled":
+        config, model, step = plain(flags, device)
+    else:
+        config, _, model, step = _engine.ours(flags + compiled)
+    for _ in range(3):
+        step()
+    device_module.synchronize(device)
+    seconds = []
+    for _ in range(args.rounds):
+        begin = time.perf_counter()
+        for _ in range(args.steps):
+            step()
+        device_module.synchronize(device)
+        seconds.append((time.perf_counter() - begin) / args.steps)
+    counted = sum(p.numel() for p in model.parameters())
+    d = config.data
+    shape = (d.enc_seq_length, d.dec_seq_length) if config.is_t5 else (d.seq_length, 0)
+    tokens = config.train.batch_size * sum(shape)
+    flops = flops_per_token(counted, config, *shape) * tokens
+    print(
+        json.dumps(
+            {
+                "parameters": counted,
+                "tokens": tokens,
+                "flops": flops,
+                "seconds": seconds,
+                "peak_mb": device_module.peak_memory_mb(device),
+                "peak_tflops": device_module.peak_tflops(device),
+                "profile": profile(step, device) if contender == "ours" else "",
+            }
+        )
+    )
+
+
+def plain(flags: str, device: Any) -> tuple[Any, Any, Callable[[], None]]:
+    import torch
+    from _nano import Nano
+
+    from megatron.arguments import parse
+
+    config = parse(flags.split())
+    m = config.model
+    with device:
+        model = Nano(m.vocab_size or 0, config.data.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
+        text = torch.randint(m.vocab_size or 0, (config.train.batch_size, config.data.seq_length + 1))
+    call: Any = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = call(text)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return config, model, step
+
+
+def profile(step: Callable[[], None], device: Any) -> str:
+    """The operations that take most of three steps."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    on_device = device.type != "cpu"
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_device else [])
+    with torch_profile(activities=kinds) as found:
+        for _ in range(3):
+            step()
+    key = "self_device_time_total" if on_device else "self_cpu_time_total"
+    return str(found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=60))
+
+
+def measure(args: argparse.Namespace, model: str, contender: str) -> dict[str, Any] | str:
+    """What a worker found, or why it found nothing."""
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker", model, contender]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LOCAL_RANK": "0"}, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"parameters"')]
+    if done.returncode or not lines:
+        return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+    return json.loads(lines[-1])  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batch", type=int, help="samples of a micro-batch (default: by model)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps of a round")
+    parser.add_argument("--flags", default="", help="more of ours, e.g. --flags='--checkpoint-activations'")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models on any device")
+    parser.add_argument("--profile", help="write where the time goes to this file")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    from megatron import device as device_module
+
+    if not device_module.available() and not args.dry_run:
+        print("not measured: there is no accelerator; --dry-run runs tiny models on the CPU")
+        return
+    profiles, failed = [], False
+    print("| model and contender | tokens/s, median (lowest to highest) | TFLOP/s | MFU | ours / it | peak MB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for model in args.models:
+        first = None
+        for contender in ("ours", "ours, --compile", *(["plain torch, compiled"] if model.startswith("gpt2") else [])):
+            found = measure(args, model, contender)
+            if isinstance(found, str):
+                failed = True
+                print(f"| {model}: {contender} | failed: {found} | | | | |")
+                continue
+            median = sorted(found["seconds"])[len(found["seconds"]) // 2]
+            first = first or median
+            tflops, peak = found["flops"] / median / 1e12, found["peak_tflops"]
+            speeds = spread([found["tokens"] / s for s in found["seconds"]], ",.0f")
+            mfu = f"{tflops / peak:.1%}" if peak else "peak unknown"
+            print(
+                f"| {model} ({found['parameters'] / 1e6:,.0f} M): {contender} | {speeds} | {tflops:.1f} | {mfu} | "
+                f"{median / first:.2f} | {found['peak_mb']:,.0f} |",
+                flush=True,
+            )
+            profiles.append(f"{model}\n{found['profile']}" if found["profile"] else "")
+    if args.profile:
+        Path(args.profile).write_text("\n".join(filter(None, profiles)), encoding="utf-8")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Every benchmark by one command: tables as Markdown, the same as JSON, and the ratios as a picture.
+
+    make bench
+    make bench SECTIONS="train-fp32 dp tp"
+    python benchmarks/suite.py --list
+
+A section is one of the scripts beside this one with its arguments, in a process of its own; a section that
+fails is reported and the others go on. What stands in docs/benchmarks.md comes from here.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from _alternate import ROOT
+
+T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 4"
+SECTIONS = {
+    "train-fp32": "run.py --precision fp32 --steps 1",
+    "train-bf16": "run.py --precision bf16 --steps 1",
+    "train-t5": f"run.py {T5_SMALL} --steps 1",
+    "memory-fp32": "run.py --precision fp32 --batch 8 --steps 1 --no-compile --only Hugging_Face",
+    "memory-bf16": "run.py --precision bf16 --batch 8 --steps 1 --no-compile --only Hugging_Face",
+    "memory-t5": f"run.py {T5_SMALL} --steps 1 --no-compile --only Hugging_Face --flags=--checkpoint-attention",
+    "dp": "parallel.py --kind dp",
+    "tp": "parallel.py --kind tp",
+    "sp": "parallel.py --kind tp --flags=--sequence-parallel",
+    "pp": "pipeline_layers.py",
+    "pp-two-gradients": "pipeline_layers.py --two-gradients",
+    "pp-4": "pipeline_layers.py --stages 4",
+    "engine": "pipeline.py --stages 2 --megabytes 1",
+    "engine-4": "pipeline.py --stages 4 --megabytes 1 --schedules all",
+    "cost": "cost.py --sections linear",
+    "startup": "cost.py --sections startup",
+    "data": "data.py",
+    "checkpoint": "checkpoint.py",
+    "checkpoint-2": "checkpoint.py --ranks 2",
+    "gpu": "gpu.py",
+}
+PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "sentencepiece", "tokenizers")
+NUMBER = r"[-+]?[\d,]*\.?\d+"
+SPREAD = re.compile(rf"({NUMBER})\s?%? \(({NUMBER})\s?%? to ({NUMBER})\s?%?\)")
+
+
+def here() -> dict[str, str]:
+    """Date, device and versions."""
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine()
+    )
+    found = {
+        "date": date.today().isoformat(),
+        "device": f"{os.cpu_count()} cores, {cpu}",
+        "python": platform.python_version(),
+    }
+    import torch
+
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def measure(name: str, more: list[str]) -> dict[str, Any]:
+    """Run one section and show what it prints while it runs."""
+    script, *arguments = SECTIONS[name].split()
+    command = [f"benchmarks/{script}", *(a.replace("_", " ") for a in arguments), *more]
+    print(f"\n## {name}\n\n`python {' '.join(command)}`\n", flush=True)
+    begin, said = time.perf_counter(), []
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        print(line, end="", flush=True)
+    code = process.wait()
+    if code:
+        print(f"\n{name}: ended with {code}", file=sys.stderr)
+    text = "".join(said)
+    return {
+        "section": name, "command": "python " + " ".join(command), "exit": code,
+        "seconds": round(time.perf_counter() - begin, 1), "text": text, "tables": tables(text),
+    }  # fmt: skip
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The Markdown tables in what a section printed, a row as {column: cell}."""
+    found: list[list[dict[str, str]]] = []
+    head: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            head = []
+        elif not head:
+            head = cells
+            found.append([])
+        elif set(cells[0]) - set("-: "):
+            found[-1].append(dict(zip(head, cells, strict=False)))
+    return [rows for rows in found if rows]
+
+
+def bars(rows: list[dict[str, str]]) -> tuple[str, list[tuple[str, float, float, float]]]:
+    """(column, (name, median, lowest, highest) of each row): ratios to peers where a table has them, else its first spread."""
+    columns = sorted(list(rows[0])[1:], key=lambda column: "ours / it" not in column)
+    for column in columns:
+        found = [(next(iter(row.values())), match) for row in rows if (match := SPREAD.search(row.get(column, "")))]
+        if found:
+            numbers = [(name, *(float(n.replace(",", "")) for n in match.groups())) for name, match in found]
+            return column, numbers  # type: ignore[return-value]
+    return "", []
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [(r["section"], *bars(rows)) for r in results for rows in r["tables"]]
+    panels = [panel for panel in panels if panel[2]]
+    if not panels:
+        return
+    heights = [1.1 + 0.42 * len(rows) for _, _, rows in panels]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
+    )
+    for axis, (section, column, rows) in zip(axes[:, 0], panels, strict=True):
+        names, middle = [row[0] for row in rows], [row[1] for row in rows]
+        spread = [[row[1] - row[2] for row in rows], [row[3] - row[1] for row in rows]]
+        colors = ["#c44e52" if name.startswith("ours") else "#4c72b0" for name in names]
+        axis.barh(names, middle, xerr=spread, color=colors, capsize=3, height=0.65)
+        axis.invert_yaxis()
+        axis.set_title(f"{section}: {column}", loc="left", fontsize=10)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        if "ours / it" in column:
+            axis.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="*", help="which ones (default: all)")
+    parser.add_argument("--out", default="runs/benchmarks", help="folder for benchmarks.md, .json and .png")
+    parser.add_argument("--list", action="store_true", help="show the sections and their commands")
+    parser.add_argument("more", nargs=argparse.REMAINDER, help="after --: more arguments for each, e.g. -- --rounds 3")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(f"{name:18} python benchmarks/{command}" for name, command in SECTIONS.items()))
+        return
+    unknown = [name for name in args.sections or [] if name not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    about = here()
+    print("# Benchmarks\n\n" + ", ".join(f"{key} {value}" for key, value in about.items()))
+    results = [measure(name, [a for a in args.more if a != "--"]) for name in args.sections or SECTIONS]
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "benchmarks.json").write_text(json.dumps({"here": about, "results": results}, indent=1), encoding="utf-8")
+    parts = [f"## {r['section']}\n\n`{r['command']}`, {r['seconds']:.0f} s\n\n{r['text']}" for r in results]
+    lines = ["# Benchmarks", ", ".join(f"{key} {value}" for key, value in about.items()), *parts]
+    (out / "benchmarks.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    draw(results, out / "benchmarks.png")
+    print(f"\nwritten to {out}: benchmarks.md, benchmarks.json, benchmarks.png")
+    sys.exit(any(r["exit"] for r in results))
+
+
+if __name__ == "__main__":
+    main()

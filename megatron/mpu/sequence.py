@@ -1,0 +1,121 @@
+"""Sequence parallelism: between split layers each model-parallel rank has a stretch of the sequence (Korthikanti et al. 2022).
+
+                     forward                      backward
+    gather           all-gather                   reduce-scatter     before a product split by columns
+    reduce-scatter   sum, keep own stretch        all-gather         after a product split by rows
+    scatter          keep own stretch             all-gather
+
+The pairs say as much as the all-reduces that they stand for; norms, dropout and what is kept for the backward
+pass shrink to one t-th. Shapes: s sequence, always the first dimension; t model-parallel ranks.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import mappings
+from .mesh import Axis, current
+
+# The newer names of the same two collectives, where torch has them.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def stretch_length(length: int, axis: Axis) -> int:
+    """s / t. Raises ValueError, naming the knobs, if t does not divide s."""
+    if length % axis.size:
+        raise ValueError(
+            f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; choose "
+            f"--seq-length, --enc-seq-length and --dec-seq-length as multiples of {axis.size}"
+        )
+    return length // axis.size
+
+
+def whole_length(x: Tensor, axis: Axis | None = None) -> int:
+    """s of the whole sequence that `x` [s, ...] or, with sequence parallelism, [s/t, ...] is of."""
+    axis = axis or current().model
+    return x.shape[0] * axis.size if axis.sequence_parallel else x.shape[0]
+
+
+class Pending:
+    """A collective under way; `wait()` gives its result."""
+
+    def __init__(self, work: dist.Work, result: Tensor, parts: int = 0) -> None:
+        self._work, self._result, self._parts = work, result, parts
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._result.view(self._parts, -1, *self._result.shape[1:]).sum(0) if self._parts else self._result
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """[s/t, ...] on each rank -> [s, ...] on every rank."""
+    whole = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    return Pending(_all_gather(whole, x.contiguous(), group=axis.group, async_op=True), whole)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """[s, ...] partial sums -> [s/t, ...], this rank's stretch of their total. Raises ValueError as `stretch_length`."""
+    length = stretch_length(x.shape[0], axis)
+    x = x.contiguous()
+    if x.device.type == "cpu":
+        # gloo makes a reduce-scatter of a whole all-reduce; sending each rank its stretches moves half of the bytes.
+        parts = torch.empty_like(x)
+        return Pending(dist.all_to_all_single(parts, x, group=axis.group, async_op=True), parts, axis.size)
+    mine = x.new_empty(length, *x.shape[1:])
+    return Pending(_reduce_scatter(mine, x, group=axis.group, async_op=True), mine)
+
+
+def own_stretch(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
+    """This rank's stretch of `x` along `dim`; all of it without sequence parallelism."""
+    axis = axis or current().model
+    if not axis.sequence_parallel:
+        return x
+    length = stretch_length(x.shape[dim], axis)
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def _all_gather_now(x: Tensor, axis: Axis) -> Tensor:
+    return start_all_gather(x, axis).wait()
+
+
+def _reduce_scatter_now(x: Tensor, axis: Axis) -> Tensor:
+    return start_reduce_scatter(x, axis).wait()
+
+
+def _keep_own(x: Tensor, axis: Axis) -> Tensor:
+    return own_stretch(x, 0, axis).contiguous()
+
+
+def gather_from_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
+    """[s/t, ...] -> [s, ...]; partial gradients are summed on the way back. Nothing without sequence parallelism."""
+    return _apply(x, axis, _all_gather_now, _reduce_scatter_now)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
+    """[s, ...] partial sums -> [s/t, ...], this rank's stretch of their total."""
+    return _apply(x, axis, _reduce_scatter_now, _all_gather_now)
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
+    """[s, ...], the same on all ranks -> [s/t, ...]."""
+    return _apply(x, axis, _keep_own, _all_gather_now)
+
+
+def _apply(x: Tensor, axis: Axis | None, there: mappings.Way, back: mappings.Way) -> Tensor:
+    axis = axis or current().model
+    return mappings.over_ranks(x, axis, there, back) if axis.sequence_parallel else x
+
+
+def shared_along_sequence(parameter: nn.Parameter, axis: Axis | None = None) -> nn.Parameter:
+    """Let the gradients of a copy be summed over the ranks, each of which sees its own stretch of the sequence alone.
+
+    For the weights of norms, biases behind a sum, learned positions. Nothing without sequence parallelism.
+    """
+    axis = axis or current().model
+    if axis.sequence_parallel:
+        parameter.register_hook(partial(mappings.all_reduce, axis=axis))  # type: ignore[no-untyped-call]
+    return parameter

@@ -1,0 +1,91 @@
+"""One short training on whatever device this process sees: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
+
+Only torch, DeepSpeed and numpy are needed (and safetensors, where a checkpoint is written or read).
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron import device as device_module
+from megatron import mpu, runtime
+from megatron.arguments import parse
+from megatron.compiling import compile_layers
+from megatron.ds_config import resolve
+from megatron.engine import build_engine
+from megatron.initialize import initialize_megatron, world_size
+from megatron.metrics import Timers
+from megatron.model import GPT2Model, T5Model, global_parameters
+
+
+def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Every token is the one before plus one, so that a small model learns it in a few steps."""
+    dice, d, v = torch.Generator().manual_seed(3), config.data, config.model.vocab_size
+
+    def text(length: int) -> torch.Tensor:
+        return ((torch.randint(v, (config.train.batch_size, 1), generator=dice) + torch.arange(length)) % v).to(device)
+
+    return [
+        {"text": text(d.seq_length + 1)}
+        if not config.is_t5
+        else {"text": text(d.enc_seq_length), "wanted": text(d.dec_seq_length + 1)}
+        for _ in range(steps)
+    ]
+
+
+def train(flags: str, steps: int = 8, load: str | None = None, save: str | None = None) -> dict[str, Any]:
+    """Losses and more of `steps` steps. load, save: folders of a checkpoint to begin from, and to write at the end."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    config = parse(flags.split())
+    device = initialize_megatron(config)
+    runtime.start(config, None, Timers())
+    model = (T5Model if config.is_t5 else GPT2Model)(config)
+    compile_layers(model, config)
+
+    def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        text = batch["text"]
+        if not config.is_t5:
+            return model(text[:, :-1], labels=text[:, 1:]).sum(), None
+        wanted = batch["wanted"]
+        return model(text, wanted[:, :-1], labels=wanted[:, 1:]).sum(), None
+
+    def count(batch: Any) -> torch.Tensor:
+        target = batch["wanted"] if config.is_t5 else batch["text"]
+        return torch.tensor(float(target[:, 1:].numel()), device=device)
+
+    resolved = resolve(config, world_size(), device_module.fast_bf16(device))
+    engine = build_engine(model, config, resolved, forward_step, count, Timers())
+    if load:
+        from megatron.checkpointing import find_checkpoint, load_checkpoint
+
+        load_checkpoint(find_checkpoint(load), engine.deepspeed, config, "")
+    batches = iter(_batches(config, steps, device))
+    found = []
+    for iteration in range(steps):
+        mpu.get_mesh().rng.begin(iteration)
+        found.append(engine.train_batch(batches, config.optim.lr))
+    if save:
+        from megatron.checkpointing import Saver, TrainState
+
+        settings = replace(config, checkpoint=replace(config.checkpoint, save=save))
+        Saver(save, engine.deepspeed, settings, "").save(TrainState(iteration=steps), wait=True)
+    total = sum(p.detach().double().abs().sum().item() for _, p in global_parameters(engine.deepspeed.module))
+    return {
+        "device": device.type,
+        "losses": [step.loss.item() for step in found],
+        "grad_norms": [float(step.grad_norm) for step in found],
+        "loss_scales": [step.loss_scale for step in found],
+        "skipped": [step.skipped for step in found],
+        "weights": total,
+        "peak_mb": device_module.peak_memory_mb(device),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(**json.loads(sys.argv[1]))), flush=True)
+    os._exit(0)

@@ -1,0 +1,181 @@
+"""Sequence parallelism against plain torch, and how often the model-parallel ranks of a layer talk."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron import mpu
+from megatron.config import ModelConfig
+from megatron.model.block import Block, Encoded, TransformerLayer
+from tests.support import on_ranks
+
+from .test_mpu import draw
+
+SEQ, BATCH = 8, 3
+
+
+def _stretch(x: Tensor, axis: mpu.Axis) -> Tensor:
+    return x.chunk(axis.size)[axis.rank].clone()
+
+
+def _linear(ranks: int) -> None:
+    mpu.initialize_model_parallel(ranks, sequence_parallel=True)
+    axis = mpu.get_mesh().model
+    column = mpu.ColumnParallelLinear(8, 16, gather_output=False).double()
+    row = mpu.RowParallelLinear(16, 4, input_is_parallel=True).double()
+    w1, b1, w2, b2 = draw(16, 8, seed=1), draw(16, seed=2), draw(4, 16, seed=3), draw(4, seed=4)
+    with torch.no_grad():
+        column.weight.copy_(w1.chunk(axis.size)[axis.rank])
+        column.bias.copy_(b1.chunk(axis.size)[axis.rank])
+        row.weight.copy_(w2.chunk(axis.size, 1)[axis.rank])
+        row.bias.copy_(b2)
+    whole = draw(SEQ, BATCH, 8)
+    x = _stretch(whole, axis).requires_grad_()
+    z = row(torch.tanh(column(x)[0]))[0]
+    z.square().sum().backward()
+
+    plain = [t.clone().requires_grad_() for t in (whole, w1, b1, w2, b2)]
+    expected = F.linear(torch.tanh(F.linear(plain[0], plain[1], plain[2])), plain[3], plain[4])
+    expected.square().sum().backward()
+    torch.testing.assert_close(z, _stretch(expected, axis))
+    torch.testing.assert_close(x.grad, _stretch(plain[0].grad, axis))
+    torch.testing.assert_close(column.weight.grad, plain[1].grad.chunk(axis.size)[axis.rank])
+    torch.testing.assert_close(column.bias.grad, plain[2].grad.chunk(axis.size)[axis.rank])
+    torch.testing.assert_close(row.weight.grad, plain[3].grad.chunk(axis.size, 1)[axis.rank])
+    torch.testing.assert_close(row.bias.grad, plain[4].grad)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_column_then_row_equals_two_linears(ranks: int) -> None:
+    on_ranks(ranks, _linear, ranks)
+
+
+def _ways(ranks: int) -> None:
+    """Each way in and out, with gradients by the definition of its mirror image."""
+    mpu.initialize_model_parallel(ranks, sequence_parallel=True)
+    axis = mpu.get_mesh().model
+    by_rank = [draw(SEQ, 2, seed=rank) for rank in range(ranks)]
+    mine = by_rank[axis.rank].clone().requires_grad_()
+    total = torch.stack(by_rank).sum(0)
+
+    summed = mpu.reduce_scatter_to_sequence_parallel_region(mine)
+    torch.testing.assert_close(summed, _stretch(total, axis))
+    (summed * (axis.rank + 1)).sum().backward()
+    factors = torch.arange(1, ranks + 1, dtype=torch.float64).repeat_interleave(SEQ // ranks)
+    torch.testing.assert_close(mine.grad, factors.unsqueeze(1).expand(SEQ, 2))
+
+    part = _stretch(total, axis).requires_grad_()
+    gathered = mpu.gather_from_sequence_parallel_region(part)
+    torch.testing.assert_close(gathered, total)
+    (gathered * (axis.rank + 1)).sum().backward()
+    torch.testing.assert_close(part.grad, torch.full_like(part, ranks * (ranks + 1) / 2))
+
+    same = total.clone().requires_grad_()
+    scattered = mpu.scatter_to_sequence_parallel_region(same)
+    torch.testing.assert_close(scattered, _stretch(total, axis))
+    (scattered * (axis.rank + 1)).sum().backward()
+    torch.testing.assert_close(same.grad, factors.unsqueeze(1).expand(SEQ, 2))
+
+
+def test_ways_in_and_out() -> None:
+    on_ranks(4, _ways, 4)
+
+
+def _uneven() -> str:
+    mpu.initialize_model_parallel(2, sequence_parallel=True)
+    try:
+        mpu.own_stretch(torch.zeros(7, 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_length_that_cannot_be_split_names_the_knobs() -> None:
+    for message in on_ranks(2, _uneven):
+        assert "7 tokens over 2" in message
+        assert "--dec-seq-length" in message
+
+
+# -------------------------------------------------------------------------- how often ranks talk
+
+
+class Talk:
+    """Counts collectives by name while it is entered, and lets them happen."""
+
+    NAMES = (
+        "all_reduce",
+        "all_gather_single",
+        "all_gather_into_tensor",
+        "all_to_all_single",
+        "all_gather",
+        "broadcast",
+    )
+
+    def __enter__(self) -> Counter[str]:
+        self.found: Counter[str] = Counter()
+        self.before = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        for name, real in self.before.items():
+            setattr(dist, name, self._counted(name, real))
+        from megatron.mpu import sequence
+
+        self.module, self.gather = sequence, sequence._all_gather
+        sequence._all_gather = self._counted("all_gather", self.gather)
+        return self.found
+
+    def _counted(self, name: str, real: Any) -> Any:
+        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # What is smaller than hidden states is the gradient of a copied weight.
+            self.found[name if x.numel() >= SEQ * BATCH * 16 // 2 else f"{name} of a weight"] += 1
+            return real(x, *args, **kwargs)
+
+        return call
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self.before.items():
+            setattr(dist, name, real)
+        self.module._all_gather = self.gather
+
+
+def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of one layer: (forward, backward)."""
+    mpu.initialize_model_parallel(2, sequence_parallel=sequence_parallel)
+    config = ModelConfig(
+        hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0, checkpoint_attention=recompute
+    )
+    layer = TransformerLayer(config, "x", branches=2, cross=cross) if cross else Block(config, "x")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = mpu.own_stretch(draw(SEQ, BATCH, 16).float()).requires_grad_()
+    encoded = Encoded(mpu.own_stretch(draw(SEQ, BATCH, 16, seed=1).float()).requires_grad_(), None) if cross else None
+    with Talk() as there:
+        y = layer.layer(x, None, encoded=encoded)
+    with Talk() as back:
+        y.square().sum().backward()
+    return dict(there), dict(back)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool) -> None:
+    """The least there is (Shoeybi et al. 2019), and computing attention again adds none."""
+    for there, back in on_ranks(2, _count, False, False, recompute):
+        assert there == {"all_reduce": 2}
+        assert back == {"all_reduce": 2}
+
+
+def test_a_decoder_layer_adds_one_forward_and_two_backward() -> None:
+    """Cross-attention has two inputs, each with a gradient."""
+    for there, back in on_ranks(2, _count, False, True, False):
+        assert there == {"all_reduce": 3}
+        assert back == {"all_reduce": 4}
+
+
+def test_with_sequence_parallelism_pairs_stand_for_all_reduces() -> None:
+    """And backward two gathers more, of inputs of which a stretch was kept, and the sums of six copied weights."""
+    for there, back in on_ranks(2, _count, True, False, False):
+        assert there == {"all_gather": 2, "all_to_all_single": 2}
+        assert back == {"all_gather": 4, "all_to_all_single": 2, "all_reduce of a weight": 6}
