@@ -51,10 +51,14 @@ def get_batch_pipe(data: Batch | None) -> tuple[tuple[Tensor, ...], tuple[Tensor
     """A micro-batch as a pipeline wants it: (inputs of the first stage, what the loss needs on the last).
 
     data is read by the first rank of a model-parallel group and None on the others. Masks are not
-    made here: where documents or padding are to be kept apart, their numbers go along.
+    made here: where documents or padding are to be kept apart, their numbers go along. What follows
+    the last token of a decoder is seen by none and needs no number (1 stands for it).
     """
     args = get_args()
     batch = mpu.broadcast_data(KEYS, data, torch.int64)
+    pad = cast(SentinelTokenizer, get_tokenizer()).pad
+    fillers = {"encoder": pad, "decoder": pad, "labels": pad, "decoder_documents": 1}
+    batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
     labels, loss_mask = batch["labels"], batch["loss_mask"].float()
     if args.eod_mask_loss:
         loss_mask = loss_mask.masked_fill(labels == get_tokenizer().eod, 0.0)

@@ -28,6 +28,7 @@ from .random import RngStreams, checkpoint, derive_seed
 from .sequence import (
     gather_from_sequence_parallel_region,
     own_stretch,
+    pad_sequence,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     shared_along_sequence,
@@ -162,6 +163,7 @@ __all__ = [
     "grad_norm",
     "initialize_model_parallel",
     "model_parallel_is_initialized",
+    "pad_sequence",
     "padded_vocab_size",
     "reduce_from_model_parallel_region",
     "scatter_to_model_parallel_region",

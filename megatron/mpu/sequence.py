@@ -28,10 +28,21 @@ def stretch_length(length: int, axis: Axis) -> int:
     """s / t. Raises ValueError, naming the knobs, if t does not divide s."""
     if length % axis.size:
         raise ValueError(
-            f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; choose "
-            f"--seq-length, --enc-seq-length and --dec-seq-length as multiples of {axis.size}"
+            f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; make "
+            f"--seq-length a multiple of {axis.size}, or pad each micro-batch with mpu.pad_sequence()"
         )
     return length // axis.size
+
+
+def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None) -> Tensor:
+    """`x` with as many `filler` behind it along `dim` as the ranks need to share it out evenly; itself otherwise."""
+    axis = axis or current().model
+    missing = -x.shape[dim] % axis.size if axis.sequence_parallel else 0
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_full(shape, filler)], dim)
 
 
 def whole_length(x: Tensor, axis: Axis | None = None) -> int:

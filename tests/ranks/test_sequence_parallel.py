@@ -98,7 +98,7 @@ def _uneven() -> str:
 def test_a_length_that_cannot_be_split_names_the_knobs() -> None:
     for message in on_ranks(2, _uneven):
         assert "7 tokens over 2" in message
-        assert "--dec-seq-length" in message
+        assert "mpu.pad_sequence" in message
 
 
 # -------------------------------------------------------------------------- how often ranks talk
