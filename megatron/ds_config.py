@@ -11,10 +11,11 @@ from .arguments import nearest, read_json
 from .config import Config
 from .options import ConfigError
 
+# How DeepSpeed is to add up gradients, so that it must be the one that does.
+REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
 # Handed to DeepSpeed as they are, once the settings below are resolved.
-PASSED_ON = {
-    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients",
-    "gradient_predivide_factor", "communication_data_type", "dump_state", "flops_profiler", "comms_logger",
+PASSED_ON = REDUCES | {
+    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler", "comms_logger",
     "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
 }  # fmt: skip
 RESOLVED = {
@@ -41,6 +42,7 @@ class Resolved:
     clip_grad: float
     log_interval: int
     wall_clock_breakdown: bool
+    overlap_grad_reduce: bool  # our reducer adds gradients up, DeepSpeed does not
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -79,7 +81,9 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         ds[precision] = {**given.get(precision, {}), "enabled": True}
     if precision == "bf16":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
-    return Resolved(ds, precision, zero, float(clip), log_interval, bool(given.get("wall_clock_breakdown", False)))
+    overlap = plain and p.overlap_grad_reduce and not REDUCES & given.keys()
+    breakdown = bool(given.get("wall_clock_breakdown", False))
+    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap)
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

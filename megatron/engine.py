@@ -120,6 +120,13 @@ class PlainEngine:
         self.data = mpu.get_mesh().data
         # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
+        self.reducer: mpu.GradReducer | None = None
+        if resolved.overlap_grad_reduce:
+            engine.enable_backward_allreduce = False
+            if self.data.size > 1:
+                self.reducer = mpu.GradReducer(engine.module.parameters(), self.data)
+        # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducer sums.
+        self.factor = gas if resolved.overlap_grad_reduce else gas * self.data.size
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         ds = self.deepspeed
@@ -135,8 +142,11 @@ class PlainEngine:
                 loss, _ = self.forward_step(self._feed(batches, batch), ds)
             total += loss.detach().double()
             with self.timers("backward"):
-                # DeepSpeed divides by the accumulation steps and averages over the replicas.
-                ds.backward(loss * (self.gas * self.data.size / targets).to(loss.dtype))
+                if self.reducer and micro == self.gas - 1:
+                    self.reducer.arm()
+                ds.backward(loss * (self.factor / targets).to(loss.dtype))
+                if self.reducer and micro == self.gas - 1:
+                    self.reducer.finish()
             with self.timers("optimizer"):
                 if micro == self.gas - 1 and self.own_clip is not None:
                     norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)

@@ -3,6 +3,8 @@
 Shapes: s sequence, b batch, h hidden, f inside the MLP, t model-parallel ranks.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,10 +18,32 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+class _GatedGelu(torch.autograd.Function):
+    """Keeps its input alone, and works on gate and value taken apart: on every second number torch is four times slower."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, value = _apart(x)
+        return gelu(gate).mul_(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, value = _apart(x)
+        of_value = gelu(gate).mul_(grad)
+        of_gate = torch.ops.aten.gelu_backward(value.mul_(grad), gate, approximate="tanh")
+        return torch.stack([of_gate, of_value], -1).view(x.shape)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """[..., 2 f] -> copies of gate and value, [2, ..., f]."""
+    return x.view(*x.shape[:-1], -1, 2).movedim(-1, 0).contiguous()
+
+
 def gated_gelu(x: Tensor) -> Tensor:
     """[..., 2 f], gate and value of each feature side by side -> [..., f] (Shazeer 2020)."""
-    gate, value = x.view(*x.shape[:-1], -1, 2).unbind(-1)
-    return gelu(gate).mul(value)
+    return _GatedGelu.apply(x)  # type: ignore[no-untyped-call,no-any-return]
 
 
 ACTIVATIONS = {"gelu": gelu, "relu": torch.relu, "gated-gelu": gated_gelu}

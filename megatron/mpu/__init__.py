@@ -25,6 +25,7 @@ from .mappings import (
 )
 from .mesh import Axis, Mesh
 from .random import RngStreams, checkpoint, derive_seed
+from .reducer import GradReducer
 from .sequence import (
     gather_from_sequence_parallel_region,
     own_stretch,
@@ -134,6 +135,7 @@ __all__ = [
     "Axis",
     "ColumnParallelLinear",
     "Coord",
+    "GradReducer",
     "Mesh",
     "RngStreams",
     "RowParallelLinear",
