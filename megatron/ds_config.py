@@ -72,6 +72,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         "timeout": p.pipeline_timeout,
     }
     ds.setdefault("zero_allow_untested_optimizer", True)
+    # An optimizer offloaded to the CPU is torch's fused AdamW, which is vectorised there too and needs no compiler.
+    ds.setdefault("zero_force_ds_cpu_optimizer", False)
     # Ours do their own progress lines; DeepSpeed's would need its logger, which is kept quiet.
     ds["steps_per_print"] = 10**9
     # Without a wrapper of its own DeepSpeed's plain engine clips by a norm that it does not report; see engine.py.

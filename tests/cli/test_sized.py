@@ -1,0 +1,74 @@
+"""scripts/train_performance.sh and scripts/train_full.sh: sizes by name, more flags, and the table they end with."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import command
+
+SMALL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--hidden-dropout",
+    "0",
+    "--attention-dropout",
+    "0",
+]
+HEAD = "| NAME | params | PPL | samples/s | seq_len | Steps |"
+
+
+def cells(stdout: str) -> list[str]:
+    lines = stdout.splitlines()
+    return [cell.strip() for cell in lines[lines.index(HEAD) + 2].strip("|").split("|")]
+
+
+def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    env = {"RUN_DIR": str(tmp_path), "VOCAB_FILE": vocab_file}
+    argv = [f"--data_path={tiny_data}", "--model_size", "345M", "--train_iters=3", *SMALL]
+    for _ in range(2):  # a second measurement begins anew
+        done = command("bash", "scripts/train_performance.sh", *argv, env=env)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "pipe 1 x data 1 x model 2" in done.stdout
+        name, params, perplexity, speed, length, steps = cells(done.stdout)
+        assert (name, params, perplexity, length, steps) == ("2p-CPU", "345M", "-", "32", "3")
+        assert float(speed) > 0
+    assert (tmp_path / "result.md").read_text().startswith(HEAD)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_full_evaluates_saves_and_continues(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    env = {"RUN_DIR": str(tmp_path), "VOCAB_FILE": vocab_file}
+    for iterations in ("2", "4"):
+        argv = ["--data_path", tiny_data, "--model_size=345M_without_mp", "--train_iters", iterations, *SMALL]
+        done = command("bash", "scripts/train_full.sh", *argv, "--split", "1,1,0", env=env)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "data 2 x model 1" in done.stdout
+    assert "resumed at iteration 2" in done.stdout
+    _, params, perplexity, *_, steps = cells(done.stdout)
+    assert (params, steps) == ("345M_without_mp", "4")
+    assert float(perplexity) > 1
+    assert (tmp_path / "checkpoints" / "iter_0000004").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [(["--model_size", "7B"], "none of 345M, 345M_without_mp, 1.3B, 2.7B and 3.7B"), (["--train_iters"], "usage:")],
+)
+def test_what_cannot_be_is_said_in_a_sentence(argv: list[str], said: str) -> None:
+    done = command("bash", "scripts/train_full.sh", *argv)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_folder_without_a_single_pair(tmp_path: Path) -> None:
+    done = command(
+        "bash", "scripts/train_full.sh", "--data_path", str(tmp_path), env={"RUN_DIR": str(tmp_path / "run")}
+    )
+    assert done.returncode == 2
+    assert "must hold one pair" in done.stderr

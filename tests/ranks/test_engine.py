@@ -1,0 +1,71 @@
+"""The step of an engine without a pipeline reads nothing back from the device: the loss waits until somebody asks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron import runtime
+from megatron.arguments import parse
+from megatron.ds_config import resolve
+from megatron.engine import Batches, build_engine
+from megatron.initialize import initialize_megatron
+from megatron.metrics import Timers
+from megatron.model import GPT2Model
+from tests.support import on_ranks
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --hidden-dropout 0 "
+    "--attention-dropout 0 --batch-size 2 --gas 2 --precision fp32"
+)
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that are read from tensors, each of which makes the host wait for an accelerator."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _reads(flags: str, ranks: int) -> tuple[int, int]:
+    """Numbers read in a step, and by asking for its loss."""
+    config = parse(f"{FLAGS} {flags}".split())
+    initialize_megatron(config)
+    runtime.start(config, None, Timers())
+    text = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def forward_step(batches: Batches | None, model: Any) -> tuple[torch.Tensor, Any]:
+        assert batches is not None
+        next(batches)
+        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            yield {"text": text}
+
+    count = torch.tensor(16.0)
+    engine = build_engine(
+        GPT2Model(config), config, resolve(config, ranks, False), forward_step, lambda _: count, Timers()
+    )
+    engine.train_batch(batches(), 1e-3)
+    with Reads() as reads:
+        step = engine.train_batch(batches(), 1e-3)
+    with Reads() as asked:
+        assert step.loss.item() > 0
+        assert float(step.grad_norm) > 0
+    return reads.count, asked.count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(1, ""), (2, ""), (2, "--model-parallel-size 2"), (2, "--model-parallel-size 2 --sequence-parallel")],
+)
+def test_a_step_reads_no_number(ranks: int, flags: str) -> None:
+    for found in on_ranks(ranks, _reads, flags, ranks):
+        assert found == (0, 2)
