@@ -15,7 +15,7 @@ from .runtime import print_rank_0
 def compile_layers(model: Any, config: Config) -> None:
     """Let each transformer layer of this process be compiled at its first call.
 
-    Dropout with its named streams and the sums over model-parallel ranks stay outside of what is compiled.
+    Dropout with its named streams, recomputation and sums over model-parallel ranks stay outside of what is compiled.
     Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes.
     """
     if not config.train.compile:
@@ -32,12 +32,14 @@ def compile_layers(model: Any, config: Config) -> None:
 @functools.cache
 def _keep_outside() -> None:
     """Mark what is not for the compiler; only now, since the marking loads torch's compiler, which takes seconds."""
-    for owner, name in (
+    kept = [
         (Dropout, "_drop"),
         (Attention, "_with_dropout"),
+        (Attention, "_computed_again"),
         (mappings, "over_ranks"),
         (overlap, "linear_over_ranks"),
-    ):
+    ]
+    for owner, name in kept:
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
 
 

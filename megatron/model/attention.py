@@ -5,6 +5,8 @@ t model-parallel ranks.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -77,11 +79,13 @@ class Attention(nn.Module):
         """
         call = self._with_dropout if self.dropout and self.training else self._sdpa
         if self.recompute and self.training:
-            context: Tensor = mpu.checkpoint(call, query, key, value, mask, bias, rng=self.rng)
-        else:
-            context = call(query, key, value, mask, bias)
+            call = partial(self._computed_again, call)
+        context: Tensor = call(query, key, value, mask, bias)
         b, _, q, _ = context.shape
         return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
+
+    def _computed_again(self, call: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None

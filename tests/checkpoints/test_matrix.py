@@ -29,9 +29,12 @@ BOTH_WAYS = [(2, 6), (6, 2)]
 
 
 def _flags(layout: Layout) -> str:
+    # Whatever saves time or memory is on in some layout; none of it may show in a file or a number.
+    saving = "--checkpoint-activations" if layout.pp == 4 else "--checkpoint-attention"
+    saving += " --sequence-parallel" if layout.tp > 1 else ""
     return (
         f"--pipe-parallel-size {layout.pp} --model-parallel-size {layout.tp} --zero-stage {layout.zero} --batch-size 2 "
-        f"--gas {4 // layout.dp} --precision fp32 --train-iters {LAST}"
+        f"--gas {4 // layout.dp} --precision fp32 --train-iters {LAST} {saving}"
     )
 
 
