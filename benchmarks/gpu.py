@@ -54,8 +54,8 @@ def worker(args: argparse.Namespace) -> None:
     name, contender = args.worker
     compiled = " --compile" if contender == "ours, --compile" else ""
     device, flags = device_module.current(), flags_of(args, name)
-    if contender == "plain torch, compiled":
-        config, model, step = plain(flags, device)
+    if contender.startswith("plain torch"):
+        config, model, step = plain(flags, device, "compiled" in contender)
     else:
         config, _, model, step = _engine.ours(flags + compiled)
     for _ in range(3):
@@ -88,7 +88,7 @@ def worker(args: argparse.Namespace) -> None:
     )
 
 
-def plain(flags: str, device: Any) -> tuple[Any, Any, Callable[[], None]]:
+def plain(flags: str, device: Any, compiled: bool) -> tuple[Any, Any, Callable[[], None]]:
     import torch
     from _nano import Nano
 
@@ -99,7 +99,7 @@ def plain(flags: str, device: Any) -> tuple[Any, Any, Callable[[], None]]:
     with device:
         model = Nano(m.vocab_size or 0, config.data.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
         text = torch.randint(m.vocab_size or 0, (config.train.batch_size, config.data.seq_length + 1))
-    call: Any = torch.compile(model)
+    call: Any = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -127,6 +127,13 @@ def profile(step: Callable[[], None], device: Any) -> str:
     return str(found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=60))
 
 
+def contenders(model: str, no_compile: bool) -> list[str]:
+    found = ["ours", "ours, --compile"]
+    if model.startswith("gpt2"):
+        found += ["plain torch", "plain torch, compiled"]
+    return [name for name in found if not (no_compile and "compile" in name)]
+
+
 def measure(args: argparse.Namespace, model: str, contender: str) -> dict[str, Any] | str:
     """What a worker found, or why it found nothing."""
     command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker", model, contender]
@@ -144,6 +151,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps of a round")
     parser.add_argument("--flags", default="", help="more of ours, e.g. --flags='--checkpoint-activations'")
+    parser.add_argument("--no-compile", action="store_true", help="leave what is compiled out")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on any device")
     parser.add_argument("--profile", help="write where the time goes to this file")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -161,7 +169,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for model in args.models:
         first = None
-        for contender in ("ours", "ours, --compile", *(["plain torch, compiled"] if model.startswith("gpt2") else [])):
+        for contender in contenders(model, args.no_compile):
             found = measure(args, model, contender)
             if isinstance(found, str):
                 failed = True

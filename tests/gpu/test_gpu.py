@@ -1,6 +1,10 @@
 """The checks of an accelerator: on one where there is one, on the CPU as a dry run where there is none."""
 
+from pathlib import Path
+
 import pytest
+
+from tests.support import command
 
 from .checks import CHECKS, Impossible
 
@@ -11,3 +15,25 @@ def test_check(name: str) -> None:
         assert CHECKS[name]()
     except Impossible as error:
         pytest.skip(str(error))
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """Tiny models, wherever this is: only that it ends with a full table and a profile."""
+    argv = [
+        "--dry-run",
+        "--no-compile",
+        "--models",
+        "gpt2_345M",
+        "t5_base",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--profile",
+    ]
+    done = command("python", "benchmarks/gpu.py", *argv, str(tmp_path / "profile.txt"))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if "ours |" in line or "plain torch |" in line]
+    assert len(rows) == 3
+    assert "failed" not in done.stdout
+    assert "scaled_dot_product" in (tmp_path / "profile.txt").read_text()

@@ -1,0 +1,63 @@
+"""What the benchmarks print becomes tables, bars and a picture."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support import ROOT, command
+
+TEXT = """\
+2 stages, 8 micro-batches
+
+| contender | tokens/s, median (lowest to highest) | ours / it, by round |
+| --- | --- | --- |
+| ours | 1,254 (1,249 to 1,255) | 1.00 (1.00 to 1.00) |
+| peer | 207 (168 to 224) | 1.23 (1.11 to 1.51) |
+| alone | 300 (290 to 310) |  |
+
+| over | +% |
+| --- | --- |
+| zb-h1 | -1.5% (-3.7% to 0.3%) |
+"""
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("suite")
+
+
+def test_tables_are_read(suite: ModuleType) -> None:
+    first, second = suite.tables(TEXT)
+    assert [row["contender"] for row in first] == ["ours", "peer", "alone"]
+    assert suite.bars(first) == (
+        "ours / it, by round",
+        [("ours", 1.0, 1.0, 1.0), ("peer", 1.23, 1.11, 1.51)],
+    )
+    assert suite.bars(second) == ("+%", [("zb-h1", -1.5, -3.7, 0.3)])
+
+
+def test_a_picture_is_drawn(suite: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    suite.draw([{"section": "x", "tables": suite.tables(TEXT)}], tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_every_section_names_a_script(suite: ModuleType) -> None:
+    for line in suite.SECTIONS.values():
+        assert (ROOT / "benchmarks" / line.split()[0]).is_file()
+
+
+def test_a_section_by_name_and_an_unknown_one(tmp_path: Path) -> None:
+    done = command("python", "benchmarks/suite.py", "--sections", "gpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert found["results"][0]["command"] == "python benchmarks/gpu.py"
+    assert "torch" in found["here"]
+    assert "python benchmarks/gpu.py" in (tmp_path / "benchmarks.md").read_text()
+    done = command("python", "benchmarks/suite.py", "--sections", "dq")
+    assert done.returncode == 2
+    assert "no section 'dq'" in done.stderr
