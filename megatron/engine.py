@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import tds
 
-from . import mpu
-from .checkpointing import zero_state
+from . import mpu, zero_state
 from .config import Config
 from .ds_config import Resolved
 from .metrics import Timers

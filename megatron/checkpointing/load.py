@@ -7,12 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron import mpu
+from megatron import mpu, zero_state
 from megatron.config import Config
 from megatron.options import flag
 from megatron.runtime import together
 
-from . import zero_state
 from .files import CheckpointError
 from .reader import CheckpointReader, each_weight, plain_config
 from .state import TrainState

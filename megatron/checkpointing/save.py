@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron import mpu
+from megatron import mpu, zero_state
 from megatron.config import Config
 from megatron.model.init import full_shape, local_shape, own_rows
 from megatron.model.layers import global_parameters
 from megatron.options import describe
 from megatron.runtime import RunError, is_rank_0, print_rank_0, together
 
-from . import zero_state
 from .files import FORMAT, WEIGHT, publish
 from .retention import prune
 from .state import TrainState

@@ -81,7 +81,7 @@ def train(
     import deepspeed
 
     import tds
-    from megatron.checkpointing.zero_state import use_fp64
+    from megatron.zero_state import use_fp64
     from tds._deepspeed import StockPipelineModule, quietly
 
     stock = engine_name == "stock"

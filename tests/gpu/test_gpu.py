@@ -37,3 +37,21 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert len(rows) == 3
     assert "failed" not in done.stdout
     assert "scaled_dot_product" in (tmp_path / "profile.txt").read_text()
+
+
+def test_the_checks_need_torch_deepspeed_and_numpy_alone() -> None:
+    """Whoever has a GPU need not install what reads text and files."""
+    others = [
+        "safetensors",
+        "sentencepiece",
+        "jieba",
+        "rjieba",
+        "tokenizers",
+        "regex",
+        "zstandard",
+        "tensorboard",
+        "matplotlib",
+    ]
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import tests.gpu.worker, tests.gpu.checks"
+    done = command("python", "-c", code)
+    assert done.returncode == 0, done.stderr[-1000:]
