@@ -10,6 +10,6 @@ if [ $# -eq 0 ]; then
     ruff check .
     ruff format --check .
     mypy
-    set -- -n 2
+    set -- -n 2 --durations 30
 fi
 exec python -m pytest "$@"
