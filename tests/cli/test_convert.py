@@ -173,6 +173,7 @@ def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world
     assert expected[0].tolist() == [ours.pad, *found]
 
 
+@FULL
 def test_a_model_of_theirs_trains_on(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
     config = transformers.GPT2Config(vocab_size=3000, n_positions=24, n_embd=32, n_layer=2, n_head=4)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")

@@ -280,6 +280,7 @@ def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str]) -> No
     assert first.stdout == again.stdout
 
 
+@FULL
 def test_a_blend_goes_on_in_another_layout(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
     """The hash of the samples read is that of an undisturbed run, and other data are noticed."""
     eod = load_tokenizer(vocab_file).eod
@@ -333,7 +334,10 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, flags: list[str]) -> None:
 
 
 def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> None:
-    """To one rank of two: both save the same iteration, and the same command goes on to the same losses."""
+    """To one rank of two: both save the same iteration, and the same command goes on to the same losses.
+
+    It is the iteration after the signal, during which the other rank learns of it.
+    """
     argv = [*flags, "--save-interval", "0", "--train-iters", "8", "--pipe-parallel-size", "2", "--eval-iters", "0"]
     code = """
 import os, signal, sys, pretrain_gpt2 as p, megatron.training as t
@@ -356,11 +360,11 @@ p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_ste
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "asked to stop after iteration 5; the same command continues" in go("signals", "cut")
+    assert "asked to stop after iteration 6; the same command continues" in go("signals", "cut")
     saved = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
-    assert saved == ["iter_0000002", "iter_0000005", "latest"]
-    assert "resumed at iteration 5" in go("none", "cut")
+    assert saved == ["iter_0000003", "iter_0000006", "latest"]
+    assert "resumed at iteration 6" in go("none", "cut")
     go("none", "whole")
     cut, whole = ((tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("cut", "whole"))
     assert losses(list(map(json.loads, cut))) == losses(list(map(json.loads, whole)))
-    assert "asked to stop after iteration 1;" in go("none", "short", "--exit-duration-in-mins", "0")
+    assert "asked to stop after iteration 2;" in go("none", "short", "--exit-duration-in-mins", "0")
