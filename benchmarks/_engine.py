@@ -59,12 +59,13 @@ def ours(flags: str) -> Ours:
         return model(*inputs, labels=targets).sum(), None
 
     engine = build_engine(model, config, resolved, forward_step, lambda _: count, Timers())
-    first = [True]
+    keep = config.train.keep_freed_memory
 
     def step() -> None:
+        nonlocal keep
         engine.train_batch(iter([{}] * config.train.gas), 1e-4)
-        if first and config.train.keep_freed_memory:
-            first.clear()
+        if keep:
             device_module.keep_freed_memory(device)
+            keep = False
 
     return Ours(config, engine, model, step)

@@ -137,17 +137,18 @@ class PlainEngine:
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         norm = None
         for micro, batch in enumerate(read):
+            last = micro == self.gas - 1
             with self.timers("forward"):
                 loss, _ = self.forward_step(self._feed(batches, batch), ds)
             total += loss.detach().double()
             with self.timers("backward"):
-                if self.reducer and micro == self.gas - 1:
+                if self.reducer and last:
                     self.reducer.arm()
                 ds.backward(loss * (self.factor / targets).to(loss.dtype))
-                if self.reducer and micro == self.gas - 1:
+                if self.reducer and last:
                     self.reducer.finish()
             with self.timers("optimizer"):
-                if micro == self.gas - 1 and self.own_clip is not None:
+                if last and self.own_clip is not None:
                     norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
                 ds.step()
         return _result(ds, self._sum(total) / targets, ds.get_global_grad_norm() if norm is None else norm)

@@ -32,11 +32,15 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def write_json(path: str, content: object) -> None:
+def write_text(path: str | Path, text: str) -> None:
     """Under a temporary name first, so that nobody reads half of it."""
     temporary = f"{path}.{os.getpid()}.tmp"
-    Path(temporary).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    Path(temporary).write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def write_json(path: str, content: object) -> None:
+    write_text(path, json.dumps(content, indent=2))
 
 
 def run(

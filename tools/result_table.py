@@ -6,13 +6,12 @@ evaluation, speed the median over the lines of training, the first left out.
 
 import argparse
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
-from _cli import Parser, run
+from _cli import Parser, run, write_text
 from report import read_metrics
 
 from megatron import device
@@ -55,9 +54,7 @@ def main(args: argparse.Namespace) -> None:
     lines = [COLUMNS, ["---"] * len(COLUMNS), row(rows, config["data"]["seq_length"], args.params, args.ranks)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
     print(table, end="")
-    temporary = run_dir / f"result.md.{os.getpid()}.tmp"
-    temporary.write_text(table, encoding="utf-8")
-    os.replace(temporary, run_dir / "result.md")
+    write_text(run_dir / "result.md", table)
 
 
 def build_parser() -> Parser:
