@@ -153,7 +153,7 @@ def measured(command: list[str]) -> tuple[float, int, str]:
     return cpu, peak, said
 
 
-def preprocess(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def preprocess(args: argparse.Namespace, folder: Path) -> None:
     source = args.corpus
     size = sum(len(text.encode()) for text in texts([source])) / 1e6
     sample = list(texts([source]))[:400]
@@ -206,7 +206,6 @@ def preprocess(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ("ours, hf byte BPE, 2 workers", "(c) tokenizers encode_batch, plain"),
     ]
     print_ratios(pairs, rates)
-    return {"megabytes_per_cpu_second": rates, "thousand_tokens_per_cpu_second": tokens, "peak_kb": peaks}
 
 
 def print_ratios(pairs: list[tuple[str, str]], rates: Rates) -> None:
@@ -247,7 +246,7 @@ def sparse_pair(prefix: Path, documents: int, tokens_each: int) -> None:
         file.truncate(int(ends[-1]))
 
 
-def startup(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def startup(args: argparse.Namespace, folder: Path) -> None:
     found: dict[str, Any] = {}
     for name, documents in (("1G tokens, 1M documents", 10**6), ("10G tokens, 10M documents", 10**7)):
         sparse_pair(folder / "big", documents, 1000)
@@ -268,7 +267,6 @@ def startup(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     for name, rounds in found.items():
         print(f"| {name} | {spread([r[0] for r in rounds], '.2f')} | {spread([r[1] for r in rounds], '.0f')} |")
-    return found
 
 
 # ----------------------------------------------------------------------------------------- reading samples
@@ -310,7 +308,7 @@ class _Ours:
         return time.process_time() - begin
 
 
-def read(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def read(args: argparse.Namespace, folder: Path) -> None:
     import torch
 
     from megatron.data.gpt2_dataset import build_train_valid_test_datasets
@@ -356,7 +354,6 @@ def read(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(f"| {name} | {spread(found, ',.0f')} |")
     names = list(rates)
     print_ratios(list(zip(names[::2], names[1::2], strict=True)), rates)
-    return {"samples_per_cpu_second": rates}
 
 
 def run_rounds(args: argparse.Namespace, contenders: dict[str, Any], count: int, rates: Rates) -> None:
