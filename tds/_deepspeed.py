@@ -51,6 +51,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine 
 from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule  # noqa: E402
 from deepspeed.runtime.utils import partition_balanced, partition_uniform  # noqa: E402
 
+__all__ = ["StockPipelineEngine", "StockPipelineModule", "deepspeed", "partition_balanced", "partition_uniform"]
+
 
 def prepare() -> None:
     """Set DeepSpeed right about what this device can do; before `init_distributed` and `initialize`.
@@ -105,19 +107,3 @@ def finish(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-__all__ = [
-    "TESTED_VERSIONS",
-    "StockPipelineEngine",
-    "StockPipelineModule",
-    "deepspeed",
-    "default_to_non_reentrant",
-    "engine_class",
-    "finish",
-    "partition_balanced",
-    "partition_uniform",
-    "prepare",
-    "quietly",
-    "this_device",
-]

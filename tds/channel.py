@@ -9,8 +9,10 @@ sends there, the other only receives, in the same order (see timetable.py), so n
 for another, whatever the backend.
 """
 
+import json
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +21,7 @@ from torch import Tensor
 
 from .boundary import BoundaryError
 
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
-HEADER_SIZE = 256  # int64 numbers: room for 36 tensors of 4 dimensions
+HEADER_SIZE = 2048  # bytes: room for about 80 tensors of 4 dimensions
 GRAD, SPLIT = 1, 2
 POSTED_AHEAD = 2  # receives that wait in the background; each holds a buffer
 
@@ -75,6 +73,7 @@ class Pool:
         self._wanted.clear()
 
 
+@dataclass
 class Channel:
     """One direction of one border.
 
@@ -82,22 +81,17 @@ class Channel:
     which split tensors are gathered; slice_rank and slice_size: this rank's place among them.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        group: Any,
-        device: torch.device,
-        pool: Pool,
-        slice_group: Any,
-        slice_rank: int,
-        slice_size: int,
-    ) -> None:
-        self.peer, self.group, self.device, self.pool = peer, group, device, pool
-        self.slice_group, self.slice_rank, self.slice_size = slice_group, slice_rank, slice_size
-        self.bytes_sent = 0
-        self._under_way: deque[tuple[Any, Tensor]] = deque()
-        self._expected: deque[Layout] = deque()
-        self._posted: deque[tuple[Any, Tensor, Layout]] = deque()
+    peer: int
+    group: Any
+    device: torch.device
+    pool: Pool
+    slice_group: Any
+    slice_rank: int
+    slice_size: int
+    bytes_sent: int = 0
+    _under_way: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+    _expected: deque[Layout] = field(default_factory=deque)
+    _posted: deque[tuple[Any, Tensor, Layout]] = field(default_factory=deque)
 
     def send(self, parcels: Sequence[Parcel], what: str, header: bool, uniform: bool = False) -> None:
         """Start sending; returns at once.
@@ -115,15 +109,10 @@ class Channel:
 
     def recv_header(self) -> tuple[Layout, bool]:
         """Wait for a header: the layout of the message behind it, and whether the rest of the step has it, too."""
-        header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
+        header = torch.empty(HEADER_SIZE, dtype=torch.uint8, device=self.device)
         dist.recv(header, self.peer, group=self.group)
-        numbers = header.tolist()
-        layout, at = [], 2
-        for _ in range(numbers[0]):
-            dtype, flags, dims = DTYPES[numbers[at]], numbers[at + 1], numbers[at + 2]
-            layout.append((dtype, flags, torch.Size(numbers[at + 3 : at + 3 + dims])))
-            at += 3 + dims
-        return tuple(layout), bool(numbers[1])
+        uniform, *tensors = json.loads(bytes(header.tolist()))
+        return tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors), uniform
 
     def expect(self, layout: Layout) -> None:
         """A message of this layout will come; be ready for it. Messages come in the order they are expected in."""
@@ -167,14 +156,11 @@ class Channel:
             self._under_way.popleft()
 
     def _header(self, parcels: Sequence[Parcel], what: str, uniform: bool) -> Tensor:
-        numbers = [len(parcels), int(uniform)]
-        for dtype, flags, shape in layout_of(parcels):
-            if dtype not in DTYPES:
-                raise BoundaryError(f"{what}: a tensor of {dtype} cannot cross a stage boundary")
-            numbers += [DTYPES.index(dtype), flags, len(shape), *shape]
-        if len(numbers) > HEADER_SIZE:
+        tensors = [(str(dtype).removeprefix("torch."), flags, shape) for dtype, flags, shape in layout_of(parcels)]
+        text = json.dumps([uniform, *tensors]).encode()
+        if len(text) > HEADER_SIZE:
             raise BoundaryError(f"{what}: {len(parcels)} tensors are too many for one boundary; stack some of them")
-        return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)), dtype=torch.int64, device=self.device)
+        return torch.tensor(list(text.ljust(HEADER_SIZE)), dtype=torch.uint8, device=self.device)
 
     def _part_numel(self, shape: torch.Size, flags: int) -> int:
         return -(-shape.numel() // self.slice_size) if flags & SPLIT else shape.numel()
@@ -217,35 +203,30 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
     activations out, `below` brings their gradients in.
     """
     stages, stage = grid.pipe_parallel_size, grid.get_stage_id()
-    rank = dist.get_rank()
     pool = Pool(device)
     slice_ = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
-    pipes = grid._topo.get_axis_comm_lists("pipe") or [[each] for each in range(dist.get_world_size())]
+    pipes = grid._topo.get_axis_comm_lists("pipe")
     borders: Borders = {role: {} for role in ("above", "up", "down", "below")}
 
-    def group() -> Any:
-        mine = None
-        for ranks in pipes:
-            made = dist.new_group(ranks)
-            mine = made if rank in ranks else mine
-        return mine
+    def pair() -> list[Any]:
+        made = [[dist.new_group(ranks) for ranks in pipes] for _ in range(2)]
+        mine = next(i for i, ranks in enumerate(pipes) if dist.get_rank() in ranks)
+        return [groups[mine] for groups in made]
 
-    for chunk in range(chunks):
-        # Between the chunks runs a border from the last stage to the first. With two stages it joins the same
-        # pair of ranks the other way round, so it has groups of its own.
-        inside = group(), group()
-        around = (group(), group()) if chunk < chunks - 1 else None
-        for first in range(stages):
-            second = (first + 1) % stages
-            groups, at = (inside, chunk) if second else (around, chunk + 1)
-            if groups is None or stages == 1:
-                continue
-            if stage == first:
-                peer = grid.stage_to_global(stage_id=second)
-                borders["down"][chunk] = Channel(peer, groups[0], device, pool, *slice_)
-                borders["below"][chunk] = Channel(peer, groups[1], device, pool, *slice_)
-            if stage == second:
-                peer = grid.stage_to_global(stage_id=first)
-                borders["above"][at] = Channel(peer, groups[0], device, pool, *slice_)
-                borders["up"][at] = Channel(peer, groups[1], device, pool, *slice_)
+    def add(roles: tuple[str, str], chunk: int, other: int, groups: Any) -> None:
+        for role, group in zip(roles, groups, strict=True):
+            borders[role][chunk] = Channel(grid.stage_to_global(stage_id=other), group, device, pool, *slice_)
+
+    # Between the chunks runs a border from the last stage to the first. With two stages it joins the same
+    # pair of ranks the other way round, so it has groups of its own.
+    for chunk in range(chunks if stages > 1 else 0):
+        inside, around = pair(), pair() if chunk < chunks - 1 else None
+        if stage < stages - 1:
+            add(("down", "below"), chunk, stage + 1, inside)
+        elif around:
+            add(("down", "below"), chunk, 0, around)
+        if stage > 0:
+            add(("above", "up"), chunk, stage - 1, inside)
+        elif around:
+            add(("above", "up"), chunk + 1, stages - 1, around)
     return borders

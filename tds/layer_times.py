@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ._deepspeed import finish
+from .nested import as_tuple, each_tensor, to_device
 
 ROUNDS = 5  # of which the first warms up
 
@@ -22,7 +24,7 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
     moment, so layers that talk to their tensor-parallel peers find them there, too.
     """
     seconds = []
-    inputs = _map(example, lambda t: t.detach().to(device))
+    inputs = to_device(example, device)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
         for layer in layers:
             module = layer.build() if isinstance(layer, LayerSpec) else layer
@@ -43,28 +45,21 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
 
 def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
     """Seconds, and what comes out."""
-    inputs = _map(inputs, lambda t: t.detach().requires_grad_(t.is_floating_point()))
+    inputs = each_tensor(inputs, lambda t: t.detach().requires_grad_(t.is_floating_point()))
     finish(device)
     begin = time.perf_counter()
     outputs = call(inputs)
-    learning = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]
+    learning = [t for t in as_tuple(outputs) if t.requires_grad]
     if learning:
         torch.autograd.backward(learning, [torch.ones_like(t) for t in learning])
     finish(device)
-    return time.perf_counter() - begin, _map(outputs, Tensor.detach)
-
-
-def _map(x: Any, f: Any) -> Any:
-    return tuple(f(t) for t in x) if isinstance(x, (tuple, list)) else f(x)
+    return time.perf_counter() - begin, each_tensor(outputs, Tensor.detach)
 
 
 def cut_by_time(seconds: Sequence[float], stretches: int) -> list[int]:
     """The cuts for which the slowest of `stretches` stretches is as fast as can be; none is empty."""
-    count = len(seconds)
-    total = [0.0]
-    for each in seconds:
-        total.append(total[-1] + each)
-    best = {0: (0.0, [0])}  # cuts so far by where the next stretch begins, and their slowest stretch
+    count, total = len(seconds), [0.0, *accumulate(seconds)]
+    best = {0: (0.0, [0])}  # by where the next stretch begins: the slowest stretch so far, and the cuts
     for left in reversed(range(stretches)):
         best = {
             end: min(
@@ -72,7 +67,6 @@ def cut_by_time(seconds: Sequence[float], stretches: int) -> list[int]:
                 for start, (slowest, cuts) in best.items()
                 if start < end
             )
-            for end in range(1 if left else count, count - left + 1)
-            if any(start < end for start in best)
+            for end in range(stretches - left, count - left + 1)
         }
     return best[count][1]

@@ -1,5 +1,6 @@
 """What layers and data loaders pass around: a tensor, or a tuple of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ def unwrap(x: tuple[Tensor, ...]) -> Any:
     return x[0] if len(x) == 1 else x
 
 
-def to_device(x: Any, device: torch.device) -> Any:
-    if isinstance(x, Tensor):
-        return x.detach().to(device, non_blocking=True)
+def each_tensor(x: Any, f: Callable[[Tensor], Any]) -> Any:
+    """`x` with every tensor in it replaced by what `f` makes of it."""
     if isinstance(x, (tuple, list)):
-        return tuple(to_device(each, device) for each in x)
-    return x
+        return tuple(each_tensor(each, f) for each in x)
+    return f(x) if isinstance(x, Tensor) else x
+
+
+def to_device(x: Any, device: torch.device) -> Any:
+    return each_tensor(x, lambda t: t.detach().to(device, non_blocking=True))

@@ -9,6 +9,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from ._deepspeed import StockPipelineModule, partition_balanced, partition_uniform, quietly, this_device
 from .layer_times import cut_by_time, layer_times
+from .nested import as_tuple, unwrap
 
 
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
@@ -42,8 +43,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         for at in range(0, len(funcs), interval or len(funcs)):
             part = funcs[at : at + (interval or len(funcs))]
             if interval and torch.is_grad_enabled() and self._is_checkpointable(part):
-                tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-                inputs = self.activation_checkpoint_func(lambda *x, part=part: _run(part, x), *tensors)
+                inputs = self.activation_checkpoint_func(lambda *x, part=part: _run(part, x), *as_tuple(inputs))
             else:
                 inputs = _run(part, inputs)
         return inputs
@@ -121,8 +121,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
 
 def _run(funcs: Sequence[Any], inputs: Any) -> Any:
-    if isinstance(inputs, tuple) and len(inputs) == 1:
-        inputs = inputs[0]
+    inputs = unwrap(as_tuple(inputs))
     for func in funcs:
         inputs = func(inputs)
     return inputs

@@ -69,7 +69,7 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     alternates. extra_warmup n makes it (1 + n) times as far ahead ("eager" 1F1B for n = 1,
     Zhuang et al. 2023): in classic 1F1B every stage waits for a message that has only just been
     sent, with more micro-batches in flight the next one is there already. It costs the
-    activations of those micro-batches, see `in_flight`.
+    activations of those micro-batches: stage s keeps (stages - 1 - s)(1 + n) + 1 of them.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -169,11 +169,6 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
             yield each
             if place > 0:
                 yield SendGrad(*at)
-
-
-def in_flight(stage: int, stages: int, micros: int, extra_warmup: int = 0) -> int:
-    """The most micro-batches whose activations `stage` keeps at once under 1F1B."""
-    return min((stages - 1 - stage) * (1 + extra_warmup) + 1, micros)
 
 
 NAMES = ("1f1b", "gpipe", "interleaved", "zb-h1")

@@ -1,5 +1,6 @@
 """What can be known of a schedule before it runs: that it ends, what it keeps in memory, when each thing happens."""
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from .schedule import (
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}  # where a message comes from
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
+AFTER = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput, SendActivation: Forward}
 
 
 class ScheduleError(ValueError):
@@ -36,7 +38,7 @@ class Span:
     end: float
 
 
-def chunks_of(plan: Plan) -> int:
+def _chunks(plan: Plan) -> int:
     return 1 + max((i.chunk for stage in plan for i in stage), default=0)
 
 
@@ -45,55 +47,39 @@ def check(plan: Plan, micros: int) -> None:
 
     Every border between two virtual stages has a process group of its own for either direction.
     On it, one end only sends and the other only receives, and gloo and NCCL both match the n-th
-    send with the n-th receive. So it is enough that both ends name the micro-batches in the same
-    order, which is checked here, and that the stages do not wait in a circle, which `times` finds.
+    send with the n-th receive. So it is enough that both ends go through all micro-batches in
+    rising order, which is checked here, and that the stages do not wait in a circle, which `times` finds.
     """
-    chunks = chunks_of(plan)
+    chunks, kinds = _chunks(plan), {type(i) for stage in plan for i in stage}
+    split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
+    backward = split if kinds & {*split} else ()
     for stage, instructions in enumerate(plan):
-        found = [type(i) for i in instructions if type(i) in PASSES]
-        split = BackwardInput in found or BackwardWeight in found
-        backward = (BackwardInput, BackwardWeight) if split else (Backward,)
-        trains = any(kind is not Forward for kind in found)
         for chunk in range(chunks):
-            for compute in (Forward, *backward) if trains else (Forward,):
-                done = sorted(i.micro for i in instructions if type(i) is compute and i.chunk == chunk)
-                if done != list(range(micros)):
+            place, last = chunk * len(plan) + stage, chunks * len(plan) - 1
+            due = {Forward, *backward}
+            due |= {RecvActivation, *((SendGrad,) if backward else ())} if place > 0 else set()
+            due |= {SendActivation, *((RecvGrad,) if backward else ())} if place < last else set()
+            done = _in_order(instructions, stage, chunk)
+            for kind in due | done.keys():
+                wanted = micros if kind in due else 0
+                if done[kind] != wanted:
                     raise ScheduleError(
-                        f"stage {stage}: {compute.__name__} runs for {done}, not once for each of {micros}"
+                        f"stage {stage}: {done[kind]} {kind.__name__} of chunk {chunk} where {wanted} are due"
                     )
-            _check_order(instructions, stage, chunk)
-            _check_messages(plan, stage, chunk, chunks)
     times(plan)
 
 
-def _check_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> None:
-    """Forward, then backward, then weights; the micro-batches of each in rising order, as messages are expected."""
-    done: dict[type, int] = {}
-    for each in instructions:
+def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Counter[type[Instruction]]:
+    """How many of each kind there are; raises unless each kind takes the micro-batches in rising order, after what it needs."""
+    done: Counter[type[Instruction]] = Counter()
+    for each in (i for i in instructions if i.chunk == chunk):
         kind = type(each)
-        if each.chunk != chunk:
-            continue
-        before = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput}.get(kind)
-        if each.micro != done.get(kind, 0) or (before and done.get(before, 0) <= each.micro):
+        if each.micro != done[kind] or (kind in AFTER and done[AFTER[kind]] <= each.micro):
             raise ScheduleError(
                 f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} stands too early or too late"
             )
-        done[kind] = each.micro + 1
-
-
-def _check_messages(plan: Plan, stage: int, chunk: int, chunks: int) -> None:
-    stages = len(plan)
-    for kind, (hop, sender) in SENT_BY.items():
-        place = chunk * stages + stage + hop
-        received = [i.micro for i in plan[stage] if type(i) is kind and i.chunk == chunk]
-        sent = []
-        if 0 <= place < stages * chunks:
-            there = plan[place % stages]
-            sent = [i.micro for i in there if type(i) is sender and i.chunk == place // stages]
-        if received != sent:
-            raise ScheduleError(
-                f"stage {stage} receives {kind.__name__} of {received}, stage {place % stages} sends {sent}"
-            )
+        done[kind] += 1
+    return done
 
 
 def times(
@@ -104,34 +90,33 @@ def times(
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` that
     computes gradients of weights, by default half of it. message: time on the way.
     """
-    chunks, stages = chunks_of(plan), len(plan)
+    chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight
     cost = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
-    todo = [list(reversed(stage)) for stage in plan]
+    todo = [deque(stage) for stage in plan]
     clock = [0.0] * stages
-    arrival: dict[tuple[int, type, int], float] = {}
+    wires: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # when what a virtual stage sent arrives
     spans: list[Span] = []
     while any(todo):
-        moved = False
+        left = sum(map(len, todo))
         for stage, rest in enumerate(todo):
             while rest:
-                head = rest[-1]
+                head = rest[0]
                 kind, place = type(head), head.chunk * stages + stage
                 if kind in SENT_BY:
                     hop, sender = SENT_BY[kind]
-                    if (place + hop, sender, head.micro) not in arrival:
+                    if not (wire := wires[place + hop, sender]):
                         break
-                    clock[stage] = max(clock[stage], arrival[place + hop, sender, head.micro])
+                    clock[stage] = max(clock[stage], wire.popleft())
                 elif kind in PASSES:
                     begin = clock[stage]
                     clock[stage] += cost[kind] / chunks
                     spans.append(Span(stage, head.micro, head.chunk, PASSES[kind], begin, clock[stage]))
                 else:
-                    arrival[place, kind, head.micro] = clock[stage] + message
-                rest.pop()
-                moved = True
-        if not moved:
-            waiting = ", ".join(f"stage {s} at {type(r[-1]).__name__}({r[-1].micro})" for s, r in enumerate(todo) if r)
+                    wires[place, kind].append(clock[stage] + message)
+                rest.popleft()
+        if left == sum(map(len, todo)):
+            waiting = ", ".join(f"stage {s} at {type(r[0]).__name__}({r[0].micro})" for s, r in enumerate(todo) if r)
             raise ScheduleError(f"the stages wait for each other for ever: {waiting}")
     return spans
 

@@ -13,7 +13,6 @@ from tds.schedule import (
     SendGrad,
     forward_only,
     gpipe,
-    in_flight,
     one_forward_one_backward,
     schedule_of,
     zero_bubble,
@@ -91,9 +90,9 @@ def test_memory_of_1f1b_and_of_zb_h1_is_bounded_by_the_stages(stages: int) -> No
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
-def test_memory_is_what_in_flight_says(extra: int) -> None:
+def test_extra_warmup_costs_the_memory_that_its_docstring_says(extra: int) -> None:
     plan = plan_of({"extra_warmup": extra}, 4, 16)
-    assert [most_in_flight(stage) for stage in plan] == [in_flight(s, 4, 16, extra) for s in range(4)]
+    assert [most_in_flight(stage) for stage in plan] == [(4 - 1 - s) * (1 + extra) + 1 for s in range(4)]
     assert [most_in_flight(stage) for stage in plan_of({"schedule": "gpipe"}, 4, 16)] == [16] * 4
 
 
@@ -137,8 +136,10 @@ def test_forward_only(stages: int) -> None:
     ("plan", "message"),
     [
         ([[Forward(0), SendActivation(0), RecvGrad(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0)]],
-         r"stage 0 receives RecvGrad of \[0\], stage 1 sends \[\]"),
-        ([[Forward(0), Forward(1), Backward(1)]], r"stage 0: Backward runs for \[1\], not once for each of 2"),
+         "stage 1: 0 SendGrad of chunk 0 where 1 are due"),
+        ([[Forward(0), Forward(1), Backward(1)]], r"stage 0: Backward\(1\) of chunk 0 stands too early or too late"),
+        ([[Forward(0), Forward(1), Backward(0)]], "stage 0: 1 Backward of chunk 0 where 2 are due"),
+        ([[Forward(0), SendGrad(0), Backward(0)]], "stage 0: 1 SendGrad of chunk 0 where 0 are due"),
         ([[RecvGrad(0), Forward(0), SendActivation(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0), SendGrad(0)]],
          r"wait for each other for ever: stage 0 at RecvGrad\(0\), stage 1 at RecvActivation\(0\)"),
         ([[Forward(0), SendActivation(0), Forward(1), SendActivation(1)],

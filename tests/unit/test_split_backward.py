@@ -30,7 +30,7 @@ def block() -> nn.Module:
 
 
 MODELS: list[tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = [
-    (Odd, (5, 8), {"twice.weight", "twice.bias"}),
+    (Odd, (5, 8), {"twice.weight", "twice.bias", "alone"}),
     (block, (2, 5, 16), set()),
     (lambda: nn.Sequential(block(), block(), block()), (2, 5, 16), set()),
 ]
