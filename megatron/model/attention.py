@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
+from . import biased_attention
 from .masks import causal_mask
 
 
@@ -102,6 +103,8 @@ class Attention(nn.Module):
         if plain_causal and (bias is not None or q != k):
             mask, plain_causal = causal_mask(q, k, query.device), False
         if bias is not None:
+            if not p and biased_attention.serves(query, bias):
+                return biased_attention.biased_attention(query, key, value, bias, mask, self.scale)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale

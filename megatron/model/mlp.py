@@ -36,9 +36,10 @@ class _GatedGelu(torch.autograd.Function):
         return torch.stack([of_gate, of_value], -1).view(x.shape)
 
 
-def _apart(x: Tensor) -> Tensor:
-    """[..., 2 f] -> copies of gate and value, [2, ..., f]."""
-    return x.view(*x.shape[:-1], -1, 2).movedim(-1, 0).contiguous()
+def _apart(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., 2 f] -> copies of gate and value, [..., f] each."""
+    pairs = x.view(*x.shape[:-1], -1, 2)
+    return pairs[..., 0].contiguous(), pairs[..., 1].contiguous()
 
 
 def gated_gelu(x: Tensor) -> Tensor:

@@ -3,16 +3,52 @@
 Shapes: h hidden.
 """
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
 
 
-def build_norm(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
+class RMSNorm(nn.RMSNorm):
+    """On a CPU torch's own keeps both the input and the normalized input, and goes over them a dozen times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(x)
+        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """[..., h], in fp32 inside; keeps its input alone, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        factor: Tensor = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, factor)
+        return (wide * factor).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, weight, factor = ctx.saved_tensors
+        normal = x * factor  # fp32
+        of_x = of_weight = None
+        if mpu.is_asked_for(ctx, 1):
+            of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        if mpu.is_asked_for(ctx, 0):
+            wide = grad * weight.to(factor.dtype)
+            along = torch.linalg.vecdot(wide, normal).unsqueeze(-1) / x.shape[-1]
+            of_x = wide.addcmul_(normal, along, value=-1).mul_(factor).to(x.dtype)
+        return of_x, of_weight, None
+
+
+def build_norm(config: ModelConfig) -> nn.LayerNorm | RMSNorm:
     """LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h; a copy on every rank."""
     if config.normalization == "rmsnorm":
-        rms = nn.RMSNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        rms = RMSNorm(config.hidden_size, eps=config.layernorm_epsilon)
         mpu.shared_along_sequence(mpu.declare(rms.weight, init_std=None))
         return rms
     norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)

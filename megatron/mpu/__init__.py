@@ -24,6 +24,7 @@ from .mappings import (
     scatter_to_model_parallel_region,
 )
 from .mesh import Axis, Mesh
+from .overlap import is_asked_for
 from .random import RngStreams, checkpoint, derive_seed
 from .reducer import GradReducer
 from .sequence import (
@@ -165,6 +166,7 @@ __all__ = [
     "get_topology",
     "grad_norm",
     "initialize_model_parallel",
+    "is_asked_for",
     "model_parallel_is_initialized",
     "own_stretch",
     "pad_sequence",

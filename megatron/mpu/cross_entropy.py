@@ -78,12 +78,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         out[:, real:] = 0.0
         for chunk in _chunks(logits) if real else []:
-            d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype)
+            same = out.dtype == grad.dtype  # then no copy is needed
+            d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
             d *= (grad[chunk] * share[chunk]).unsqueeze(-1)
             if eps:
                 d -= (eps / ctx.vocab_size * grad[chunk]).unsqueeze(-1)
             d.scatter_add_(-1, local[chunk].unsqueeze(-1), ((eps - 1) * mine[chunk] * grad[chunk]).unsqueeze(-1))
-            out[chunk, :real] = d
+            if not same:
+                out[chunk, :real] = d
         return out, None, None, None, None
 
 

@@ -1,0 +1,113 @@
+"""Functions with a backward pass of their own against what autograd makes of the formula."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.model.biased_attention import biased_attention
+from megatron.model.norm import RMSNorm
+from tds.split_backward import backward_input
+
+Inputs = tuple[Tensor, ...]
+
+
+def _attention_inputs(dtype: torch.dtype) -> Inputs:
+    dice = torch.Generator().manual_seed(1)
+    shapes = ((3, 2, 5, 4), (3, 2, 7, 4), (3, 2, 7, 4), (1, 2, 5, 7))
+    return tuple(torch.randn(s, generator=dice, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes)
+
+
+def _mask(samples: int) -> Tensor | None:
+    """Every query sees something; 0 samples: no mask."""
+    if not samples:
+        return None
+    seen = torch.rand(samples, 1, 5, 7, generator=torch.Generator().manual_seed(2)) > 0.4
+    return seen | (torch.arange(7) == 3)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+    scores = 0.7 * query @ key.mT + bias
+    return torch.softmax(scores if mask is None else scores.masked_fill(~mask, -torch.inf), -1) @ value
+
+
+@pytest.mark.parametrize("samples", [0, 1, 3], ids=["no mask", "one mask for all", "a mask each"])
+def test_biased_attention(samples: int) -> None:
+    mask, inputs = _mask(samples), _attention_inputs(torch.float64)
+    grad = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = _plain(*inputs, mask)
+    found = biased_attention(*inputs, mask, 0.7)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    pairs = zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_biased_attention_in_bf16_is_as_near_as_rounding_lets_it_be() -> None:
+    inputs = _attention_inputs(torch.bfloat16)
+    wide = tuple(x.detach().double().requires_grad_() for x in inputs)
+    ours = torch.autograd.grad(biased_attention(*inputs, None, 0.7).sum(), inputs)
+    theirs = torch.autograd.grad(_plain(*wide, None).sum(), wide)
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # bf16 has 8 bits
+
+
+class _Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(1, 2, 5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return biased_attention(x, 2 * x, 3 * x, self.bias, None, 0.7)
+
+
+@pytest.mark.parametrize("make", [_Attends, lambda: RMSNorm(4, eps=1e-6)], ids=["biased attention", "rms norm"])
+def test_the_backward_pass_may_be_cut_in_two(make: Callable[[], Any]) -> None:
+    """As zb-h1 cuts it: the gradient of the input first, that of the weight later, each once."""
+    torch.manual_seed(4)
+    layer, x = make(), torch.randn(3, 2, 5, 4)
+    (weight,) = layer.parameters()
+    found = []
+    for split in (False, True):
+        weight.grad, leaf = None, x.clone().requires_grad_()
+        out = layer(leaf)
+        if split:
+            rest = backward_input([out], [torch.cos(out.detach())], [leaf])
+            assert weight.grad is None
+            rest.run()
+        else:
+            out.backward(torch.cos(out.detach()))
+        found.append((leaf.grad, weight.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    ours, theirs = RMSNorm(12, eps=1e-6, dtype=dtype), nn.RMSNorm(12, eps=1e-6, dtype=torch.float64)
+    with torch.no_grad():
+        theirs.weight.copy_(ours.weight.normal_())
+    x, grad = torch.randn(3, 5, 12).to(dtype), torch.randn(3, 5, 12).to(dtype)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]  # of 52, 23 and 8 bits
+    found = []
+    for norm in (ours, theirs):
+        leaf = x.detach().to(norm.weight.dtype, copy=True).requires_grad_()
+        out = norm(leaf)
+        out.backward(grad.to(out.dtype))
+        found.append([each.double() for each in (out.detach(), leaf.grad, norm.weight.grad)])
+    torch.testing.assert_close(*found, atol=tolerance, rtol=tolerance)
+
+
+def test_gated_gelu() -> None:
+    from megatron.model.mlp import gated_gelu
+
+    torch.manual_seed(6)
+    x = torch.randn(2, 3, 10, dtype=torch.float64, requires_grad=True)
+    plain = F.gelu(x[..., ::2], approximate="tanh") * x[..., 1::2]
+    grad = torch.randn_like(plain)
+    torch.testing.assert_close(gated_gelu(x), plain)
+    torch.testing.assert_close(torch.autograd.grad(gated_gelu(x), x, grad), torch.autograd.grad(plain, x, grad))
