@@ -31,11 +31,48 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """On [n, v/t]. Probabilities are computed again for the backward pass, chunk by chunk, and never stored.
+def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> Tensor:
+    """The losses where this rank has all logits [n, v]: in one pass."""
+    loss = torch.empty_like(target, dtype=dtype)
+    for chunk in _chunks(x):
+        logs = torch.log_softmax(x[chunk], dim=-1, dtype=dtype)
+        loss[chunk] = -logs.gather(-1, target[chunk].unsqueeze(-1)).squeeze(-1)
+        if label_smoothing:
+            loss[chunk] = (1 - label_smoothing) * loss[chunk] - label_smoothing * logs.mean(-1)
+    return loss
+
+
+def _together(
+    x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
+) -> tuple[Tensor, Tensor]:
+    """This rank's share of each token's probability, and the losses. x: its logits; target: -1 where another rank has it.
 
     torch's softmax is one fast pass on every device; what the other ranks hold only scales it.
     """
+    # A rank with nothing but padding adds nothing: its maximum is minus infinity.
+    real = x.shape[-1]
+    top = x.amax(dim=-1).to(dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
+    of_top = torch.ones_like(top)  # probability of the maximum among the logits of this rank
+    for chunk in _chunks(x) if real else []:
+        of_top[chunk] = torch.softmax(x[chunk], dim=-1, dtype=dtype).amax(dim=-1)
+
+    shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
+    own_sum = (top - shift).exp() / of_top  # of exponentials, less shift, as all that follows
+    sum_exp = _total(own_sum.clone(), axis)
+    target_logit = torch.zeros_like(top)
+    if real:
+        found = x.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(dtype)
+        target_logit = torch.where(target >= 0, found - shift, 0.0)
+    log_z = sum_exp.log()
+    loss = log_z - _total(target_logit, axis)
+    if label_smoothing:
+        mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - shift
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
+    return own_sum / sum_exp, loss
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """On [n, v/t]. Probabilities are computed again for the backward pass, chunk by chunk, and never stored."""
 
     @staticmethod
     def forward(
@@ -49,25 +86,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         mine = (local >= 0) & (local < real)
         local = local.masked_fill(~mine, 0)
         x = logits[:, :real]
-        # A rank with nothing but padding adds nothing: its maximum is minus infinity.
-        top = x.amax(dim=-1).to(dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
-        of_top = torch.ones_like(top)  # probability of the maximum among the logits of this rank
-        for chunk in _chunks(logits) if real else []:
-            of_top[chunk] = torch.softmax(x[chunk], dim=-1, dtype=dtype).amax(dim=-1)
-
-        shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
-        own_sum = (top - shift).exp() / of_top  # of exponentials, less shift, as all that follows
-        sum_exp = _total(own_sum.clone(), axis)
-        target_logit = torch.zeros_like(top)
-        if real:
-            target_logit = torch.where(mine, x.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(dtype) - shift, 0.0)
-        log_z = sum_exp.log()
-        loss = log_z - _total(target_logit, axis)
-        if label_smoothing:
-            mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - shift
-            loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
-
-        ctx.save_for_backward(logits, own_sum / sum_exp, local, mine)
+        if axis.size == 1:
+            share = torch.ones_like(target, dtype=dtype)
+            loss = _alone(x, local, dtype, label_smoothing)
+        else:
+            share, loss = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
+        ctx.save_for_backward(logits, share, local, mine)
         ctx.label_smoothing, ctx.vocab_size, ctx.real = label_smoothing, vocab_size, real
         return loss
 
