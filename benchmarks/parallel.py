@@ -55,7 +55,7 @@ def alone(args: argparse.Namespace, text: Any) -> Step:
     from megatron.mpu import mesh
 
     before = mesh.current()
-    mesh.enter(mesh.Mesh())
+    mesh.enter(mesh.Mesh(onednn=before.onednn))
     model = GPT2Model(parse(_flags(args, "").split()))
     mesh.enter(before)
     return _loop(model, lambda: model(text[:, :-1], labels=text[:, 1:]).mean())

@@ -8,7 +8,7 @@ import torch
 from .config import Config
 from .model.attention import Attention
 from .model.block import Dropout, TransformerLayer
-from .mpu import mappings, overlap
+from .mpu import linear, mappings
 from .runtime import print_rank_0
 
 
@@ -37,7 +37,7 @@ def _keep_outside() -> None:
         (Attention, "_with_dropout"),
         (Attention, "_computed_again"),
         (mappings, "over_ranks"),
-        (overlap, "linear_over_ranks"),
+        (linear, "_own_linear"),
     ]
     for owner, name in kept:
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]

@@ -206,6 +206,12 @@ class TrainConfig(Section):
     compile: bool = opt(
         False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
     )
+    cpu_matmul: str = opt(
+        "auto",
+        "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes onednn on AMD's CPUs with AVX-512, "
+        "where it is twice as fast",
+        one_of("auto", "torch", "onednn"),
+    )
     keep_freed_memory: bool = opt(
         True,
         "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page anew",

@@ -51,5 +51,12 @@ def initialize_megatron(config: Config) -> torch.device:
         raise ConfigError(f"{dist.get_world_size()} ranks are running, the launcher announced {world_size()}")
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
-    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, p.sequence_parallel)
+    onednn = _onednn(config.train.cpu_matmul, device)
+    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, p.sequence_parallel, onednn)
     return device
+
+
+def _onednn(wanted: str, device: torch.device) -> bool:
+    if wanted == "onednn" and not mpu.onednn_is_there():
+        raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
+    return mpu.onednn_is_there() and (wanted == "onednn" or (wanted == "auto" and device_module.slow_blas(device)))

@@ -17,6 +17,7 @@ from .layers import (
     declare,
     padded_vocab_size,
 )
+from .linear import is_asked_for, onednn_is_there
 from .mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -24,7 +25,6 @@ from .mappings import (
     scatter_to_model_parallel_region,
 )
 from .mesh import Axis, Mesh
-from .overlap import is_asked_for
 from .random import RngStreams, checkpoint, derive_seed
 from .reducer import GradReducer
 from .sequence import (
@@ -40,12 +40,17 @@ from .topology import Coord, Topology
 
 
 def initialize_model_parallel(
-    model_parallel_size: int = 1, pipe_parallel_size: int = 1, seed: int = 1234, sequence_parallel: bool = False
+    model_parallel_size: int = 1,
+    pipe_parallel_size: int = 1,
+    seed: int = 1234,
+    sequence_parallel: bool = False,
+    onednn: bool = False,
 ) -> Mesh:
     """Lay the running ranks out as pipe x data x model and make their groups.
 
     sequence_parallel: let layers built from now on keep hidden states split along the sequence over
     the model-parallel ranks (Korthikanti et al. 2022); without effect where such a rank is alone.
+    onednn: let linear layers built from now on multiply by oneDNN, see `linear.py`.
     Raises ValueError if the product of the two sizes does not divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
@@ -55,7 +60,7 @@ def initialize_model_parallel(
             f"pipeline-parallel size {max(pipe_parallel_size, 1)} must divide them"
         )
     topology = Topology(pipe=max(pipe_parallel_size, 1), data=world // cell, model=model_parallel_size)
-    _mesh.enter(Mesh.build(topology, seed, sequence_parallel))
+    _mesh.enter(Mesh.build(topology, seed, sequence_parallel, onednn))
     return _mesh.current()
 
 
@@ -166,6 +171,7 @@ __all__ = [
     "get_topology",
     "grad_norm",
     "initialize_model_parallel",
+    "onednn_is_there",
     "is_asked_for",
     "model_parallel_is_initialized",
     "own_stretch",

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import overlap
+from .linear import linear
 from .mappings import (
     gather_from_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import Axis, current
+from .mesh import ALONE, Axis, current
 from .sequence import reduce_scatter_to_sequence_parallel_region, shared_along_sequence
 
 ZEROS, ONES = 0.0, None
@@ -75,7 +75,7 @@ class VocabParallelEmbedding(nn.Module):
         axis: Axis | None = None,
     ) -> None:
         super().__init__()
-        self.axis = axis or current().model
+        self.axis, self.onednn = axis or current().model, current().onednn
         self.vocab_size = vocab_size
         self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
         self.first_row = self.axis.rank * self.rows
@@ -98,12 +98,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] (or [s/t, b, h]) -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""
-        return _linear(hidden, self.weight, None, self.axis)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-    """x W^T + b for this rank's rows of W, where all ranks work on the same x."""
-    return F.linear(x, weight, bias) if axis.size == 1 else overlap.linear_over_ranks(x, weight, bias, axis)
+        return linear(hidden, self.weight, None, self.axis, self.onednn)
 
 
 def _sum(x: Tensor, axis: Axis) -> Tensor:
@@ -134,7 +129,7 @@ class ColumnParallelLinear(nn.Module):
         axis: Axis | None = None,
     ) -> None:
         super().__init__()
-        self.axis = axis or current().model
+        self.axis, self.onednn = axis or current().model, current().onednn
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
         weight = nn.Parameter(torch.empty(columns, input_size))
@@ -145,7 +140,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., i] -> [..., o/t] or [..., o]; with sequence parallelism from [s/t, b, i], of the whole sequence"""
-        y = _linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis)
+        y = linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis, self.onednn)
         if self.gather_output:
             y = gather_from_model_parallel_region(y, self.axis)
         return y, self.bias if self.skip_bias_add else None
@@ -172,7 +167,7 @@ class RowParallelLinear(nn.Module):
         axis: Axis | None = None,
     ) -> None:
         super().__init__()
-        self.axis = axis or current().model
+        self.axis, self.onednn = axis or current().model, current().onednn
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")
         weight = nn.Parameter(torch.empty(output_size, rows))
@@ -186,8 +181,8 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
         if self.axis.size == 1:  # no sum stands between product and bias: the two are one operation
-            return F.linear(x, self.weight, self.bias), None
-        y = _sum(F.linear(x, self.weight), self.axis)
+            return linear(x, self.weight, self.bias, self.axis, self.onednn), None
+        y = _sum(linear(x, self.weight, None, ALONE, self.onednn), self.axis)
         if self.skip_bias_add:
             return y, self.bias
         return (y if self.bias is None else y + self.bias), None

@@ -40,7 +40,8 @@ class Mesh:
     """All lines through this rank.
 
     pipe, data, model: along one axis; replica: the ranks that hold one copy of the model
-    together (pipe x model), over which a norm of all parameters is summed.
+    together (pipe x model), over which a norm of all parameters is summed. onednn: let linear layers
+    built from now on multiply fp32 matrices on a CPU by oneDNN instead of torch's BLAS.
     """
 
     topology: Topology = Topology()
@@ -49,9 +50,12 @@ class Mesh:
     model: Axis = ALONE
     replica: Axis = ALONE
     rng: RngStreams = field(default_factory=RngStreams)
+    onednn: bool = False
 
     @classmethod
-    def build(cls, topology: Topology, seed: int = 1234, sequence_parallel: bool = False) -> "Mesh":
+    def build(
+        cls, topology: Topology, seed: int = 1234, sequence_parallel: bool = False, onednn: bool = False
+    ) -> "Mesh":
         """Make the groups; every rank of the world must call this with the same arguments."""
         if dist.get_world_size() != topology.world_size():
             raise ValueError(
@@ -63,7 +67,7 @@ class Mesh:
         if sequence_parallel and topology.model > 1:
             lines["model"] = replace(lines["model"], sequence_parallel=True)
         rng = RngStreams(seed, data_rank=lines["data"].rank, model_rank=lines["model"].rank)
-        return cls(topology, **lines, replica=replica, rng=rng)
+        return cls(topology, **lines, replica=replica, rng=rng, onednn=onednn)
 
     @staticmethod
     def _line(topology: Topology, *varying: str) -> Axis:

@@ -52,13 +52,14 @@ def whole_length(x: Tensor, axis: Axis | None = None) -> int:
 
 
 class Pending:
-    """A collective under way; `wait()` gives its result."""
+    """A collective under way; `wait()` gives its result. work: None where there is nobody to wait for."""
 
-    def __init__(self, work: dist.Work, result: Tensor, parts: int = 0) -> None:
+    def __init__(self, work: dist.Work | None, result: Tensor, parts: int = 0) -> None:
         self._work, self._result, self._parts = work, result, parts
 
     def wait(self) -> Tensor:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._result.view(self._parts, -1, *self._result.shape[1:]).sum(0) if self._parts else self._result
 
 

@@ -1,0 +1,93 @@
+"""x W^T + b, whose backward pass talks to the other ranks while it computes.
+
+The gradient of the input is a sum over the ranks, that of the weight is each rank's own: so the sum is
+under way while the weight's gradient is computed (Narayanan et al. 2021; in Megatron-LM
+`LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only the rank's own stretch of
+the input is kept, and gathered once more while the input's gradient is computed (Korthikanti et al. 2022).
+
+On a CPU torch multiplies fp32 matrices by the BLAS that it was built with. That is MKL, which uses half of what
+the AVX-512 units of other makers' CPUs can do; oneDNN, which torch brings along, uses them whole.
+
+Shapes: ... s, b sequence and batch or any others, i features in, o features out, t model-parallel ranks.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from .mesh import Axis
+from .sequence import Pending, start_all_gather, start_reduce_scatter
+
+FEWEST_ROWS = 32  # fewer, as in decoding, are a matter of reading the weights, where torch's BLAS is as fast
+
+
+def onednn_is_there() -> bool:
+    """Whether this build of torch multiplies by oneDNN when asked; the operator is the one that its compiler emits."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, onednn: bool = False) -> Tensor:
+    """x [..., i], the same on all ranks of `axis`, or with sequence parallelism [s/t, ..., i] -> [..., o/t] of the whole sequence.
+
+    onednn: multiply by oneDNN, where the dtype is fp32 and the device a CPU.
+    """
+    onednn = onednn and x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[:-1].numel() >= FEWEST_ROWS
+    if axis.size == 1 and not onednn:
+        return F.linear(x, weight, bias)
+    return _own_linear(x, weight, bias, axis, onednn)
+
+
+def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, onednn: bool) -> Tensor:
+    return _Linear.apply(x, weight, bias, axis, onednn)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+    """x [..., i] times weight [o, i] transposed, either of them laid out in any way -> [..., o]"""
+    if onednn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return F.linear(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, onednn: bool) -> Tensor:
+        ctx.axis, ctx.onednn = axis, onednn
+        ctx.save_for_backward(x, weight)
+        return _product(start_all_gather(x, axis).wait() if axis.sequence_parallel else x, weight, bias, onednn)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = (is_asked_for(ctx, i) for i in range(3))
+        # Started first, so that all ranks start the same collectives in the same order.
+        whole = start_all_gather(x, ctx.axis) if of_weight and ctx.axis.sequence_parallel else None
+        summed = _start_sum(_product(grad, weight.t(), None, ctx.onednn), ctx.axis) if of_x else None
+        weight_grad = bias_grad = None
+        flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
+        if of_weight:
+            x = whole.wait() if whole is not None else x
+            weight_grad = _product(flat.t(), x.reshape(-1, x.shape[-1]).t(), None, ctx.onednn)
+        if of_bias:
+            bias_grad = flat.sum(0)
+        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None
+
+
+def _start_sum(x: Tensor, axis: Axis) -> Pending:
+    if axis.sequence_parallel:
+        return start_reduce_scatter(x, axis)
+    return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
+
+
+def is_asked_for(ctx: Any, i: int) -> bool:
+    """Whether this backward pass goes on to input `i`: a pipeline may ask for inputs and weights apart (Qi et al. 2023)."""
+    behind = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None is not counted
+    if behind is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(behind)
+    except RuntimeError:
+        return True  # within torch.autograd.grad torch does not say; what nobody wants is dropped
