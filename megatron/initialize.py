@@ -51,12 +51,13 @@ def initialize_megatron(config: Config) -> torch.device:
         raise ConfigError(f"{dist.get_world_size()} ranks are running, the launcher announced {world_size()}")
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
-    onednn = _onednn(config.train.cpu_matmul, device)
+    onednn = cpu_products_by_onednn(config.train.cpu_matmul, device)
     mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, p.sequence_parallel, onednn)
     return device
 
 
-def _onednn(wanted: str, device: torch.device) -> bool:
+def cpu_products_by_onednn(wanted: str, device: torch.device) -> bool:
+    """What `--cpu-matmul` comes to here. Raises ConfigError if it asks for what there is not."""
     if wanted == "onednn" and not mpu.onednn_is_there():
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     return mpu.onednn_is_there() and (wanted == "onednn" or (wanted == "auto" and device_module.slow_blas(device)))

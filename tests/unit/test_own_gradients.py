@@ -8,8 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron import mpu
+from megatron.arguments import parse
+from megatron.initialize import cpu_products_by_onednn
 from megatron.model.biased_attention import biased_attention
+from megatron.model.mlp import gated_gelu
 from megatron.model.norm import RMSNorm
+from megatron.mpu.linear import linear
+from megatron.mpu.mesh import ALONE
+from megatron.options import ConfigError
 from tds.split_backward import backward_input
 
 Inputs = tuple[Tensor, ...]
@@ -65,7 +72,23 @@ class _Attends(nn.Module):
         return biased_attention(x, 2 * x, 3 * x, self.bias, None, 0.7)
 
 
-@pytest.mark.parametrize("make", [_Attends, lambda: RMSNorm(4, eps=1e-6)], ids=["biased attention", "rms norm"])
+class _Multiplies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x.repeat(2, 1, 1, 1), self.weight, None, ALONE, onednn=True)
+
+
+needs_onednn = pytest.mark.skipif(not mpu.onednn_is_there(), reason="this build of torch has no oneDNN")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_Attends, lambda: RMSNorm(4, eps=1e-6), pytest.param(_Multiplies, marks=needs_onednn)],
+    ids=["biased attention", "rms norm", "linear by oneDNN"],
+)
 def test_the_backward_pass_may_be_cut_in_two(make: Callable[[], Any]) -> None:
     """As zb-h1 cuts it: the gradient of the input first, that of the weight later, each once."""
     torch.manual_seed(4)
@@ -103,11 +126,46 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
 
 def test_gated_gelu() -> None:
-    from megatron.model.mlp import gated_gelu
-
     torch.manual_seed(6)
     x = torch.randn(2, 3, 10, dtype=torch.float64, requires_grad=True)
     plain = F.gelu(x[..., ::2], approximate="tanh") * x[..., 1::2]
     grad = torch.randn_like(plain)
     torch.testing.assert_close(gated_gelu(x), plain)
     torch.testing.assert_close(torch.autograd.grad(gated_gelu(x), x, grad), torch.autograd.grad(plain, x, grad))
+
+
+@needs_onednn
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_by_onednn_is_fp32_to_its_last_bits(with_bias: bool) -> None:
+    """No more than a few roundings of fp32 off, for inputs laid out in any way."""
+    torch.manual_seed(7)
+    x = torch.randn(10, 65, 7).transpose(0, 2).requires_grad_()  # [7, 65, 10], not contiguous
+    inputs = [x, torch.randn(9, 10, requires_grad=True), *([torch.randn(9, requires_grad=True)] if with_bias else [])]
+    grad = torch.randn(9, 65, 7).transpose(0, 2)
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    ours, exact = linear(inputs[0], inputs[1], inputs[2] if with_bias else None, ALONE, onednn=True), F.linear(*wide)
+    assert type(ours.grad_fn).__name__ == "_LinearBackward"
+    found = [ours, *torch.autograd.grad(ours, inputs, grad)]
+    for mine, true in zip(found, [exact, *torch.autograd.grad(exact, wide, grad.double())], strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=1e-5)  # sums of up to 455 products
+
+
+def test_what_onednn_does_not_do_is_torchs() -> None:
+    weight = torch.randn(3, 4)
+    for rows, dtype in ((4, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
+        x = torch.randn(rows, 4, dtype=dtype, requires_grad=True)
+        assert type(linear(x, weight.to(dtype), None, ALONE, onednn=True).grad_fn).__name__ != "_LinearBackward"
+
+
+def test_who_multiplies_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for slow in (True, False):
+        monkeypatch.setattr("megatron.device.slow_blas", lambda device, slow=slow: slow)
+        monkeypatch.setattr("megatron.mpu.onednn_is_there", lambda: True)
+        for flags, expected in (("", slow), ("--cpu-matmul torch", False), ("--cpu-matmul onednn", True)):
+            assert cpu_products_by_onednn(parse(flags.split()).train.cpu_matmul, cpu) == expected
+    monkeypatch.setattr("megatron.mpu.onednn_is_there", lambda: False)
+    assert not cpu_products_by_onednn("auto", cpu)
+    with pytest.raises(ConfigError, match="this build of torch has no oneDNN; use --cpu-matmul torch"):
+        cpu_products_by_onednn("onednn", cpu)
