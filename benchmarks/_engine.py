@@ -32,7 +32,7 @@ def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
 
 
 def ours(flags: str) -> Ours:
-    """An engine without a pipeline. The first step lets the process keep freed memory, as `train()` does."""
+    """An engine, of GPT-2 with a pipeline if the flags ask for one. The first step lets the process keep freed memory, as `train()` does."""
     import torch
 
     from megatron import device as device_module
@@ -43,15 +43,19 @@ def ours(flags: str) -> Ours:
     from megatron.engine import build_engine
     from megatron.initialize import initialize_megatron, world_size
     from megatron.metrics import Timers
-    from megatron.model import GPT2Model, T5Model
+    from megatron.model import GPT2Model, GPT2ModelPipe, T5Model
+    from megatron.model.masks import no_documents
 
     config = parse(flags.split())
     device = initialize_megatron(config)
     runtime.start(config, None, Timers())
     resolved = resolve(config, world_size(), device_module.fast_bf16(device))
-    model = (T5Model if config.is_t5 else GPT2Model)(config)
+    pipeline = config.parallel.pipe_parallel_size > 0
+    model = (GPT2ModelPipe if pipeline else T5Model if config.is_t5 else GPT2Model)(config)
     compile_layers(model, config)
     inputs, targets = tokens_of(config)
+    places, documents = torch.arange(inputs[0].shape[1]).expand_as(inputs[0]), no_documents(device)
+    model._megatron_batch_fn = lambda _: ((*inputs, places, documents), (targets, torch.ones_like(targets)))
     count = torch.tensor(float(targets.numel()), device=device)
 
     def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:

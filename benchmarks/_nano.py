@@ -27,6 +27,21 @@ class _Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.before_mlp(x)), approximate="tanh"))
 
 
+class _Words(nn.Module):
+    def __init__(self, vocab: int, positions: int, hidden: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab, hidden), nn.Embedding(positions, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))  # type: ignore[no-any-return]
+
+
+def nano_layers(vocab: int, positions: int, hidden: int, layers: int, heads: int) -> list[nn.Module]:
+    """The same as a list for pipelines, tokens [b, s] -> logits; the two matrices are not tied, as torch's pipelines want."""
+    scores = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False))
+    return [_Words(vocab, positions, hidden), *(_Layer(hidden, heads, False) for _ in range(layers)), scores]
+
+
 class Nano(nn.Module):
     """tokens [b, s + 1] -> mean loss"""
 

@@ -1,11 +1,13 @@
-"""Two ranks against peers that can do the same: data parallel (DDP, DeepSpeed) and tensor parallel (DTensor).
+"""Two ranks against peers that can do the same: data parallel (DDP, DeepSpeed), tensor parallel (DTensor), pipeline (torch, DeepSpeed).
 
     python benchmarks/parallel.py --kind dp --rounds 7
     python benchmarks/parallel.py --kind tp --rounds 7
+    python benchmarks/parallel.py --kind pp --rounds 7
 
 All contenders live on the same two gloo processes, one thread each, and make their steps in turn. "alone"
 is our model on each rank by itself, without a word to the other: the ideal of dp. Its time halved
-is the ideal of tp, where both ranks share one batch. Pipelines: benchmarks/pipeline_layers.py.
+is the ideal of tp and pp, where both ranks share one batch. With pp a step has 8 micro-batches of one sample, and torch's
+does not clip. The same layers in every pipeline engine: benchmarks/pipeline_layers.py.
 """
 
 import argparse
@@ -14,6 +16,11 @@ from typing import Any
 
 import _engine
 from _alternate import Step, alternate, leave, on_ranks, spread
+
+MICROS = 8  # of a pipeline's step
+PIPELINE = (
+    f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS} --no-tie-embeddings"
+)
 
 
 def _flags(args: argparse.Namespace, more: str) -> str:
@@ -97,6 +104,49 @@ def dtensor(args: argparse.Namespace, text: Any) -> Step:
     return _loop(model, lambda: model(text))
 
 
+def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
+    """The layers of `_nano` on two stages: as many transformer layers on either."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from _nano import nano_layers
+    from torch import Tensor, nn
+    from torch.distributed import pipelining
+
+    from tds._deepspeed import StockPipelineModule, quietly
+
+    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+    rank = dist.get_rank()
+    layers = nano_layers(args.vocab, args.seq, args.hidden, args.layers, 8)
+    half = 1 + args.layers // 2
+    module = nn.Sequential(*(layers[half:] if rank else layers[:half]))
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, MICROS, loss_fn=loss_fn)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    inputs, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def torchs() -> None:
+        schedule.step(*(() if rank else (inputs,)), **({"target": labels, "losses": []} if rank else {}))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    with quietly():
+        again = nano_layers(args.vocab, args.seq, args.hidden, args.layers, 8)
+        model = StockPipelineModule(again, num_stages=2, loss_fn=loss_fn, partition_method="type:_Layer")
+        config = {"train_batch_size": MICROS, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9}  # fmt: skip
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+    micros = list(zip(inputs.split(1), labels.split(1), strict=True))
+
+    def stock() -> None:
+        with quietly():
+            engine.train_batch(iter(micros))
+
+    return {"torch Schedule1F1B": torchs, "DeepSpeed PipelineEngine": stock}
+
+
 def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
     from _nano import Nano
 
@@ -105,7 +155,7 @@ def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("dp", "tp"), default="dp")
+    parser.add_argument("--kind", choices=("dp", "tp", "pp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--flags", default="", help="more of ours, e.g. --flags=--sequence-parallel")
@@ -118,21 +168,24 @@ def main() -> None:
     from megatron import device as device_module
 
     dice = torch.Generator().manual_seed(1)
-    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=dice)
-    first = _engine.ours(_flags(args, f"--model-parallel-size {2 if args.kind == 'tp' else 1} {args.flags}")).step
+    layout = {"dp": "", "tp": "--model-parallel-size 2", "pp": PIPELINE}[args.kind]
+    if args.kind == "pp":
+        args.batch = 1
+    first = _engine.ours(_flags(args, f"{layout} {args.flags}")).step
+    samples = MICROS if args.kind == "pp" else args.batch
+    text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
     torch.manual_seed(0)  # the peers' copies begin alike
     steps = {"ours": first, "alone": alone(args, text)}
-    steps |= (
-        {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
-        if args.kind == "dp"
-        else {"torch DTensor": dtensor(args, text)}
-    )
+    if args.kind == "dp":
+        steps |= {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
+    else:
+        steps |= {"torch DTensor": dtensor(args, text)} if args.kind == "tp" else pipelines(args, text)
     for step in steps.values():
         step()
     device_module.keep_freed_memory(torch.device("cpu"))  # all of them profit
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
-        tokens = args.batch * args.seq * (2 if args.kind == "dp" else 1)
+        tokens = samples * args.seq * (2 if args.kind == "dp" else 1)
         halves = 1.0 if args.kind == "dp" else 0.5
         print("| contender | tokens/s, median (lowest to highest) | ours / it, by round | share of the ideal |")
         print("| --- | --- | --- | --- |")

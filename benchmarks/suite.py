@@ -23,18 +23,19 @@ from typing import Any
 
 from _alternate import ROOT
 
-T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 4"
+T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8"
 SECTIONS = {
     "train-fp32": "run.py --precision fp32 --steps 1",
     "train-bf16": "run.py --precision bf16 --steps 1",
     "train-t5": f"run.py {T5_SMALL} --steps 1",
+    "train-t5-bf16": f"run.py {T5_SMALL} --precision bf16 --steps 1 --no-compile",
     "memory-fp32": "run.py --precision fp32 --batch 8 --steps 1 --no-compile --only Hugging_Face",
     "memory-bf16": "run.py --precision bf16 --batch 8 --steps 1 --no-compile --only Hugging_Face",
-    "memory-t5": f"run.py {T5_SMALL} --steps 1 --no-compile --only Hugging_Face --flags=--checkpoint-attention",
     "dp": "parallel.py --kind dp",
     "tp": "parallel.py --kind tp",
     "sp": "parallel.py --kind tp --flags=--sequence-parallel",
-    "pp": "pipeline_layers.py",
+    "pp": "parallel.py --kind pp",
+    "pp-same-layers": "pipeline_layers.py",
     "pp-two-gradients": "pipeline_layers.py --two-gradients",
     "pp-4": "pipeline_layers.py --stages 4",
     "engine": "pipeline.py --stages 2 --megabytes 1",
