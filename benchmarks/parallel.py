@@ -18,9 +18,7 @@ import _engine
 from _alternate import Step, alternate, leave, on_ranks, spread
 
 MICROS = 8  # of a pipeline's step
-PIPELINE = (
-    f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS} --no-tie-embeddings"
-)
+PIPELINE = f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS} --no-tie-embeddings"
 
 
 def _flags(args: argparse.Namespace, more: str) -> str:

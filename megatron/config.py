@@ -40,6 +40,9 @@ class ModelConfig(Section):
     checkpoint_attention: bool = opt(
         False, "compute attention's scores again in the backward pass instead of keeping them (selective recomputation)"
     )
+    offload_activations: bool = opt(
+        False, "what layers keep for the backward pass waits in the host's memory instead of the accelerator's"
+    )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0))
 
@@ -295,6 +298,14 @@ class Config:
         if m.checkpoint_attention and p.checkpoint_activations:
             raise ConfigError(
                 "--checkpoint-activations computes whole layers again, attention with them; leave --checkpoint-attention out"
+            )
+        if m.offload_activations and p.checkpoint_activations:
+            raise ConfigError(
+                "--checkpoint-activations leaves nothing that --offload-activations could move; leave one of them out"
+            )
+        if m.offload_activations and self.train.compile:
+            raise ConfigError(
+                "--offload-activations cannot look into layers that --compile compiles; leave one of them out"
             )
         if m.checkpoint_attention and p.pipeline_schedule == "zb-h1":
             raise ConfigError(

@@ -21,6 +21,7 @@ FREE = {
     "checkpoint_attention",
     "hidden_dropout",
     "attention_dropout",
+    "offload_activations",
     "init_method_std",
     "make_vocab_size_divisible_by",
 }

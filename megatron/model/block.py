@@ -4,6 +4,7 @@ Shapes: s sequence, b batch, h hidden.
 """
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from .attention import CrossAttention, KeyValueCache, SelfAttention
 from .masks import document_mask
 from .mlp import ParallelMLP
 from .norm import build_norm
+from .offload import offloaded
 
 
 class Dropout(nn.Module):
@@ -68,6 +70,7 @@ class TransformerLayer(nn.Module):
             self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
         self.post_attention_layernorm = build_norm(config)
         self.mlp = ParallelMLP(config, output_std)
+        self.offload = config.offload_activations
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
 
     def layer(
@@ -79,6 +82,12 @@ class TransformerLayer(nn.Module):
         caches: Caches | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h] (s/t with sequence parallelism). mask, bias: of self-attention, see `Attention.attend`."""
+        with offloaded() if self.offload and self.training else nullcontext():
+            return self._layer(hidden, mask, bias, encoded, caches)
+
+    def _layer(
+        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, encoded: Encoded | None, caches: Caches | None
+    ) -> Tensor:
         added, added_bias = self.attention(self.input_layernorm(hidden), mask, bias, caches and caches.own)
         hidden = hidden + self.attention_dropout(added if added_bias is None else added + added_bias)
         if encoded is not None:

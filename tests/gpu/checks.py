@@ -106,11 +106,12 @@ def fp16_finds_its_scale() -> str:
     return f"{skipped} steps skipped, scale {scales[-1]:g}, loss {found['losses'][0]:.2f} to {found['losses'][-1]:.2f}"
 
 
-def recomputation_draws_the_same_dropout() -> str:
+def recomputation_and_offloading_change_nothing() -> str:
     flags = f"{GPT2} --hidden-dropout 0.1 --attention-dropout 0.1 --precision fp32"
     kept = train(flags)["losses"]
     whole = close(train(f"{flags} --checkpoint-activations")["losses"], kept, 1e-5)
-    return f"whole layers {whole}, attention {close(train(f'{flags} --checkpoint-attention')['losses'], kept, 1e-5)}"
+    away = close(train(f"{flags} --offload-activations")["losses"], kept, 1e-5)
+    return f"offloaded {away}, whole layers {whole}, attention {close(train(f'{flags} --checkpoint-attention')['losses'], kept, 1e-5)}"
 
 
 def checkpoints_go_both_ways() -> str:
@@ -153,8 +154,9 @@ def recomputation_saves_memory() -> str:
     kept = train(flags, steps=2)
     peaks = {
         name: train(f"{flags} {name}", steps=2)["peak_mb"]
-        for name in ("--checkpoint-attention", "--checkpoint-activations")
+        for name in ("--checkpoint-attention", "--checkpoint-activations", "--offload-activations")
     }
+    assert peaks["--offload-activations"] < kept["peak_mb"]
     assert peaks["--checkpoint-activations"] < peaks["--checkpoint-attention"] < kept["peak_mb"]
     return f"{kept['peak_mb']:,.0f} MB; " + ", ".join(f"{name} {mb:,.0f} MB" for name, mb in peaks.items())
 
@@ -163,7 +165,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     check.__name__: check
     for check in (
         fp32_equals_the_cpu, bf16_follows_the_cpu_in_fp32, flash_equals_math, fp16_finds_its_scale,
-        recomputation_draws_the_same_dropout, checkpoints_go_both_ways, an_offloaded_optimizer_agrees,
+        recomputation_and_offloading_change_nothing, checkpoints_go_both_ways, an_offloaded_optimizer_agrees,
         compiled_layers_agree, recomputation_saves_memory,
     )
 }  # fmt: skip
