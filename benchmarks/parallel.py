@@ -60,10 +60,16 @@ def alone(args: argparse.Namespace, text: Any) -> Step:
     from megatron.mpu import mesh
 
     before = mesh.current()
-    mesh.enter(mesh.Mesh(onednn=before.onednn))
-    model = GPT2Model(parse(_flags(args, "").split()))
-    mesh.enter(before)
-    return _loop(model, lambda: model(text[:, :-1], labels=text[:, 1:]).mean())
+    single = mesh.Mesh(onednn=before.onednn)
+
+    def by_itself(call: Callable[[], Any]) -> Any:
+        mesh.enter(single)
+        found = call()
+        mesh.enter(before)
+        return found
+
+    model = by_itself(lambda: GPT2Model(parse(_flags(args, "").split())))
+    return _loop(model, lambda: by_itself(lambda: model(text[:, :-1], labels=text[:, 1:]).mean()))
 
 
 def ddp(args: argparse.Namespace, text: Any) -> Step:

@@ -111,10 +111,13 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
             for c in range(chunks)
         ]
         schedule = kind(parts[0] if single else parts, args.micros, loss_fn=loss_fn)
+        optimizer = torch.optim.SGD([p for part in parts for p in part.submod.parameters()], lr=0.0)
 
         def step() -> None:
             last = {"target": whole_y, "losses": []} if rank == args.stages - 1 else {}
             schedule.step(*([whole_x] if rank == 0 else []), **last)
+            optimizer.step()
+            optimizer.zero_grad()
 
         return step
 
