@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$FOLDER/extensions"
 for version in $VERSIONS; do
     target="$FOLDER/deepspeed-$version"
     [ -d "$target" ] || DS_BUILD_OPS=0 python -m pip install --quiet --no-deps --no-build-isolation --target "$target" "deepspeed==$version"
-    found=$(PYTHONPATH="$target" python -c "import tds; print(tds.__version__)")
+    found=$(PYTHONPATH="$target" python -c "import tds; print(tds.__version__)" | tail -n 1)  # old versions log there, too
     echo "DeepSpeed $found"
     [ "$found" = "$version" ] || { echo "asked for $version, found $found" >&2; exit 1; }
     PYTHONPATH="$target" python -m pytest -q -n 2 tests/conformance tests/ranks/test_tds.py tests/ranks/test_faults.py
