@@ -54,8 +54,10 @@ def ours(flags: str) -> Ours:
     model = (GPT2ModelPipe if pipeline else T5Model if config.is_t5 else GPT2Model)(config)
     compile_layers(model, config)
     inputs, targets = tokens_of(config)
-    places, documents = torch.arange(inputs[0].shape[1]).expand_as(inputs[0]), no_documents(device)
-    model._megatron_batch_fn = lambda _: ((*inputs, places, documents), (targets, torch.ones_like(targets)))
+    if pipeline:
+        places = torch.arange(targets.shape[1], device=device).expand_as(targets)
+        batch = (*inputs, places, no_documents(device)), (targets, torch.ones_like(targets))
+        model._megatron_batch_fn = lambda _: batch
     count = torch.tensor(float(targets.numel()), device=device)
 
     def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:

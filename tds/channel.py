@@ -73,7 +73,7 @@ class Pool:
         self._wanted.clear()
 
 
-@dataclass
+@dataclass(eq=False)
 class Channel:
     """One direction of one border.
 

@@ -57,8 +57,12 @@ def check(plan: Plan, micros: int) -> None:
         for chunk in range(chunks):
             place, last = chunk * len(plan) + stage, chunks * len(plan) - 1
             due = {Forward, *backward}
-            due |= {RecvActivation, *((SendGrad,) if backward else ())} if place > 0 else set()
-            due |= {SendActivation, *((RecvGrad,) if backward else ())} if place < last else set()
+            if place > 0:
+                due |= {RecvActivation, SendGrad}
+            if place < last:
+                due |= {SendActivation, RecvGrad}
+            if not backward:
+                due -= {SendGrad, RecvGrad}
             done = _in_order(instructions, stage, chunk)
             for kind in due | done.keys():
                 wanted = micros if kind in due else 0

@@ -41,17 +41,16 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if ctx.rest is not None and not mpu.is_asked_for(
-            ctx, 0
-        ):  # the second half of a backward pass that a pipeline has cut in two
+        # In the second half of a backward pass that a pipeline has cut in two, what is asked for is there already.
+        if ctx.rest is not None and not mpu.is_asked_for(ctx, 0):
             return None, None, None, ctx.rest, None, None
         query, key, value, bias, mask = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
-        of_bias = torch.zeros_like(bias, dtype=wide)
+        added, of_bias = bias[0].to(wide), torch.zeros_like(bias, dtype=wide)
         for i in range(len(query)):
             q, k, v, g = (x[i].to(wide) for x in (query, key, value, grad))
-            scores = torch.baddbmm(bias[0].to(wide), q, k.mT, alpha=ctx.scale)
+            scores = torch.baddbmm(added, q, k.mT, alpha=ctx.scale)
             if mask is not None:
                 scores.masked_fill_(~mask[i if len(mask) > 1 else 0], -torch.inf)
             p = torch.softmax(scores, -1)
