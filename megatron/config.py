@@ -102,7 +102,9 @@ class ParallelConfig(Section):
         None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", between(0, 3)
     )
     overlap_grad_reduce: bool = opt(
-        True, "without ZeRO and pipeline: add gradients up over replicas during the backward pass, not after it"
+        True,
+        "without pipeline, in fp32 without ZeRO and in bf16 with its stage 1: add gradients up over replicas during the "
+        "backward pass, not after it",
     )
     checkpoint_activations: bool = opt(
         False, "keep only layer inputs and compute activations again in the backward pass"

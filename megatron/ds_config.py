@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arguments import nearest, read_json
-from .config import Config
+from .config import Config, ParallelConfig
 from .options import ConfigError
 
 # How DeepSpeed is to add up gradients, so that it must be the one that does.
@@ -83,9 +83,21 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         ds[precision] = {**given.get(precision, {}), "enabled": True}
     if precision == "bf16":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
-    overlap = plain and p.overlap_grad_reduce and not REDUCES & given.keys()
+        # A gradient is added to its fp32 sum as soon as it is there, and gone: else both are kept until the pass ends.
+        ds["bf16"].setdefault("immediate_grad_update", True)
+        if zero <= 1:  # DeepSpeed would round these sums to bf16 on their way between replicas
+            ds.setdefault("communication_data_type", "fp32")
+    overlap = p.overlap_grad_reduce and not REDUCES & given.keys() and (plain or _sums_in_fp32(ds, p))
     breakdown = bool(given.get("wall_clock_breakdown", False))
     return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap)
+
+
+def _sums_in_fp32(ds: dict[str, Any], parallel: ParallelConfig) -> bool:
+    """Whether DeepSpeed picks its bf16 optimizer, which has one flat fp32 buffer for the gradients of all parameters."""
+    zero = ds["zero_optimization"]
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none" or zero.get("cpu_offload")
+    at_once = ds.get("bf16", {}).get("immediate_grad_update", False)
+    return bool(parallel.pipe_parallel_size == 0 and at_once and zero["stage"] == 1 and not offloaded)
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

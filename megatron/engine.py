@@ -122,8 +122,9 @@ class PlainEngine:
         self.reducer: mpu.GradReducer | None = None
         if resolved.overlap_grad_reduce:
             engine.enable_backward_allreduce = False
+            homes = zero_state.fp32_gradients(engine) if resolved.precision == "bf16" else None
             if self.data.size > 1:
-                self.reducer = mpu.GradReducer(engine.module.parameters(), self.data)
+                self.reducer = mpu.GradReducer(homes or engine.module.parameters(), self.data, homes=homes)
         # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducer sums.
         self.factor = gas if resolved.overlap_grad_reduce else gas * self.data.size
 

@@ -353,6 +353,11 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             self._losses.tell(source, self.grid.get_pipe_parallel_group())
         return self._losses.total
 
+    def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
+        """Without this, DeepSpeed would copy all gradients even where there is no replica to add."""
+        if self.dp_world_size > 1:
+            super().buffered_allreduce_fallback(*args, **kwargs)
+
     def _exec_reduce_tied_grads(self) -> None:
         for weight, _ in self.module.get_tied_weights_and_groups():
             if weight.grad is None and not self.using_bf16_optimizer:

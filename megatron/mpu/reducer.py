@@ -2,10 +2,10 @@
 
 Parameters share buckets in the reverse of the order in which they were made, which is about the order in which
 their gradients come. A bucket is on its way as soon as its last gradient is there, and buckets leave in the same order
-on all ranks. DeepSpeed, without ZeRO, begins when all gradients are there, with a copy of all of them.
+on all ranks. DeepSpeed, without ZeRO or in bf16, begins when all gradients are there, with a copy of all of them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,47 @@ class _Bucket:
         self.sent: dist.Work | None = None
 
 
-class GradReducer:
-    """`arm()` before the last backward pass of a step, `finish()` behind it: then `.grad` is the sum over the replicas."""
+Homes = Mapping[nn.Parameter, Tensor]
 
-    def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._axis, self._armed, self._next = axis, False, 0
+
+class GradReducer:
+    """`arm()` before the last backward pass of a step, `finish()` behind it: then `.grad` is the sum over the replicas.
+
+    homes: where an optimizer adds gradients up instead, as soon as they are there: a 1-D view of a flat buffer for each
+    of `parameters`, which follow one another as the views do. Then the sums come about there, and nothing is copied.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        axis: Axis,
+        bucket_bytes: int = BUCKET_BYTES,
+        homes: Homes | None = None,
+    ) -> None:
+        self._axis, self._armed, self._next, self._homes = axis, False, 0, homes
         self._buckets = self._pack([p for p in parameters if p.requires_grad][::-1], bucket_bytes)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def _pack(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+    def _pack(self, parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
         buckets: list[_Bucket] = []
         room = 0
         for p in parameters:
-            size = p.numel() * p.element_size()
-            if not buckets or room < size or buckets[-1].parameters[0].dtype != p.dtype:
+            size = p.numel() * (self._homes[p] if self._homes else p).element_size()
+            if not buckets or room < size or not self._fits(p, buckets[-1].parameters[-1]):
                 buckets.append(_Bucket())
                 room = bucket_bytes
             buckets[-1].parameters.append(p)
             room -= size
         return buckets
+
+    def _fits(self, p: nn.Parameter, last: nn.Parameter) -> bool:
+        """Whether `p` can share a message with `last`: what is sent in place must lie directly before it."""
+        if self._homes is None:
+            return p.dtype == last.dtype
+        mine, its = self._homes[p], self._homes[last]
+        return mine.data_ptr() + mine.numel() * mine.element_size() == its.data_ptr()
 
     def arm(self) -> None:
         """The gradients of the next backward pass are the last of this step."""
@@ -73,10 +92,15 @@ class GradReducer:
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
+        self._next += 1
+        if self._homes is not None:
+            size = sum(p.numel() for p in bucket.parameters)
+            stretch = self._homes[bucket.parameters[-1]].as_strided((size,), (1,))
+            bucket.sent = dist.all_reduce(stretch, group=self._axis.group, async_op=True)
+            return
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         bucket.sent = dist.all_reduce(flat, group=self._axis.group, async_op=True)
-        self._next += 1
         # The gradients are views of their bucket from here on: nothing is copied back.
         for p, part in zip(bucket.parameters, torch.split(flat, [p.numel() for p in bucket.parameters]), strict=True):
             p.grad = part.view_as(p)

@@ -24,15 +24,36 @@ class Model(nn.Module):
         return self.last(x).square().sum()
 
 
-def _body(bucket_bytes: int) -> int:
+def _flat_homes(model: Model) -> dict[nn.Parameter, torch.Tensor]:
+    """As of an optimizer that adds gradients up itself: matrices in one flat buffer, the others in another."""
+    homes: dict[nn.Parameter, torch.Tensor] = {}
+    for matrices in (True, False):
+        group = [p for p in model.parameters() if p.requires_grad and (p.dim() > 1) == matrices]
+        flat = torch.zeros(sum(p.numel() for p in group) + 1, dtype=torch.float64)
+        homes |= zip(group, flat[:-1].split([p.numel() for p in group]), strict=True)
+
+    def moves(p: nn.Parameter) -> None:
+        assert p.grad is not None
+        homes[p] += p.grad.view(-1)
+        p.grad = None
+
+    for p in homes:
+        p.register_post_accumulate_grad_hook(moves)  # type: ignore[no-untyped-call]
+    return homes
+
+
+def _body(bucket_bytes: int, flat: bool = False) -> int:
     mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     model = Model().double()
-    reducer = mpu.GradReducer(model.parameters(), mpu.get_mesh().data, bucket_bytes)
+    homes = _flat_homes(model) if flat else None
+    reducer = mpu.GradReducer(homes or model.parameters(), mpu.get_mesh().data, bucket_bytes, homes)
     sent = []
     real = dist.all_reduce
     for _ in range(3):
         model.zero_grad()
+        for home in (homes or {}).values():
+            home.zero_()
         inputs = [torch.randn(4, 6, dtype=torch.float64) + dist.get_rank() for _ in range(3)]
         expected = dict.fromkeys(dict(model.named_parameters()), 0)
         for x in inputs:  # plain autograd, and a sum behind it
@@ -60,7 +81,8 @@ def _body(bucket_bytes: int) -> int:
         dist.all_reduce = real
         for name, p in model.named_parameters():
             if p.requires_grad:
-                torch.testing.assert_close(p.grad, expected[name])
+                torch.testing.assert_close(homes[p].view_as(p) if homes else p.grad, expected[name])
+                assert not homes or p.grad is None
         assert model.frozen.grad is None
     return len(sent) // 3
 
@@ -69,3 +91,9 @@ def test_sums_over_accumulated_gradients() -> None:
     """One bucket, or one for each parameter; missing gradients count as zeros."""
     assert on_ranks(2, _body, 10**6) == [1, 1]
     assert on_ranks(3, _body, 8) == [6, 6, 6]
+
+
+def test_sums_in_place_where_an_optimizer_accumulates() -> None:
+    """A bucket for each flat buffer at least: what does not lie side by side cannot be sent in place."""
+    assert on_ranks(2, _body, 10**6, True) == [2, 2]
+    assert on_ranks(2, _body, 8, True) == [6, 6]
