@@ -55,7 +55,9 @@ def build_parser(script: str | None = None) -> argparse.ArgumentParser:
         else:
             kind = next(k for k in kinds if k is not type(None))
             many: dict[str, Any] = {"nargs": "+", "type": str} if kind is tuple else {"type": kind}
-            metavar = "PATH" if kind is tuple else kind.__name__.upper()
+            metavar = kind.__name__.upper()
+            if kind is tuple:
+                metavar = "PATH" if f.name.endswith("_path") else "NAME"
             groups[name].add_argument(flag(f.name), metavar=metavar, help=text, **many)
     # Launchers hand this to every process they start; ranks are read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

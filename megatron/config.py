@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
-from .options import ConfigError, Section, at_least, between, one_of, opt
+from .options import ConfigError, Section, at_least, between, each_of, one_of, opt
+
+# What is computed in another way than a textbook writes it down; the loss is the same but for rounding.
+FUSED = ("biased-attention", "cross-entropy", "gated-gelu", "relative-positions", "rms-norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,11 @@ class ModelConfig(Section):
     offload_activations: bool = opt(
         False, "what layers keep for the backward pass waits in the host's memory instead of the accelerator's"
     )
+    unfused: tuple[str, ...] = opt(
+        (),
+        f"compute these as a textbook writes them, with torch's own gradients: slower, to check numbers by ({', '.join(FUSED)})",
+        each_of(*FUSED),
+    )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0))
 
@@ -76,6 +84,9 @@ class ParallelConfig(Section):
     model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
     sequence_parallel: bool = opt(
         False, "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent"
+    )
+    async_tensor_model_parallel_allreduce: bool = opt(
+        True, "these ranks sum the gradient of a layer's input while that of its weight is computed, not before it"
     )
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(

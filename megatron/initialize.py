@@ -52,7 +52,8 @@ def initialize_megatron(config: Config) -> torch.device:
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
     onednn = cpu_products_by_onednn(config.train.cpu_matmul, device)
-    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, p.sequence_parallel, onednn)
+    overlap = p.async_tensor_model_parallel_allreduce
+    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, p.sequence_parallel, onednn, overlap)
     return device
 
 

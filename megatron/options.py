@@ -35,6 +35,11 @@ def one_of(*choices: Any) -> Callable[[Any], str | None]:
     return check
 
 
+def each_of(*choices: Any) -> Callable[[Any], str | None]:
+    """For settings that name several things."""
+    return lambda values: None if set(values) <= set(choices) else f"may name {', '.join(map(str, choices))} alone"
+
+
 def opt(default: Any, help: str, check: Callable[[Any], str | None] | None = None) -> Any:
     """A setting with its default, the help of its flag, and a check that returns what is wrong."""
     return field(default=default, metadata={"help": help, "check": check})

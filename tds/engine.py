@@ -37,9 +37,8 @@ PEERS = {
 class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
-    The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs,
-    labels)` returns: a tensor, or a dict of named ones, whose sum is learned from and which
-    `named_losses` keeps apart. If `loss_fn` has a method `count_targets(labels)`, then it returns sums,
+    The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
+    a tensor, or a dict of named ones, whose sum is learned from and which `named_losses` keeps apart. If `loss_fn` has a method `count_targets(labels)`, then it returns sums,
     and the loss is their total over the whole global batch divided by the total of the counts:
     the number is the same however the batch is cut into micro-batches and replicas.
     """
@@ -354,8 +353,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         return self._losses.total
 
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
-        """Without this, DeepSpeed would copy all gradients even where there is no replica to add."""
-        if self.dp_world_size > 1:
+        if self.dp_world_size > 1:  # DeepSpeed copies all gradients even where there is no replica to add
             super().buffered_allreduce_fallback(*args, **kwargs)
 
     def _exec_reduce_tied_grads(self) -> None:

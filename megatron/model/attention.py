@@ -52,7 +52,7 @@ class Attention(nn.Module):
         # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
         self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_mesh().rng, stream
-        self.recompute = config.checkpoint_attention
+        self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.unfused
         self.dense = mpu.RowParallelLinear(
             self.inner,
             config.hidden_size,
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         if plain_causal and (bias is not None or q != k):
             mask, plain_causal = causal_mask(q, k, query.device), False
         if bias is not None:
-            if not p and biased_attention.serves(query, bias):
+            if not p and self.fused and biased_attention.serves(query, bias):
                 return biased_attention.biased_attention(query, key, value, bias, mask, self.scale)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(

@@ -4,6 +4,7 @@ Shapes: s sequence, b batch, v vocabulary, t model-parallel ranks.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
@@ -16,14 +17,22 @@ class TokenLoss:
     targets, and the loss would depend on how the global batch is cut.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, fused: bool = True) -> None:
+        self.vocab_size, self.fused = vocab_size, fused
         self.axis = mpu.get_mesh().model
 
     def per_token(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, v/t], labels [b, s] -> loss [b, s] in nats, fp32 (fp64 for fp64 logits)."""
+        if not self.fused:
+            return self._gathered(logits, labels)
         losses = mpu.vocab_parallel_cross_entropy(logits, labels.t().contiguous(), self.vocab_size, axis=self.axis)
         return losses.t()
+
+    def _gathered(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """By torch, from a copy of all logits on every rank."""
+        whole = mpu.gather_from_model_parallel_region(logits, self.axis)[..., : self.vocab_size]
+        wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+        return F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")
 
     def __call__(self, logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """logits [s, b, v/t], targets (labels [b, s], loss mask [b, s]) -> the sum, a scalar."""

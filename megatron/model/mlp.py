@@ -47,6 +47,10 @@ def gated_gelu(x: Tensor) -> Tensor:
     return _GatedGelu.apply(x)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def _unfused_gated_gelu(x: Tensor) -> Tensor:
+    return gelu(x[..., ::2]) * x[..., 1::2]
+
+
 ACTIVATIONS = {"gelu": gelu, "relu": torch.relu, "gated-gelu": gated_gelu}
 
 
@@ -60,6 +64,8 @@ class ParallelMLP(nn.Module):
     def __init__(self, config: ModelConfig, output_std: float) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
+        if config.activation in config.unfused:
+            self.activation = _unfused_gated_gelu
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,
             config.ff_size * (2 if config.activation == "gated-gelu" else 1),

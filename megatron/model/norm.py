@@ -45,10 +45,11 @@ class _RMSNorm(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-def build_norm(config: ModelConfig) -> nn.LayerNorm | RMSNorm:
+def build_norm(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
     """LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h; a copy on every rank."""
     if config.normalization == "rmsnorm":
-        rms = RMSNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        kind = nn.RMSNorm if "rms-norm" in config.unfused else RMSNorm
+        rms = kind(config.hidden_size, eps=config.layernorm_epsilon)
         mpu.shared_along_sequence(mpu.declare(rms.weight, init_std=None))
         return rms
     norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)

@@ -111,7 +111,7 @@ class GPT2ModelPipe(LayerStackPipe):
             gpt2_layers(config, vocab_size),
             config,
             tied_weights={"embedding": "word_embeddings.weight"},
-            loss_fn=TokenLoss(vocab_size),
+            loss_fn=TokenLoss(vocab_size, "cross-entropy" not in config.model.unfused),
             example=_example(config),
         )
 
@@ -136,7 +136,7 @@ class T5ModelPipe(LayerStackPipe):
                 "encoder_positions": "weight",
                 "decoder_positions": "weight",
             },
-            loss_fn=TokenLoss(vocab_size),
+            loss_fn=TokenLoss(vocab_size, "cross-entropy" not in config.model.unfused),
             example=(tokens, wanted, no_documents(tokens.device), no_documents(tokens.device)),
         )
 

@@ -56,8 +56,12 @@ class RelativePositions(nn.Module):
 
 def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, causal: bool) -> Tensor:
     """[r, n/t] -> [1, n/t, q, k] for the last `queries` of `keys` positions."""
+    count, furthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    if "relative-positions" in config.unfused:
+        seen = torch.arange(keys, device=table.device)
+        each = buckets(seen - seen[keys - queries :].unsqueeze(1), count, furthest, causal)  # [q, k]
+        return F.embedding(each, table).permute(2, 0, 1).unsqueeze(0)
     # One number for each distance, in a row; the row of a query is a window of it, one further left than its neighbour's.
     distance = torch.arange(1 - keys, queries, device=table.device)
-    bucket = buckets(distance, config.relative_attention_num_buckets, config.relative_attention_max_distance, causal)
-    row = F.embedding(bucket, table).t().contiguous()  # [n/t, q + k - 1]
+    row = F.embedding(buckets(distance, count, furthest, causal), table).t().contiguous()  # [n/t, q + k - 1]
     return row.unfold(1, keys, 1).flip(1).unsqueeze(0)

@@ -183,7 +183,7 @@ class T5Model(LayerStack):
         self.vocab_size = vocab_size_of(config)
         super().__init__(t5_layers(config, self.vocab_size), config.recomputed_layers, own)
         self.parallel_output = parallel_output
-        self.loss_fn = TokenLoss(self.vocab_size)
+        self.loss_fn = TokenLoss(self.vocab_size, "cross-entropy" not in config.model.unfused)
         init_weights(self, config.train.seed)
 
     def forward(

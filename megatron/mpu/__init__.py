@@ -45,12 +45,14 @@ def initialize_model_parallel(
     seed: int = 1234,
     sequence_parallel: bool = False,
     onednn: bool = False,
+    overlap: bool = True,
 ) -> Mesh:
     """Lay the running ranks out as pipe x data x model and make their groups.
 
     sequence_parallel: let layers built from now on keep hidden states split along the sequence over
     the model-parallel ranks (Korthikanti et al. 2022); without effect where such a rank is alone.
-    onednn: let linear layers built from now on multiply by oneDNN, see `linear.py`.
+    onednn: let linear layers built from now on multiply by oneDNN; overlap: and sum the gradients of their inputs
+    over the model-parallel ranks while they compute those of their weights; for both see `linear.py`.
     Raises ValueError if the product of the two sizes does not divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
@@ -60,7 +62,7 @@ def initialize_model_parallel(
             f"pipeline-parallel size {max(pipe_parallel_size, 1)} must divide them"
         )
     topology = Topology(pipe=max(pipe_parallel_size, 1), data=world // cell, model=model_parallel_size)
-    _mesh.enter(Mesh.build(topology, seed, sequence_parallel, onednn))
+    _mesh.enter(Mesh.build(topology, seed, sequence_parallel, onednn, overlap))
     return _mesh.current()
 
 

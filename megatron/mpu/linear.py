@@ -65,7 +65,11 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias = (is_asked_for(ctx, i) for i in range(3))
         # Started first, so that all ranks start the same collectives in the same order.
         whole = start_all_gather(x, ctx.axis) if of_weight and ctx.axis.sequence_parallel else None
+        if whole is not None and not ctx.axis.overlap:
+            whole.settle()
         summed = _start_sum(_product(grad, weight.t(), None, ctx.onednn), ctx.axis) if of_x else None
+        if summed is not None and not ctx.axis.overlap:
+            summed.settle()
         weight_grad = bias_grad = None
         flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
         if of_weight:

@@ -14,13 +14,15 @@ class Axis:
 
     group: the process group, None when this rank is alone (nothing to say to anybody);
     ranks: global ranks of the line; rank: this process's place in it. sequence_parallel: between
-    the layers that are split, each rank has its own stretch of the sequence alone.
+    the layers that are split, each rank has its own stretch of the sequence alone. overlap: talk about a layer's
+    input while its weight is worked on.
     """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
     sequence_parallel: bool = False
+    overlap: bool = True
 
     @property
     def size(self) -> int:
@@ -54,7 +56,12 @@ class Mesh:
 
     @classmethod
     def build(
-        cls, topology: Topology, seed: int = 1234, sequence_parallel: bool = False, onednn: bool = False
+        cls,
+        topology: Topology,
+        seed: int = 1234,
+        sequence_parallel: bool = False,
+        onednn: bool = False,
+        overlap: bool = True,
     ) -> "Mesh":
         """Make the groups; every rank of the world must call this with the same arguments."""
         if dist.get_world_size() != topology.world_size():
@@ -64,8 +71,8 @@ class Mesh:
             )
         lines = {name: cls._line(topology, name) for name in ("pipe", "data", "model")}
         replica = cls._line(topology, "pipe", "model")
-        if sequence_parallel and topology.model > 1:
-            lines["model"] = replace(lines["model"], sequence_parallel=True)
+        if topology.model > 1:
+            lines["model"] = replace(lines["model"], sequence_parallel=sequence_parallel, overlap=overlap)
         rng = RngStreams(seed, data_rank=lines["data"].rank, model_rank=lines["model"].rank)
         return cls(topology, **lines, replica=replica, rng=rng, onednn=onednn)
 

@@ -57,9 +57,14 @@ class Pending:
     def __init__(self, work: dist.Work | None, result: Tensor, parts: int = 0) -> None:
         self._work, self._result, self._parts = work, result, parts
 
-    def wait(self) -> Tensor:
+    def settle(self) -> None:
+        """Until the collective is over."""
         if self._work is not None:
             self._work.wait()
+            self._work = None
+
+    def wait(self) -> Tensor:
+        self.settle()
         return self._result.view(self._parts, -1, *self._result.shape[1:]).sum(0) if self._parts else self._result
 
 

@@ -1,0 +1,105 @@
+"""Every optimisation can be switched off, and then the numbers are the same: the plain form is the reference of the fast one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.arguments import parse
+from megatron.config import FUSED
+from megatron.initialize import initialize_megatron
+from megatron.model import T5Model
+from megatron.mpu.sequence import Pending
+from tests.support import on_ranks
+
+linear: Any = import_module("megatron.mpu.linear")  # `mpu.linear` is its function
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --enc-seq-length 12 --dec-seq-length 6 --vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization rmsnorm "
+    "--activation gated-gelu --position-embedding relative --no-scale-attention --no-hidden-bias --no-tie-embeddings"
+)
+
+
+def _graph(loss: Tensor) -> set[str]:
+    """Names of the operations behind a loss."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [behind for behind, _ in node.next_functions]
+    return {type(node).__name__ for node in seen}
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """What happens in the backward pass of products: "start" and "settle" of what is said to other ranks, "product"."""
+    said: list[str] = []
+
+    def telling(name: str, call: Any) -> Any:
+        def told(*args: Any) -> Any:
+            said.append(name)
+            return call(*args)
+
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner, what in (
+            ("start", Pending, "__init__"),
+            ("settle", Pending, "settle"),
+            ("product", linear, "_product"),
+        ):
+            patch.setattr(owner, what, telling(name, getattr(owner, what)))
+        yield said
+
+
+OURS = {
+    "biased-attention": "_BiasedAttentionBackward",
+    "cross-entropy": "_VocabParallelCrossEntropyBackward",
+    "gated-gelu": "_GatedGeluBackward",
+    "relative-positions": "FlipBackward0",
+    "rms-norm": "_RMSNormBackward",
+}
+
+
+def _learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
+    """The losses and gradients of T5 in fp64, the operations of its graph, and the order of its backward pass."""
+    config = parse(f"{FLAGS} {flags}".split())
+    initialize_megatron(config)
+    model = T5Model(config).double()
+    dice = torch.Generator().manual_seed(1)
+    encoder, decoder = torch.randint(50, (3, 12), generator=dice), torch.randint(50, (3, 7), generator=dice)
+    losses = model(encoder, decoder[:, :-1], labels=decoder[:, 1:])
+    with _listening() as said:
+        losses.sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"losses": losses.detach(), **found}, _graph(losses), said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [*FUSED, "all"])
+def test_unfused(ranks: int, name: str) -> None:
+    flags = f"--model-parallel-size {ranks}"
+    names = FUSED if name == "all" else (name,)
+    fused, plain = on_ranks(ranks, _learns, flags), on_ranks(ranks, _learns, f"{flags} --unfused {' '.join(names)}")
+    for (ours, with_ours, _), (theirs, without, _) in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        assert {OURS[each] for each in names} <= with_ours - without
+
+
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel"])
+def test_sums_under_way_or_not(flags: str) -> None:
+    flags += " --model-parallel-size 2"
+    ahead = on_ranks(2, _learns, flags)
+    in_turn = on_ranks(2, _learns, f"{flags} --no-async-tensor-model-parallel-allreduce")
+    for (ours, _, said), (theirs, _, said_in_turn) in zip(ahead, in_turn, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert ("start", "product") in pairwise(said)
+        assert {after for before, after in pairwise(said_in_turn) if before == "start"} == {"settle"}
