@@ -38,9 +38,9 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
-    a tensor, or a dict of named ones, whose sum is learned from and which `named_losses` keeps apart. If `loss_fn` has a method `count_targets(labels)`, then it returns sums,
-    and the loss is their total over the whole global batch divided by the total of the counts:
-    the number is the same however the batch is cut into micro-batches and replicas.
+    a tensor, or a dict of named ones, whose sum is learned from and which `named_losses` keeps apart. If `loss_fn` has
+    a method `count_targets(labels)`, then it returns sums, and the loss is their total over the whole global batch
+    divided by the total of the counts: the number is the same however the batch is cut into micro-batches and replicas.
     """
 
     data_iterator: Any
