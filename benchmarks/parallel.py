@@ -24,7 +24,7 @@ PIPELINE = f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS}
 def _flags(args: argparse.Namespace, more: str) -> str:
     return (
         f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} --vocab-size "
-        f"{args.vocab} --hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} --precision fp32 {more}"
+        f"{args.vocab} --hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} --precision {args.precision} {more}"
     )
 
 
@@ -52,6 +52,20 @@ def _loop(model: Any, loss_of: Callable[[], Any]) -> Step:
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def ours(args: argparse.Namespace, more: str) -> Step:
+    """A step in the mesh that its layers were built in, whatever others have been built since."""
+    from megatron.mpu import mesh
+
+    step = _engine.ours(_flags(args, more)).step
+    here = mesh.current()
+
+    def in_its_mesh() -> None:
+        mesh.enter(here)
+        step()
+
+    return in_its_mesh
 
 
 def alone(args: argparse.Namespace, text: Any) -> Step:
@@ -151,6 +165,12 @@ def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
     return {"torch Schedule1F1B": torchs, "DeepSpeed PipelineEngine": stock}
 
 
+def peers(args: argparse.Namespace, text: Any) -> dict[str, Step]:
+    if args.kind == "dp":
+        return {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
+    return {"torch DTensor": dtensor(args, text)} if args.kind == "tp" else pipelines(args, text)
+
+
 def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
     from _nano import Nano
 
@@ -162,7 +182,11 @@ def main() -> None:
     parser.add_argument("--kind", choices=("dp", "tp", "pp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--flags", default="", help="more of ours, e.g. --flags=--sequence-parallel")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of ours; the others are in fp32")
+    parser.add_argument(
+        "--flags", action="append", default=[], help="ours once more with these, e.g. --flags=--sequence-parallel"
+    )
+    parser.add_argument("--ours-only", action="store_true", help="leave the peers out")
     args = parser.parse_args()
     on_ranks(2)
 
@@ -175,15 +199,13 @@ def main() -> None:
     layout = {"dp": "", "tp": "--model-parallel-size 2", "pp": PIPELINE}[args.kind]
     if args.kind == "pp":
         args.batch = 1
-    first = _engine.ours(_flags(args, f"{layout} {args.flags}")).step
+    found_ours = {"ours": ours(args, layout)}
+    for flags in args.flags:
+        found_ours[f"ours, {flags}"] = ours(args, f"{layout} {flags}")
     samples = MICROS if args.kind == "pp" else args.batch
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
     torch.manual_seed(0)  # the peers' copies begin alike
-    steps = {"ours": first, "alone": alone(args, text)}
-    if args.kind == "dp":
-        steps |= {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
-    else:
-        steps |= {"torch DTensor": dtensor(args, text)} if args.kind == "tp" else pipelines(args, text)
+    steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
     for step in steps.values():
         step()
     device_module.keep_freed_memory(torch.device("cpu"))  # all of them profit
@@ -197,7 +219,7 @@ def main() -> None:
             ratios = [it[0] / mine[0] for it, mine in zip(rounds, found["ours"], strict=True)]
             shares = [halves * best[0] / it[0] for it, best in zip(rounds, found["alone"], strict=True)]
             speeds = [tokens / seconds for seconds, _ in rounds]
-            share = "" if name == "alone" else spread(shares, ".2f")
+            share = "" if name == "alone" or args.precision == "bf16" else spread(shares, ".2f")
             print(f"| {name} | {spread(speeds, ',.0f')} | {spread(ratios, '.2f')} | {share} |")
     dist.barrier()
     leave()

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py --precision fp32 --rounds 5
     python benchmarks/run.py --precision bf16 --model t5
+    python benchmarks/run.py --only none --flags="--unfused cross-entropy" --flags=--no-keep-freed-memory
 
 Every contender is a process of its own, with its own memory; in every round each makes its steps in
 turn while the others wait, so that what else the machine does hits them alike. Ours is what
@@ -106,8 +107,8 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespa
     found: dict[str, Callable[[argparse.Namespace], Step]] = {"ours": ours}
     if not args.no_compile:
         found["ours, --compile"] = lambda args: ours(args, "--compile")
-    if args.flags:
-        found[f"ours, {args.flags}"] = lambda args: ours(args, args.flags)
+    for flags in args.flags:
+        found[f"ours, {flags}"] = lambda args, flags=flags: ours(args, flags)  # type: ignore[misc]
     found["Hugging Face"] = hugging_face
     if args.model == "gpt2":
         found["nanoGPT-style"] = nano
@@ -167,7 +168,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     per_step = args.batch * (args.seq if args.model == "gpt2" else args.seq + args.dec_seq)
-    bases = [name for name in found if name.startswith("ours")]
+    bases = [name for name in ("ours", "ours, --compile") if name in found]
     head = ["contender", "tokens/s, median (lowest to highest)", *(f"{base} / it, by round" for base in bases)]
     head += ["peak MB", "peak, ours / its", "build + first step, s"]
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
@@ -198,7 +199,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
     parser.add_argument("--only", nargs="+", help="names of the contenders beside ours")
-    parser.add_argument("--flags", default="", help="ours once more with these, e.g. --flags=--checkpoint-attention")
+    parser.add_argument(
+        "--flags", action="append", default=[], help="ours once more with these, e.g. --flags=--checkpoint-attention"
+    )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     found = measure(args)

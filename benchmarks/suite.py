@@ -24,6 +24,18 @@ from typing import Any
 from _alternate import ROOT
 
 T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8"
+
+
+def _switched(model: str) -> str:
+    """Flags that each turn one optimisation off, or on where it is off by default."""
+    flags = ["--cpu-matmul_torch", "--no-keep-freed-memory", "--unfused_cross-entropy"]
+    if model == "t5":
+        flags += [f"--unfused_{name}" for name in ("biased-attention", "gated-gelu", "relative-positions", "rms-norm")]
+    else:
+        flags += ["--checkpoint-attention", "--compile"]
+    return " ".join(f"--flags={each}" for each in flags)
+
+
 SECTIONS = {
     "train-fp32": "run.py --precision fp32 --steps 1",
     "train-bf16": "run.py --precision bf16 --steps 1",
@@ -31,9 +43,13 @@ SECTIONS = {
     "train-t5-bf16": f"run.py {T5_SMALL} --precision bf16 --steps 1 --no-compile",
     "memory-fp32": "run.py --precision fp32 --batch 8 --steps 1 --no-compile --only Hugging_Face",
     "memory-bf16": "run.py --precision bf16 --batch 8 --steps 1 --no-compile --only Hugging_Face",
+    "switches-gpt2": f"run.py --steps 1 --no-compile --only none {_switched('gpt2')}",
+    "switches-t5": f"run.py {T5_SMALL.replace('--batch 8', '--batch 4')} --steps 1 --no-compile --only none {_switched('t5')}",
     "dp": "parallel.py --kind dp",
+    "switches-dp": "parallel.py --kind dp --ours-only --flags=--no-overlap-grad-reduce",
+    "switches-dp-bf16": "parallel.py --kind dp --precision bf16 --ours-only --flags=--no-overlap-grad-reduce",
     "tp": "parallel.py --kind tp",
-    "sp": "parallel.py --kind tp --flags=--sequence-parallel",
+    "switches-tp": "parallel.py --kind tp --ours-only --flags=--no-async-tensor-model-parallel-allreduce --flags=--sequence-parallel",
     "pp": "parallel.py --kind pp",
     "pp-same-layers": "pipeline_layers.py",
     "pp-two-gradients": "pipeline_layers.py --two-gradients",

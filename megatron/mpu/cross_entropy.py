@@ -22,12 +22,12 @@ def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
-CHUNK = 1 << 24  # logits that are in fp32 at the same time: 64 MiB
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits that are in fp32 at the same time: 64 MiB, or what caches hold
 
 
 def _chunks(logits: Tensor) -> list[slice]:
     """Stretches of tokens [n, v/t] whose logits make a chunk each."""
-    step = max(1, CHUNK // max(1, logits.shape[-1]))
+    step = max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // max(1, logits.shape[-1]))
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
