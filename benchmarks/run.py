@@ -112,7 +112,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespa
     found["Hugging Face"] = hugging_face
     if args.model == "gpt2":
         found["nanoGPT-style"] = nano
-        if not args.no_compile:
+        if not args.no_compile or "nanoGPT-style, compiled" in (args.only or []):
             found["nanoGPT-style, compiled"] = lambda args: nano(args, compiled=True)
     return {
         name: build for name, build in found.items() if not args.only or name.startswith("ours") or name in args.only
@@ -168,7 +168,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     per_step = args.batch * (args.seq if args.model == "gpt2" else args.seq + args.dec_seq)
-    bases = [name for name in ("ours", "ours, --compile") if name in found]
+    bases = ["ours"] if args.no_compile else ["ours", "ours, --compile"]
     head = ["contender", "tokens/s, median (lowest to highest)", *(f"{base} / it, by round" for base in bases)]
     head += ["peak MB", "peak, ours / its", "build + first step, s"]
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")

@@ -150,7 +150,7 @@ class RowParallelLinear(nn.Module):
     """y = x W^T + b with W split by input feature: each rank adds its part of the sum.
 
     input_is_parallel: x is already split, as a ColumnParallelLinear leaves it.
-    skip_bias_add: leave the bias (a copy on every rank, added once) to the caller, where ranks are to be summed.
+    skip_bias_add: leave the bias (a copy on every rank, added once) to the caller, who may fuse it with what follows.
     Returns `(output, bias still to be added or None)`.
     Raises ValueError if the ranks do not divide the input features.
     """
@@ -180,8 +180,6 @@ class RowParallelLinear(nn.Module):
         """[..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]"""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
-        if self.axis.size == 1:  # no sum stands between product and bias: the two are one operation
-            return linear(x, self.weight, self.bias, self.axis, self.onednn), None
         y = _sum(linear(x, self.weight, None, ALONE, self.onednn), self.axis)
         if self.skip_bias_add:
             return y, self.bias

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +13,9 @@ from megatron.arguments import parse
 from megatron.config import FUSED
 from megatron.initialize import initialize_megatron
 from megatron.model import T5Model
+from megatron.mpu import linear
 from megatron.mpu.sequence import Pending
 from tests.support import on_ranks
-
-linear: Any = import_module("megatron.mpu.linear")  # `mpu.linear` is its function
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --enc-seq-length 12 --dec-seq-length 6 --vocab-size 50 "
