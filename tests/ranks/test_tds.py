@@ -57,6 +57,37 @@ def _replicas(stages: int, ranks: int, zero: int) -> list[float]:
     return [engine.train_batch(batches(engine.grid.data_parallel_id, ranks)).item() for _ in range(4)]
 
 
+BF16 = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def _copies(config: dict[str, Any]) -> int:
+    """How many times a step gathers gradients in one tensor, as DeepSpeed does to add them up over replicas."""
+    engine, copies = build(1, **config), 0
+    flatten = engine.flatten
+
+    def counted(tensors: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        return flatten(tensors)
+
+    engine.flatten = counted
+    dtype = next(engine.module.parameters()).dtype
+    ranks = engine.dp_world_size
+    engine.train_batch((x.to(dtype), y.to(dtype)) for x, y in batches(engine.grid.data_parallel_id, ranks))
+    return copies
+
+
+@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
+def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
+    assert on_ranks(1, _copies, config) == [0]
+    assert min(on_ranks(2, _copies, config)) > 0  # or this test looks at the wrong place
+
+
 @pytest.mark.parametrize(("stages", "ranks", "zero"), [(2, 2, 0), (1, 2, 0), (2, 2, 1)])
 def test_replicas_average_and_clip_by_the_global_norm(stages: int, ranks: int, zero: int) -> None:
     model = nn.Sequential(*layers())
