@@ -206,7 +206,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads()
         yield
-        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+        if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
     def _backward(self, at: At) -> None:
