@@ -179,3 +179,14 @@ def test_mixed_precision_follows_fp32(
     """bf16 keeps 8 bits: the curve may leave that of fp32 by the rounding of activations, about 1 in 256 of a logit."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=FULL)])
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved --virtual-pipeline-size 2"], ids=["zb-h1", "interleaved"])
+def test_mixed_precision_in_every_order(
+    schedule: str, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """Gradients reach their fp32 sums whichever half of a backward pass, or chunk, they come from."""
+    flags = ("--pipeline-schedule", *schedule.split())
+    found = ours(Layout(2, 1, 1, zero=1), tmp_path, tiny_data, vocab_file, *flags, precision=precision)
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
