@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arguments import nearest, read_json
-from .config import Config, ParallelConfig
+from .config import Config
 from .options import ConfigError
 
 # How DeepSpeed is to add up gradients, so that it must be the one that does.
@@ -42,7 +42,7 @@ class Resolved:
     clip_grad: float
     log_interval: int
     wall_clock_breakdown: bool
-    overlap_grad_reduce: bool  # our reducer adds gradients up, DeepSpeed does not
+    overlap_grad_reduce: bool  # our reducer adds gradients up, not DeepSpeed, where its optimizer lets it
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -87,17 +87,9 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         ds["bf16"].setdefault("immediate_grad_update", True)
         if zero <= 1:  # DeepSpeed would round these sums to bf16 on their way between replicas
             ds.setdefault("communication_data_type", "fp32")
-    overlap = p.overlap_grad_reduce and not REDUCES & given.keys() and (plain or _sums_in_fp32(ds, p))
+    overlap = p.overlap_grad_reduce and not REDUCES & given.keys() and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
     return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap)
-
-
-def _sums_in_fp32(ds: dict[str, Any], parallel: ParallelConfig) -> bool:
-    """Whether DeepSpeed picks its bf16 optimizer, which has one flat fp32 buffer for the gradients of all parameters."""
-    zero = ds["zero_optimization"]
-    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none" or zero.get("cpu_offload")
-    at_once = ds.get("bf16", {}).get("immediate_grad_update", False)
-    return bool(parallel.pipe_parallel_size == 0 and at_once and zero["stage"] == 1 and not offloaded)
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

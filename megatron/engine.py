@@ -120,13 +120,14 @@ class PlainEngine:
         # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
         self.reducer: mpu.GradReducer | None = None
-        if resolved.overlap_grad_reduce:
+        homes = zero_state.fp32_gradients(engine)
+        overlap = resolved.overlap_grad_reduce and (resolved.zero_stage == 0 or homes is not None)
+        if overlap:
             engine.enable_backward_allreduce = False
-            homes = zero_state.fp32_gradients(engine) if resolved.precision == "bf16" else None
             if self.data.size > 1:
                 self.reducer = mpu.GradReducer(homes or engine.module.parameters(), self.data, homes=homes)
         # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducer sums.
-        self.factor = gas if resolved.overlap_grad_reduce else gas * self.data.size
+        self.factor = gas if overlap else gas * self.data.size
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         ds = self.deepspeed

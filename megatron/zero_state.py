@@ -56,9 +56,14 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     own.view(-1)[: flat.numel()].copy_(flat)
 
 
-def fp32_gradients(engine: Any) -> dict[nn.Parameter, Tensor]:
-    """By parameter, in the order of memory: the 1-D piece of a flat buffer in which DeepSpeed adds bf16 gradients up."""
+def fp32_gradients(engine: Any) -> dict[nn.Parameter, Tensor] | None:
+    """By parameter, in the order of memory: the 1-D piece of a flat buffer in which DeepSpeed adds bf16 gradients up at once.
+
+    None where its optimizer is another, or adds them up later.
+    """
     optimizer = engine.optimizer
+    if not getattr(optimizer, "immediate_grad_update", False):
+        return None
     pairs = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
     return {p: grad for group, grads in pairs for p, grad in zip(group, grads, strict=True)}
 
