@@ -47,11 +47,19 @@ def _import() -> Any:
 
 deepspeed = _import()
 
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine  # noqa: E402
 from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule  # noqa: E402
 from deepspeed.runtime.utils import partition_balanced, partition_uniform  # noqa: E402
 
-__all__ = ["StockPipelineEngine", "StockPipelineModule", "deepspeed", "partition_balanced", "partition_uniform"]
+__all__ = [
+    "TRAIN_BATCH_TIMER",
+    "StockPipelineEngine",
+    "StockPipelineModule",
+    "deepspeed",
+    "partition_balanced",
+    "partition_uniform",
+]
 
 
 def prepare() -> None:
@@ -101,6 +109,24 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
         return
     if not config_class.pipeline.setdefault("use_reentrant", False):  # which old versions read too late
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
+
+
+def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """What `"torch_autocast"` of the ds_config asks for, around a forward pass."""
+    if not getattr(engine._config, "torch_autocast_enabled", False):
+        return contextlib.nullcontext()
+    from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+    return autocast_if_enabled(engine)  # type: ignore[no-any-return]
+
+
+def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
+    """Where DeepSpeed's bf16 optimizer adds up the fp32 gradient of `weight`; None if it does not learn it."""
+    for group, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+        for each, grad in zip(group, grads, strict=True):
+            if each is weight:
+                return grad  # type: ignore[no-any-return]
+    return None
 
 
 def finish(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 KINDS = ("float", "int", "bool")
@@ -39,7 +40,7 @@ class Boundary:
 
 
 def kind_of(tensor: Tensor) -> str:
-    if tensor.dtype.is_floating_point:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return "float"
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"
 
@@ -122,11 +123,22 @@ def agree(contracts: Sequence[Contract]) -> None:
                 raise BoundaryError(f"stage {there} expects {expected} of stage {here}, which puts out {got}")
 
 
-def check(tensors: tuple[Any, ...], declared: Tensors, who: str) -> None:
-    """Raise BoundaryError if what `who` puts out or is given differs from the declaration."""
+def refuse_what_cannot_travel(tensors: Sequence[Any], who: str) -> None:
+    """Raise BoundaryError for what is no tensor, or one that is not a plain block of memory."""
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise BoundaryError(f"{who}: tensor {i} is {type(tensor).__name__}; only tensors cross a boundary")
+            raise BoundaryError(
+                f"{who}: tensor {i} is {type(tensor).__name__}; only tensors can be passed on, so leave it out or "
+                f"make a tensor of it"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+            raise BoundaryError(f"{who}: tensor {i} is {kind}; make it dense (to_dense(), to_padded_tensor())")
+
+
+def check(tensors: tuple[Any, ...], declared: Tensors, who: str) -> None:
+    """Raise BoundaryError if what `who` puts out or is given cannot travel, or differs from the declaration."""
+    refuse_what_cannot_travel(tensors, who)
     if declared is None:
         return
     if len(tensors) != len(declared):

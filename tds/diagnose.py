@@ -8,6 +8,7 @@ its own, so that a blocked collective does not block it.
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,9 +20,54 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import schedule
+
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the others
 FAULT, PRINTED = "tds/fault", "tds/printed"
+INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
+
+
+def _print_once() -> None:
+    """Let Python's last words on an error that ends the process be the report, where there was one."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not getattr(error, "tds_reported", False):
+            before(kind, error, trace)
+
+    hook.once = True  # type: ignore[attr-defined]
+    if not hasattr(before, "once"):
+        sys.excepthook = hook
+
+
+PEERS = {
+    schedule.RecvActivation: ("from", "above"),
+    schedule.SendActivation: ("to", "down"),
+    schedule.RecvGrad: ("from", "below"),
+    schedule.SendGrad: ("to", "up"),
+}
+
+
+def describe(what: Any, stage: int, borders: Any) -> str:
+    """What a rank is doing, an instruction or what else there is to do, in words."""
+    where = f"stage {stage}"
+    if not isinstance(what, schedule.Instruction):
+        return f"{where}, {what}"
+    text = f"{where}, in {type(what).__name__} of micro-batch {what.micro}"
+    if max(len(role) for role in borders.values()) > 1:
+        text += f", chunk {what.chunk}"
+    if type(what) in PEERS:
+        word, role = PEERS[type(what)]
+        channel = borders[role][what.chunk]
+        text += f", {word} rank {channel.peer}{channel.waiting_for()}"
+    return text
+
+
+def _callers(error: BaseException) -> list[str]:
+    """The lines of the stack above the place where `error` was caught: the user's own script."""
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
+    return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
 
 def _store() -> Any:
@@ -48,6 +94,7 @@ class Watchdog:
         self._store = _store()
         self._ending = threading.Lock()
         Watchdog._latest = self
+        _print_once()
         threading.Thread(target=self._watch, name="tds-watchdog", daemon=True).start()
 
     def at(self, what: Any) -> None:
@@ -57,15 +104,23 @@ class Watchdog:
             Watchdog._latest = self
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one failed; returns when rank 0 has printed the report."""
+        """Tell all ranks that this one failed; returns when rank 0 has printed the report, which then is all that is printed.
+
+        Ctrl-C is no fault to look into: one line, no stacks.
+        """
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * COLLECT_SECONDS)  # the thread is about to end this process
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = "".join([*_callers(error), *traceback.format_exception(error)]).rstrip()
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers send it a second time
+        what = "was interrupted (Ctrl-C)" if interrupted else f"raised {type(error).__name__}: {error}"
         try:
-            self._announce(f"rank {self.rank} raised {type(error).__name__}: {error}")
+            self._announce(f"rank {self.rank} {what}", interrupted)
         except Exception:  # rank 0, which keeps the store, is gone
-            self._leave(f"rank {self.rank} lost the connection to the other ranks", text)
+            self._leave(f"rank {self.rank} lost the connection to the other ranks", "" if interrupted else text)
         self._report(text)
+        error.tds_reported = True  # type: ignore[attr-defined]
 
     def _watch(self) -> None:
         while self._describe() is not None:  # as long as there is an engine
@@ -84,47 +139,54 @@ class Watchdog:
                 self._announce(f"rank {self.rank} has been {self.timeout:g} s at one thing (the pipeline's timeout)")
                 fault = True
             if fault and self._ending.acquire(blocking=False):
-                self._report(self._stack())
-                os._exit(1)
+                os._exit(INTERRUPTED if self._report(self._stack()) else 1)
 
-    def _announce(self, fault: str) -> None:
+    def _announce(self, fault: str, interrupted: bool = False) -> None:
         if not self._store.check([FAULT]):
-            self._store.set(FAULT, fault)
+            self._store.set(FAULT, json.dumps([fault, interrupted]))
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
 
-    def _report(self, stack: str) -> None:
-        """Write where this rank stands; rank 0 prints what all have written, the others wait for it."""
+    def _report(self, stack: str) -> bool:
+        """Write where this rank stands; rank 0 prints what all have written, the others wait for it. True for Ctrl-C."""
         doing = self._doing
         describe = self._describe()
         what = "between two steps" if doing is None or describe is None else describe(doing[0])
         since = 0.0 if doing is None else time.monotonic() - doing[1]
-        content = json.dumps({"what": what, "since": since, "stack": stack})
         try:
-            self._store.set(f"tds/report/{self.rank}", content)
+            fault, interrupted = json.loads(self._store.get(FAULT))
+            self._store.set(f"tds/report/{self.rank}", json.dumps({"what": what, "since": since, "stack": stack}))
             if self.rank == 0:
-                self._print()
-                self._store.set(PRINTED, "1")
+                self._print(fault, interrupted)
             else:
                 self._store.wait([PRINTED], timedelta(seconds=2 * COLLECT_SECONDS))
+                self._store.set(f"tds/left/{self.rank}", "1")
         except Exception:
             self._leave(f"rank {self.rank}: {what} for {since:.1f} s; rank 0 does not answer", stack)
+        return bool(interrupted)
 
-    def _print(self) -> None:
-        end = time.monotonic() + COLLECT_SECONDS
-        keys = {rank: f"tds/report/{rank}" for rank in range(self.world)}
-        while time.monotonic() < end and not all(self._store.check([key]) for key in keys.values()):
-            time.sleep(0.05)
-        lines = [f"pipeline stopped: {self._store.get(FAULT).decode()}"]
-        for rank, key in keys.items():
-            if not self._store.check([key]):
+    def _print(self, fault: str, interrupted: bool) -> None:
+        answered = self._collect("tds/report", set(range(self.world)))
+        lines = [f"pipeline stopped: {fault}"]
+        for rank in range(self.world if not interrupted else 0):
+            if rank not in answered:
                 lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
                 continue
-            report = json.loads(self._store.get(key))
+            report = json.loads(self._store.get(f"tds/report/{rank}"))
             lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s\n{report['stack']}")
         print("\n".join(lines), file=sys.stderr, flush=True)
+        self._store.set(PRINTED, "1")
+        self._collect("tds/left", answered - {0})  # the store may live in this process, and others still read it
+
+    def _collect(self, key: str, ranks: set[int]) -> set[int]:
+        """Wait until all `ranks` have written under `key`, or for as long as is fair; those that have."""
+        end, there = time.monotonic() + COLLECT_SECONDS, set[int]()
+        while there != ranks and time.monotonic() < end:
+            there |= {rank for rank in ranks - there if self._store.check([f"{key}/{rank}"])}
+            time.sleep(0.02)
+        return there
 
     def _leave(self, why: str, stack: str = "") -> None:
         print("\n".join([f"pipeline stopped: {why}", stack or self._stack()]), file=sys.stderr, flush=True)

@@ -4,34 +4,45 @@ Built on DeepSpeed's own engine, of which it keeps the optimizer wrappers, gradi
 checkpoints and monitors, and replaces the step: what is loaded, computed, sent and averaged.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from . import schedule
-from ._deepspeed import StockPipelineEngine, default_to_non_reentrant, quietly
-from .boundary import BoundaryError, agree, check, contract_of
-from .channel import Channel, Layout, Parcel, layout_of, open_borders
+from . import evaluation, schedule
+from ._deepspeed import TRAIN_BATCH_TIMER, StockPipelineEngine, autocast, bf16_gradient, default_to_non_reentrant, quietly
+from .batches import Batches, DataEnded
+from .borders import open_borders
+from .boundary import check
+from .channel import Parcel, layout_of
 from .clip import clip_grad_norm
-from .diagnose import Watchdog
+from .diagnose import Watchdog, describe
 from .losses import Losses
-from .nested import as_tuple, to_device, unwrap
+from .memory import alias, handed
+from .nested import as_tuple, unwrap
 from .progress import Progress
 from .schedule import Instruction
 from .split_backward import Rest, backward_input
+from .start import refuse_what_cannot_be, shake_hands
+from .ties import reduce_tied_grads
 from .timetable import check as check_schedule
 
 At = tuple[int, int]  # micro-batch and chunk
-PEERS = {
-    schedule.RecvActivation: ("from", "above"),
-    schedule.SendActivation: ("to", "down"),
-    schedule.RecvGrad: ("from", "below"),
-    schedule.SendGrad: ("to", "up"),
-}
+
+
+class Outputs(NamedTuple):
+    """What a forward pass put out: what is sent of it, and where its gradients go into autograd's graph.
+
+    The tensors themselves are not kept, so their memory is free when it was sent, unless autograd needs it.
+    """
+
+    parcels: list[Parcel]
+    edges: list[GradientEdge]
 
 
 class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
@@ -53,23 +64,22 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             self.set_batch_fn(batch_fn)
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
-        self._refuse_what_cannot_be(settings)
+        refuse_what_cannot_be(self, settings, self._chunks)
         self.schedule = schedule.schedule_of(settings, self._chunks)
         plan = [list(self.schedule(stage, self.num_stages, self.micro_batches)) for stage in range(self.num_stages)]
         check_schedule(plan, self.micro_batches)
         self._borders = open_borders(self.grid, self.device, self._chunks)
         self._channels = [channel for role in self._borders.values() for channel in role.values()]
-        self._shake_hands(settings)
+        self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe) if dist.get_world_size() > 1 else None
-        self._inputs: dict[At, tuple[Tensor, ...]] = {}
-        self._outputs: dict[At, tuple[Tensor, ...]] = {}
+        self._outputs: dict[At, Outputs] = {}  # of what goes to another stage
+        self._to_learn: dict[At, Tensor] = {}  # losses, where there is no other stage
         self._grads: dict[At, list[Tensor]] = {}
         self._received: dict[At, list[Parcel]] = {}
         self._rests: dict[At, Rest] = {}
-        self._batches: list[tuple[Any, Any]] = []
         self._losses = Losses(self.device)
-        self._logits: list[Any] = []
+        self.fwd_outputs: list[Any] = []
         self._scale = torch.ones((), device=self.device)
         self._progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
 
@@ -78,30 +88,43 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
-        Without one, of the loader of `training_data` or `set_dataloader`. Returns the loss over
-        the global batch, a scalar, the same on every rank. Raises RuntimeError if the data end early.
+        Without one, of the loader of `training_data` or `set_dataloader`. Returns the loss over the global batch, a
+        scalar in fp32 (fp64 if the loss is), the same on every rank. Raises DataEnded, which is a StopIteration,
+        if the data end: on all stages, with nothing changed, if they end before the first micro-batch.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients; use eval_batch() under no_grad()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        with self._watched():
-            self._begin(self.micro_batches)
-            self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
-            with self._progress.timed("Reduce"):
-                self._at("reducing gradients over tied layers and replicas")
-                self._exec_reduce_tied_grads()
-                self._exec_reduce_grads()
-            with self._progress.timed("Step"), quietly():
-                self._at("in the optimizer step")
-                self._exec_optimizer_step()
-            self.agg_train_loss = self._share_losses()
+        timer = self.timers(TRAIN_BATCH_TIMER)
+        timer.start()
+        try:
+            with self._watched():
+                self._step()
+        finally:
+            timer.stop()
         self._report("train_loss", self.agg_train_loss)
-        line = self._progress.step(self.global_steps, self.train_batch_size(), self.named_losses)
-        if line and self.global_rank == 0:
-            print(line, flush=True)
+        line = self._progress.step(self.global_steps, self.train_batch_size(), self._losses.named)
+        if line:
+            timer.elapsed(reset=True)
+            if self.global_rank == 0:
+                print(line, flush=True)
         return self.agg_train_loss
+
+    def _step(self) -> None:
+        self._begin(self.micro_batches)
+        self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
+        with self._progress.timed("Reduce"):
+            self._at("reducing gradients over tied layers and replicas")
+            self._exec_reduce_tied_grads()
+            self._exec_reduce_grads()
+        with self._progress.timed("Step"), quietly():
+            self._at("in the optimizer step")
+            self._exec_optimizer_step()
+        self.agg_train_loss = self._share_losses()
+        self.agg_additional_losses = self._losses.additional or None
+        self.total_loss = self._losses.sum if self.is_last_stage() else None
 
     def eval_batch(
         self,
@@ -112,31 +135,33 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The loss over `num_micro_batches` (default: as in training) without learning from them.
+        """The loss over `num_micro_batches` (default: as in training) without learning from them; shapes may differ.
 
-        return_logits: return `(loss, logits)`, where logits is the list of the last stage's
-        outputs, one per micro-batch, and None on other stages. Shapes may differ from training.
+        compute_loss: without it, what is reduced and returned are the outputs, on the last stage alone, None on the
+        others. reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all micro-batches, on
+        the last stage. bcast_loss: without it, the last stage alone gets the loss. return_logits: return `(that,
+        outputs of the last micro-batch)`, the latter None on other stages. Raises ValueError for another `reduce_output`.
         """
-        del reduce_output, bcast_loss  # the loss is always the mean, and every rank gets it
+        evaluation.check_reduction(reduce_output)
         micros = num_micro_batches or self.micro_batches
         training, self.data_iterator = self.data_iterator, data_iter
         self.module.eval()
         try:
             with torch.no_grad(), self._watched():
-                self._begin(micros, compute_loss, keep_logits=return_logits)
+                self._begin(micros, compute_loss)
                 self._run(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks))
                 loss = self._share_losses() if compute_loss else None
+                found = evaluation.result(self, loss, reduce_output, bcast_loss)
         finally:
             self.data_iterator = training
         if loss is not None:
             self._report("eval_loss", loss)
-        if not return_logits:
-            return loss
-        return loss, (self._logits if self.is_last_stage() else None)
+        logits, self.outputs = self.outputs, None
+        return (found, logits) if return_logits else found
 
     @property
     def named_losses(self) -> dict[str, Tensor]:
-        """The named losses of the last batch, over the global batch, the same on every rank."""
+        """The named losses of the last batch in fp64, over the global batch, the same on every rank."""
         return self._losses.means
 
     @property
@@ -166,39 +191,65 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         for channel in self._channels[:1]:
             channel.pool.trim()  # all of them share it
 
-    def _forward(self, at: At) -> None:
-        training, inputs = self.module.training, self._inputs[at]
-        if not training:
-            self._inputs.pop(at)
-            self._received.pop(at, None)
-        run = getattr(self.module, "forward_chunk", None)
-        outputs = run(at[1], unwrap(inputs)) if run else self.module(unwrap(inputs))
-        if at[1] in self._borders["down"]:
-            self._outputs[at] = as_tuple(outputs)
-            check(
-                self._outputs[at], self._contract.puts_out[at[1]], f"stage {self.stage_id} puts out what it should not"
-            )
-            due = [Parcel(p.tensor, split=p.split) for p in self._parcels(at) if p.grad]
-            if due:
-                self._borders["below"][at[1]].expect(layout_of(due))
-            return
-        if self._keep_logits:
-            self._logits.append(outputs)
-        if self._compute_loss:
-            loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, self._batches[at[0]][1])
-            total = self._losses.add(loss)
-            if training:
-                self._outputs[at] = (total * self._scale,)
+    def _inputs_of(self, at: At) -> Any:
+        """What the layers are given: they may do with it what they like."""
+        if at[1] in self._borders["above"]:
+            parcels = self._received[at] if self.module.training else self._received.pop(at)
+            return unwrap(tuple(handed(p.tensor) for p in parcels))
+        try:
+            inputs = self._batches.inputs(at[0])
+        except DataEnded as end:
+            if at[0] == 0:
+                self._tell_the_end(end)
+            raise
+        if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
+            # or the first checkpoint would not learn
+            inputs = tuple(handed(t.requires_grad_(t.is_floating_point())) for t in inputs)
+        return unwrap(inputs)
 
-    def _roots(self, at: At) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _forward(self, at: At) -> None:
+        micro, chunk = at
+        inputs = self._inputs_of(at)
+        with autocast(self):
+            outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
+        if chunk in self._borders["down"]:
+            self._keep(at, as_tuple(outputs))
+        else:
+            self._learn(at, outputs, self._batches.labels(micro))
+
+    def _keep(self, at: At, outputs: tuple[Any, ...]) -> None:
+        """Hold on to what goes to the next stage, and be ready for its gradients."""
+        declared = self._contract.puts_out[at[1]]
+        check(outputs, declared, f"stage {self.stage_id} puts out what it should not")
+        split = [each.split for each in declared] if declared else [False] * len(outputs)
+        learns = torch.is_grad_enabled()  # a weight among the outputs says that it wants a gradient even in evaluation
+        parcels = [Parcel(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)]
+        edges = [get_gradient_edge(t) for t in outputs if t.requires_grad] if learns else []
+        self._outputs[at] = Outputs(parcels, edges)
+        due = [p for p in parcels if p.grad]
+        if due:
+            self._borders["below"][at[1]].expect(layout_of([Parcel(p.tensor, split=p.split) for p in due]))
+
+    def _learn(self, at: At, outputs: Any, labels: Any) -> None:
+        """At the end of the pipeline: the loss."""
+        self.outputs = None if self.module.training else outputs
+        if not self._compute_loss:
+            self.fwd_outputs.append(outputs)
+            return
+        loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
+        additional = getattr(self.module, "get_additional_losses", lambda: None)()
+        total = self._losses.add(loss, additional or {})
+        self.fwd_outputs.append(total.detach())
+        if self.module.training:
+            self._to_learn[at] = total * self._scale
+
+    def _roots(self, at: At) -> tuple[list[Any], list[Tensor | None]]:
         """What to differentiate, and the gradients that came for it."""
-        self._inputs.pop(at)
+        if at in self._to_learn:
+            loss, scale = self._to_learn.pop(at), getattr(self.optimizer, "scale_if_loss", None)
+            return [scale(loss) if scale else loss], [None]
         outputs = self._outputs.pop(at)
-        if at[1] in self._borders["down"]:
-            wanted = [t for t in outputs if t.requires_grad]
-            return wanted, list(self._grads.pop(at)) if wanted else []
-        scale = getattr(self.optimizer, "scale_if_loss", None)
-        return [scale(outputs[0]) if scale else outputs[0]], [None]
+        return list(outputs.edges), list(self._grads.pop(at)) if outputs.edges else []
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -227,51 +278,41 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             with self._accumulating():
                 self._rests.pop(at).run()
 
-    def _parcels(self, at: At) -> list[Parcel]:
-        """The outputs of a micro-batch, with what was declared of them."""
-        outputs, declared = self._outputs[at], self._contract.puts_out[at[1]]
-        split = [each.split for each in declared] if declared else [False] * len(outputs)
-        learns = torch.is_grad_enabled()  # a weight among the outputs says that it wants a gradient even in evaluation
-        return [Parcel(t, t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)]
-
     def _send_activation(self, at: At) -> None:
         micro, chunk = at
-        parcels = self._parcels(at)
-        if not self.module.training:
-            self._outputs.pop(at)
-        before, uniform, layout = self._sent.get(chunk), self._uniform[chunk], layout_of(parcels)
-        self._sent[chunk] = layout
-        if uniform and before is not None and before != layout:
-            raise BoundaryError(
-                f"stage {self.stage_id} puts out other shapes for micro-batch {micro} than for the one before, though the "
-                f"inputs of the step have the same: what crosses a boundary may depend on their shapes alone"
-            )
-        header = before is None or not uniform
-        self._borders["down"][chunk].send(parcels, f"stage {self.stage_id}", header=header, uniform=uniform)
+        outputs = self._outputs[at] if self.module.training else self._outputs.pop(at)
+        if self.dynamic_shape:
+            same_until = micro + 1
+        elif chunk in self._borders["above"]:
+            same_until = self._borders["above"][chunk].run.end
+        else:
+            same_until = self._batches.same_until(micro)
+        self._borders["down"][chunk].send_next(micro, same_until, outputs.parcels, f"stage {self.stage_id}")
+        if self.module.training:
+            self._outputs[at] = Outputs([], outputs.edges)
 
     def _recv_activation(self, at: At) -> None:
         micro, chunk = at
         above = self._borders["above"][chunk]
-        if micro == 0 or not self._uniform[chunk]:
-            layout, self._uniform[chunk] = above.recv_header()
-            for _ in range(self._micros if self._uniform[chunk] else 1):
-                above.expect(layout)
-        parcels = above.take()
+        try:
+            parcels = above.take_next(micro)
+        except DataEnded as end:
+            self._tell_the_end(end)
+            raise
         for parcel in parcels:
             parcel.tensor.requires_grad_(parcel.grad and torch.is_grad_enabled())
-        self._inputs[at] = tuple(p.tensor for p in parcels)
         self._received[at] = parcels
-        check(self._inputs[at], self._contract.takes_in[chunk], f"stage {self.stage_id} got of rank {above.peer}")
+        tensors = tuple(p.tensor for p in parcels)
+        check(tensors, self._contract.takes_in[chunk], f"stage {self.stage_id} got of rank {above.peer}")
 
     def _send_grad(self, at: At) -> None:
         due = [p for p in self._received.pop(at) if p.grad]
         grads = [p.tensor.grad if p.tensor.grad is not None else torch.zeros_like(p.tensor) for p in due]
         if due:
-            parcels = [Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)]
-            self._borders["up"][at[1]].send(parcels, f"stage {self.stage_id}", header=False)
+            self._borders["up"][at[1]].send([Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)])
 
     def _recv_grad(self, at: At) -> None:
-        if any(t.requires_grad for t in self._outputs[at]):
+        if self._outputs[at].edges:
             self._grads[at] = [p.tensor for p in self._borders["below"][at[1]].take()]
 
     _DO = {
@@ -287,60 +328,43 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     # ------------------------------------------------------------- internals
 
-    def _refuse_what_cannot_be(self, settings: Mapping[str, Any]) -> None:
-        name = settings.get("schedule", "1f1b")
-        if self.fp16_enabled() and not self.zero_optimization():
-            raise ValueError(
-                "fp16 under a pipeline needs ZeRO stage 1 (without it DeepSpeed takes a wrong gradient norm): "
-                'set "zero_optimization": {"stage": 1}'
-            )
-        if name == "interleaved" and self._chunks == 1 and self.num_stages > 1:
-            raise ValueError("the schedule interleaved needs several chunks a stage: tds.PipelineModule(..., chunks=2)")
-        if name == "zb-h1" and self.module.activation_checkpoint_interval > 0:
-            raise ValueError(
-                "the schedule zb-h1 would recompute activations twice, once for each half of the backward pass: "
-                "use 1f1b with activation checkpointing, or zb-h1 without"
-            )
-
-    def _shake_hands(self, settings: Mapping[str, Any]) -> None:
-        """Tell all stages of this pipeline what this one puts out and takes in; raises alike on all where it does not fit."""
-        told = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
-        told |= {"gradient_accumulation_steps": self.micro_batches, "chunks": self._chunks}
-        self._contract = contract_of(self.module, self._chunks, told)
-        if self.num_stages > 1:
-            everyone: list[Any] = [None] * self.num_stages
-            dist.all_gather_object(everyone, self._contract, group=self.grid.get_pipe_parallel_group())
-            agree(everyone)
-
-    def _begin(self, micros: int, compute_loss: bool = True, keep_logits: bool = False) -> None:
-        """Read the micro-batches of this step where they are needed, and find the scale of the loss."""
-        self._compute_loss, self._keep_logits, self._logits = compute_loss, keep_logits, []
-        self._micros, self._batches = micros, []
-        self._sent: dict[int, Layout] = {}  # per chunk: the layout of the micro-batch before
-        self._uniform = dict.fromkeys(range(self._chunks), True)  # and whether all of the step have the same
-        self._at("reading its micro-batches")
-        if self.is_first_stage() or self.is_last_stage():
-            for micro in range(micros):
-                try:
-                    inputs, labels = self._next_batch()
-                except StopIteration:
-                    raise RuntimeError(
-                        f"the data iterator of stage {self.stage_id} ended after {micro} of {micros} micro-batches"
-                    ) from None
-                self._batches.append((to_device(inputs, self.device), to_device(labels, self.device)))
-        if self.is_first_stage():
-            self._inputs = {(micro, 0): as_tuple(inputs) for micro, (inputs, _) in enumerate(self._batches)}
-            self._uniform[0] = len({layout_of([Parcel(t) for t in inputs]) for inputs in self._inputs.values()}) == 1
-            if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
-                for t in (t for inputs in self._inputs.values() for t in inputs):
-                    t.requires_grad_(t.is_floating_point())  # or the first checkpoint would not learn
-        replicas = self.dp_world_size
+    def _begin(self, micros: int, compute_loss: bool = True) -> None:
+        """Make ready for the micro-batches of a step, and find the scale of the loss."""
+        self._compute_loss, self.fwd_outputs, self.outputs = compute_loss, [], None
+        for role in ("above", "down"):
+            for channel in self._borders[role].values():
+                channel.begin_step(micros)
+        first, last, replicas = self.is_first_stage(), self.is_last_stage(), self.dp_world_size
+        ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
+        self._batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
         self._losses.begin(micros * replicas)
-        if self.is_last_stage():
-            count = getattr(self.module.loss_fn, "count_targets", None)
-            self._losses.count(count, [labels for _, labels in self._batches], self.grid.get_data_parallel_group())
+        if last:
+            self._count_targets()
             # Gradients are averaged over the replicas afterwards, hence the product with their number.
             self._scale = torch.tensor(replicas / self.num_targets, dtype=torch.float64, device=self.device)
+
+    def _count_targets(self) -> None:
+        count = getattr(self.module.loss_fn, "count_targets", None)
+        if count is None:
+            return
+        self._at("reading its micro-batches, whose targets are counted")
+        try:
+            labels = self._batches.all_labels()
+        except DataEnded as end:
+            if self._batches.count == 0 and self.num_stages > 1:
+                return  # as stage 0 will say
+            if self._batches.count == 0:
+                self._tell_the_end(end)
+            raise
+        self._losses.count(count, labels, self.grid.get_data_parallel_group())
+
+    def _tell_the_end(self, end: DataEnded) -> None:
+        """The data ended before a step had begun: so say all stages, and nobody waits."""
+        down = self._borders["down"].get(0)
+        if down:
+            down.send_end()
+            down.flush()
+        end.everywhere = True
 
     def _share_losses(self) -> Tensor:
         """The loss over the global batch, told to all stages."""
@@ -357,10 +381,8 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             super().buffered_allreduce_fallback(*args, **kwargs)
 
     def _exec_reduce_tied_grads(self) -> None:
-        for weight, _ in self.module.get_tied_weights_and_groups():
-            if weight.grad is None and not self.using_bf16_optimizer:
-                weight.grad = torch.zeros_like(weight)  # another stage may have one, and waits for all
-        super()._exec_reduce_tied_grads()
+        home = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else None
+        reduce_tied_grads(self.module, self.stage_id, home)
 
     # --------------------------------------------------- telling what goes on
 
@@ -370,28 +392,18 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         try:
             yield
         except BaseException as error:
-            if self.watchdog:
+            if self.watchdog and not getattr(error, "everywhere", False):
                 self.watchdog.fail(error)
             raise
-        self._at(None)
+        finally:
+            self._at(None)
 
     def _at(self, what: Any) -> None:
         if self.watchdog:
             self.watchdog.at(what)
 
     def _describe(self, what: Any) -> str:
-        """What this rank is doing, in words."""
-        where = f"stage {self.stage_id}"
-        if not isinstance(what, Instruction):
-            return f"{where}, {what}"
-        text = f"{where}, in {type(what).__name__} of micro-batch {what.micro}"
-        if self._chunks > 1:
-            text += f", chunk {what.chunk}"
-        if type(what) in PEERS:
-            word, role = PEERS[type(what)]
-            channel: Channel = self._borders[role][what.chunk]
-            text += f", {word} rank {channel.peer}{channel.waiting_for()}"
-        return text
+        return describe(what, self.stage_id, self._borders)
 
     def _report(self, name: str, loss: Tensor) -> None:
         if self.global_rank == 0 and self.monitor.enabled:

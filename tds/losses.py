@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST = 16  # named losses
+MOST = 16  # named and additional losses
 
 
 class Losses:
@@ -16,55 +16,79 @@ class Losses:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.targets = 0.0
+        self.dtype = torch.float32  # of what users are given
         self.means: dict[str, Tensor] = {}
-        self._names: tuple[str, ...] = ("loss",)  # what all ranks know
+        self.additional: dict[str, Tensor] = {}  # means of what is looked at, not learned from
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())  # what all ranks know, of both kinds
         self._sums: dict[str, Tensor] = {}
+        self._aside: dict[str, Tensor] = {}
+        self._micros = 1
 
     def begin(self, micro_batches: int) -> None:
         """A new step; micro_batches: of all replicas, which is what losses are divided by if nothing is counted."""
-        self.targets = float(micro_batches)
-        self._sums = {}
+        self.targets, self._micros = float(micro_batches), micro_batches
+        self._sums, self._aside = {}, {}
+        self.dtype = torch.float32
 
-    def count(self, count_targets: Callable[[Any], Any] | None, labels: Sequence[Any], replicas: Any) -> None:
+    def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
         """Divide by targets instead, the total over the labels and the group of replicas."""
-        if count_targets is None:
-            return
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in labels:
             total += count_targets(each)
         dist.all_reduce(total, group=replicas)
         self.targets = max(total.item(), 1.0)
 
-    def add(self, loss: Any) -> Tensor:
-        """The loss of a micro-batch, a scalar or a dict of scalars; returns what to learn from."""
+    def add(self, loss: Any, aside: Mapping[str, Any]) -> Tensor:
+        """The loss of a micro-batch, a scalar or a dict of scalars; returns what to learn from. aside: additional losses."""
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
-        if len(named) > MOST:
-            raise ValueError(f"loss_fn returns {len(named)} named losses; there is room for {MOST}")
-        for name, value in named.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double().sum()
+        if len(named) + len(aside) > MOST:
+            raise ValueError(f"loss_fn returns {len(named) + len(aside)} named losses; there is room for {MOST}")
+        for sums, given in ((self._sums, named), (self._aside, aside)):
+            for name, value in given.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double().sum()
+        if any(value.dtype is torch.float64 for value in named.values()):
+            self.dtype = torch.float64
         return sum(named.values())  # type: ignore[return-value]
 
     def reduce(self, replicas: Any) -> None:
         """On the last stage: add up over the group of replicas."""
-        sums = torch.stack(list(self._sums.values()))
+        sums = torch.stack([*self._sums.values(), *self._aside.values()])
         dist.all_reduce(sums, group=replicas)
-        self.means = {name: each / self.targets for name, each in zip(self._sums, sums, strict=True)}
+        learned, aside = sums.tensor_split([len(self._sums)])
+        self.means = dict(zip(self._sums, (learned / self.targets).unbind(), strict=True))
+        self.additional = dict(zip(self._aside, (aside / self._micros).float().unbind(), strict=True))
 
     def tell(self, source: int, stages: Any) -> None:
         """Give the result of rank `source` to the group of stages, which all call this."""
         here = dist.get_rank() == source
-        header = torch.tensor([self.targets, float(tuple(self.means) != self._names)], dtype=torch.float64)
-        values = torch.stack([value.cpu() for value in self.means.values()]) if here else torch.empty(0)
-        numbers = torch.cat([header, values, torch.zeros(MOST - len(values))]).double().to(self.device)
+        names = tuple(self.means), tuple(self.additional)
+        header = [self.targets, float(names != self._names), float(self.dtype is torch.float64)]
+        values = [*self.means.values(), *self.additional.values()] if here else []
+        numbers = torch.zeros(len(header) + MOST, dtype=torch.float64, device=self.device)
+        if here:
+            numbers[: len(header)] = torch.tensor(header, dtype=torch.float64)
+            numbers[len(header) : len(header) + len(values)] = torch.stack([value.double() for value in values])
         dist.broadcast(numbers, source, group=stages)
-        targets, renamed, *means = numbers.unbind()
+        (self.targets, renamed, is_double), found = numbers[: len(header)].tolist(), numbers[len(header) :].unbind()
         if renamed:
-            told = [tuple(self.means)]
+            told = [names]
             dist.broadcast_object_list(told, source, group=stages)
             self._names = told[0]
-        self.targets = targets.item()
-        self.means = dict(zip(self._names, means, strict=False))
+        self.dtype = torch.float64 if is_double else torch.float32
+        learned, aside = self._names
+        self.means = dict(zip(learned, found, strict=False))
+        self.additional = {n: v.float() for n, v in zip(aside, found[len(learned) :], strict=False)}
 
     @property
     def total(self) -> Tensor:
-        return torch.stack(list(self.means.values())).sum()
+        return torch.stack(list(self.means.values())).sum().to(self.dtype)
+
+    @property
+    def sum(self) -> Tensor | None:
+        """What this rank has added up in this step, before any division."""
+        return torch.stack(list(self._sums.values())).sum().to(self.dtype) if self._sums else None
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All of them, for a line of progress."""
+        return self.means | self.additional

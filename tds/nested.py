@@ -20,6 +20,8 @@ def each_tensor(x: Any, f: Callable[[Tensor], Any]) -> Any:
     """`x` with every tensor in it replaced by what `f` makes of it."""
     if isinstance(x, (tuple, list)):
         return tuple(each_tensor(each, f) for each in x)
+    if isinstance(x, dict):
+        return {key: each_tensor(value, f) for key, value in x.items()}
     return f(x) if isinstance(x, Tensor) else x
 
 

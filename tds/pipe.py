@@ -33,10 +33,10 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             super().__init__(layers, *args, **kwargs)
         del self._example
 
-    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
+    def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run the layers of one chunk of this stage."""
         if self.chunks == 1:
-            return self(inputs)
+            return super().forward(inputs)
         first, end = self.stretches[chunk]
         funcs = self.forward_funcs[first:end]
         interval = self.activation_checkpoint_interval

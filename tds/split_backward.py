@@ -38,10 +38,12 @@ class Rest:
         self._noted = []
 
 
-def backward_input(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Rest:
+def backward_input(
+    outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> Rest:
     """Add the gradients of `inputs` to their `.grad`, and return what is left to do.
 
-    outputs, grads: as for `torch.autograd.backward`. inputs: leaves. A weight that is used more
+    outputs (or the edges of autograd's graph that lead to them), grads: as for `torch.autograd.backward`. inputs: leaves. A weight that is used more
     than once gets its gradient here, since the ways to it cannot be told apart later; so does one
     that lies on no way to an input.
     """
@@ -49,7 +51,8 @@ def backward_input(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], in
     if not inputs:
         torch.autograd.backward(outputs, grads)
         return rest
-    forks, early = _forks([get_gradient_edge(t).node for t in outputs], inputs)
+    edges = [get_gradient_edge(out) if isinstance(out, Tensor) else out for out in outputs]
+    forks, early = _forks([edge.node for edge in edges], inputs)
 
     def note(fork: Fork) -> Any:
         return lambda arrived: rest._noted.append((fork, arrived))

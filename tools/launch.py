@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
         return 0
     # One thread a rank unless the user says otherwise: ranks share the cores of this machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or stacks of C++ stand between what the ranks say
     warnings.simplefilter("ignore")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -79,12 +79,8 @@ class LayerStackPipe(PipelineModule):
                 seen.add(name)
                 yield name, module
 
-    def forward(self, inputs: Any) -> Any:
-        """What comes from the stage before (or the batch) -> what goes to the next (or the logits)."""
-        return self.forward_chunk(0, inputs)
-
-    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
-        """The same for one chunk of this stage."""
+    def forward(self, inputs: Any, chunk: int = 0) -> Any:
+        """What comes from the stage before (or the batch) -> what goes to the next (or the logits), through one chunk."""
         mine = slice(*self.stretches[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         # The engine hands over a tensor alone where a boundary has one; our layers want tuples.

@@ -2,7 +2,7 @@
 
 import torch
 
-from tds.channel import Pool
+from tds.memory import Pool
 
 
 def test_a_buffer_comes_back_when_its_last_view_is_gone() -> None:

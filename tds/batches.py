@@ -1,0 +1,97 @@
+"""The micro-batches of a step: read when the schedule wants them, and kept in memory of their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .boundary import BoundaryError, refuse_what_cannot_travel
+from .nested import as_tuple, each_tensor
+
+
+class DataEnded(RuntimeError, StopIteration):
+    """The data iterator ended, as DeepSpeed's users know it (StopIteration), with the place where it did."""
+
+
+Layout = tuple[tuple[torch.dtype, torch.Size], ...]
+
+
+class Batches:
+    """Reads `total` micro-batches through `read`, which raises StopIteration at the end of the data.
+
+    ahead: how many it reads before they are asked for, so that `same_until` can look ahead. takes_inputs,
+    takes_labels: what this stage has a use for; nothing else is kept. The iterator may fill the same tensors
+    again for the next micro-batch (pinned or numpy buffers), so each is copied when it is read; it goes to the
+    device when it is asked for.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        total: int,
+        ahead: int,
+        device: torch.device,
+        stage: int,
+        takes_inputs: bool,
+        takes_labels: bool,
+    ) -> None:
+        self._read, self._total, self._ahead, self._device, self._stage = read, total, ahead, device, stage
+        self._takes = (takes_inputs, takes_labels)
+        self._ended = False
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._labels: dict[int, Any] = {}
+        self._layouts: list[Layout] = []  # of the inputs of all that were read
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches were read."""
+        return len(self._layouts)
+
+    def inputs(self, micro: int) -> tuple[Tensor, ...]:
+        """The inputs of a micro-batch on the device; once. Raises DataEnded, BoundaryError for what is no tensor."""
+        self.read_to(micro + 1, micro + 1 + self._ahead)
+        return tuple(t.to(self._device, non_blocking=True) for t in self._inputs.pop(micro))
+
+    def labels(self, micro: int) -> Any:
+        """The labels of a micro-batch on the device; once."""
+        self.read_to(micro + 1)
+        return each_tensor(self._labels.pop(micro), lambda t: t.to(self._device, non_blocking=True))
+
+    def all_labels(self) -> Sequence[Any]:
+        """The labels of the whole step, where they were read to; for a loss that counts its targets first."""
+        self.read_to(self._total)
+        return list(self._labels.values())
+
+    def same_until(self, micro: int) -> int:
+        """The first micro-batch after `micro` whose inputs have another layout, or that was not read yet."""
+        until = micro + 1
+        while until < self.count and self._layouts[until] == self._layouts[micro]:
+            until += 1
+        return until
+
+    def read_to(self, needed: int, wanted: int = 0) -> None:
+        """Read until there are `wanted` micro-batches, at least `needed`, or the data end; raises DataEnded."""
+        while not self._ended and self.count < min(max(needed, wanted), self._total):
+            try:
+                batch = self._read()
+            except StopIteration:
+                self._ended = True  # ahead of time, which is no fault yet
+            else:
+                self._keep(self.count, batch)
+        if self.count < needed:
+            raise DataEnded(
+                f"the data iterator of stage {self._stage} ended after {self.count} of {self._total} micro-batches"
+            )
+
+    def _keep(self, micro: int, batch: Any) -> None:
+        where = f"stage {self._stage}, inputs of micro-batch {micro}"
+        if not isinstance(batch, (tuple, list)) or not batch:
+            raise BoundaryError(f"{where}: a batch is (inputs, labels), but the iterator gave {type(batch).__name__}")
+        inputs = as_tuple(batch[0])
+        if self._takes[0]:
+            refuse_what_cannot_travel(inputs, where)
+            self._inputs[micro] = tuple(t.detach().clone() for t in inputs)
+        if self._takes[1]:
+            self._labels[micro] = each_tensor(batch[1] if len(batch) > 1 else None, lambda t: t.detach().clone())
+        self._layouts.append(tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor)))

@@ -1,0 +1,41 @@
+"""What an evaluation returns: DeepSpeed's `reduce_output`, `bcast_loss` and `compute_loss`."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .nested import as_tuple, unwrap
+
+
+def check_reduction(reduce_output: str | None) -> None:
+    if reduce_output not in (None, "avg"):
+        raise ValueError(f"reduce_output {reduce_output!r} is neither 'avg', the mean, nor None, the list of all micro-batches")
+
+
+def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
+    """loss: over all micro-batches and replicas; None if there is none to compute, and the outputs are what counts."""
+    last = engine.is_last_stage()
+    if loss is not None and reduce_output:
+        return loss if bcast_loss or last else None
+    if not last:
+        return None
+    return _mean(engine) if reduce_output else engine.fwd_outputs
+
+
+def _mean(engine: Any) -> Any:
+    """The mean of the outputs over micro-batches and replicas, each of the shape that one micro-batch has."""
+    outputs = [as_tuple(each) for each in engine.fwd_outputs]
+    shapes = {tuple(t.shape for t in each) for each in outputs}
+    if len(shapes) > 1:
+        raise ValueError(
+            "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
+            "say reduce_output=None for the list of them"
+        )
+    means = [torch.stack(each).sum(0) / len(outputs) for each in zip(*outputs, strict=True)]
+    if engine.dp_world_size > 1:
+        for mean in means:
+            dist.all_reduce(mean, group=engine.grid.get_data_parallel_group())
+            mean /= engine.dp_world_size
+    return unwrap(tuple(means))
