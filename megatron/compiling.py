@@ -24,7 +24,7 @@ def compile_layers(model: Any, config: Config) -> None:
         print_rank_0("--compile does nothing: no C++ compiler was found (CXX names one)")
         return
     _keep_outside()
-    for _, module in model.named_layers():
+    for module in model.modules():
         if isinstance(module, TransformerLayer):
             module.compile()
 

@@ -58,7 +58,7 @@ def build_engine(
 ) -> Engine:
     """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
     optimizer = build_optimizer(model, config.optim)
-    pipeline = isinstance(model, tds.PipelineModule)
+    pipeline = _is_pipeline(model, config)
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
@@ -67,6 +67,23 @@ def build_engine(
     if pipeline:
         return PipeEngine(engine, timers)
     return PlainEngine(engine, resolved, config.train.gas, forward_step, count_targets, timers)
+
+
+def _is_pipeline(model: nn.Module, config: Config) -> bool:
+    """Whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings say otherwise."""
+    pipeline = isinstance(model, tds.pipe.StockPipelineModule)
+    wanted = config.parallel.pipe_parallel_size
+    if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
+        raise ValueError(
+            f"model_provider gives a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
+            f"build it with num_stages=get_args().pipe_parallel_size, and a plain module for 0"
+        )
+    if not pipeline and wanted > 0:
+        raise ValueError(
+            f"--pipe-parallel-size is {wanted}, but model_provider gives a {type(model).__name__}, not a PipelineModule: "
+            f"build one of a list of layers, or say --pipe-parallel-size 0"
+        )
+    return pipeline
 
 
 def _set_lr(engine: Any, lr: float) -> None:
@@ -89,13 +106,17 @@ class PipeEngine:
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         _set_lr(self.deepspeed, lr)
         with self.timers("train batch"):
-            loss = self.deepspeed.train_batch(batches)
+            self.deepspeed.train_batch(batches)
         self.deepspeed.set_dataiterator(None)  # or it would keep worker processes alive
-        return _result(self.deepspeed, loss, self.deepspeed.get_global_grad_norm())
+        return _result(self.deepspeed, self._exact_loss(), self.deepspeed.get_global_grad_norm())
 
     def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
-        loss = self.deepspeed.eval_batch(batches)
-        return loss.item() * self.deepspeed.num_targets, self.deepspeed.num_targets
+        self.deepspeed.eval_batch(batches)
+        return self._exact_loss().item() * self.deepspeed.num_targets, self.deepspeed.num_targets
+
+    def _exact_loss(self) -> Tensor:
+        """In fp64, as it was added up."""
+        return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
 class PlainEngine:

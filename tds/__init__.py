@@ -3,6 +3,7 @@
 schedule.py   when each stage computes and talks, as data
 boundary.py   which tensors cross from one stage to the next
 channel.py    how they travel
+batches.py    the micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
@@ -10,7 +11,7 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 import importlib
 from typing import Any
 
-from . import _deepspeed, pipe
+from . import _deepspeed, optimizers, pipe
 from ._deepspeed import deepspeed as _ds
 from .boundary import Boundary, BoundaryError
 from .engine import PipelineEngine
@@ -23,16 +24,18 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     `(engine, optimizer, training_dataloader, lr_scheduler)`.
     """
     _deepspeed.prepare()
-    with _deepspeed.quietly(), _deepspeed.engine_class(PipelineEngine):
-        return _ds.initialize(*args, **kwargs)
+    with optimizers.for_this_device() as notes, _deepspeed.quietly(), _deepspeed.engine_class(PipelineEngine):
+        made = _ds.initialize(*args, **kwargs)
+    if notes and made[0].global_rank == 0:
+        print("\n".join(notes), flush=True)
+    return made
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
     """`deepspeed.init_distributed` with the backend of the device at hand (gloo on a CPU)."""
     _deepspeed.prepare()
     if dist_backend is None:
-        on_cpu = _ds.accelerator.get_accelerator().device_name() == "cpu"
-        dist_backend = "gloo" if on_cpu else _ds.accelerator.get_accelerator().communication_backend_name()
+        dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
     _ds.init_distributed(dist_backend, *args, **kwargs)
 
 

@@ -47,6 +47,7 @@ def _import() -> Any:
 
 deepspeed = _import()
 
+from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine  # noqa: E402
 from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule  # noqa: E402
@@ -54,12 +55,17 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform  # noq
 
 __all__ = [
     "TRAIN_BATCH_TIMER",
+    "DeepSpeedEngine",
     "StockPipelineEngine",
     "StockPipelineModule",
     "deepspeed",
     "partition_balanced",
     "partition_uniform",
 ]
+
+
+def on_cpu() -> bool:
+    return bool(deepspeed.accelerator.get_accelerator().device_name() == "cpu")
 
 
 def prepare() -> None:
@@ -70,11 +76,14 @@ def prepare() -> None:
     reduce fp64 gradients anywhere.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
-    if accelerator.device_name() == "cpu":
+    if on_cpu():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         accelerator.is_fp16_supported = lambda: True
         if accelerator.Stream is None:  # before 0.19, which made recomputing activations fail
             type(accelerator).Stream = property(lambda _: lambda **__: None)
+    tie = StockPipelineModule._synchronize_tied_weights
+    if not hasattr(tie, "__wrapped__"):  # it broadcasts with gradients on, which gives tied weights a history
+        StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]

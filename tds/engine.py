@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed import checkpointing
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -212,6 +213,8 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         inputs = self._inputs_of(at)
         with autocast(self):
             outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
+        if not self.module.training:
+            checkpointing.reset()  # no backward pass will empty the buffers of activations
         if chunk in self._borders["down"]:
             self._keep(at, as_tuple(outputs))
         else:

@@ -60,10 +60,6 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         return super().ckpt_layer_path_list(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
-    def _synchronize_tied_weights(self) -> None:
-        with torch.no_grad():
-            super()._synchronize_tied_weights()
-
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
         if self.num_stages == 1:
             self.chunks = 1  # nothing to take turns with
@@ -127,4 +123,4 @@ def _run(funcs: Sequence[Any], inputs: Any) -> Any:
     return inputs
 
 
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+__all__ = ["LayerSpec", "PipelineModule", "StockPipelineModule", "TiedLayerSpec"]

@@ -128,7 +128,14 @@ class LayerStack(nn.Module):
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """(global name, parameter) of every parameter that this process holds."""
+    """(global name, parameter) of every parameter that this process holds.
+
+    A model without `named_layers` is named by its module tree, in which a PipelineModule has the number of each layer
+    in the whole list, and the key of each tie.
+    """
+    if not hasattr(model, "named_layers"):
+        yield from model.named_parameters()
+        return
     for layer_name, module in model.named_layers():
         for name, parameter in module.named_parameters():
             yield f"{layer_name}.{name}", parameter

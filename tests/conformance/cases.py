@@ -1,152 +1,46 @@
-"""What layers like to pass to each other: lists of layers, each of which any pipeline must train like one process does."""
+"""Lists of layers, data and settings, with each of which any pipeline must train as one process does."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-WIDTH, MICROS, STEPS, ROWS, VOCAB = 6, 6, 3, 4, 11
+from . import probes
+from .layers import (
+    VOCAB,
+    WIDTH,
+    Copy,
+    Counting,
+    Decoder,
+    Embed,
+    End,
+    InPlace,
+    Joint,
+    Keep,
+    Middle,
+    Nothing,
+    Select,
+    Start,
+    Static,
+    Table,
+    Unused,
+    UseTable,
+    Widen,
+)
+
+MICROS, STEPS, ROWS = 6, 3, 4
 Batch = tuple[Any, Tensor]
-
-
-def tensors_of(x: Any) -> tuple[Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
-
-
-class Start(nn.Module):
-    """x -> a tuple of every kind of tensor."""
-
-    def __init__(self, kinds: str) -> None:
-        super().__init__()
-        self.kinds, self.linear = kinds.split(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.linear(x)
-        numbers = torch.arange(x.numel(), device=x.device).view_as(x) % 3
-        made: dict[str, Callable[[], Tensor]] = {
-            "grad": lambda: y,
-            "grad2": lambda: y.square(),
-            "grad fp64": lambda: y.double(),
-            "grad fp32": lambda: y.float(),
-            "grad bf16": lambda: y.bfloat16(),
-            "grad fp16": lambda: y.half(),
-            "float": lambda: x.detach() * 2,  # no gradient comes back for it
-            "half": lambda: x.detach().half(),
-            "int64": lambda: numbers,
-            "int32": lambda: numbers.int(),
-            "int16": lambda: numbers.short(),
-            "uint8": lambda: numbers.to(torch.uint8),
-            "bool": lambda: x.detach() > 0,
-            "empty": lambda: x.new_empty(0, 3),
-            "scalar": lambda: y.mean(),
-        }
-        out = tuple(made[kind.replace("_", " ")]() for kind in self.kinds)
-        return out[0] if len(out) == 1 else out
-
-
-class Middle(nn.Module):
-    """Uses all tensors, changes those with gradient, hands the others on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Any) -> Any:
-        tensors = tensors_of(inputs)
-        rest = sum(t.double().sum() * 1e-2 for t in tensors if not t.requires_grad and t.numel())
-        weight, bias = self.linear.weight, self.linear.bias
-        out = tuple(
-            torch.tanh(nn.functional.linear(t.to(weight.dtype).expand(*t.shape[:-1], WIDTH), weight, bias) + rest).to(
-                t.dtype
-            )
-            if t.requires_grad and t.dim()
-            else t
-            for t in tensors
-        )
-        return out if isinstance(inputs, tuple) else out[0]
-
-
-class Nothing(nn.Module):
-    """A layer without parameters."""
-
-    def forward(self, inputs: Any) -> Any:
-        hidden, *rest = tensors_of(inputs)
-        return (torch.sin(hidden), *rest) if rest else torch.sin(hidden)
-
-
-class Embed(nn.Module):
-    """Tokens -> (hidden, token ids): the first layer has no float input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCAB, WIDTH))
-
-    def forward(self, tokens: Tensor) -> Any:
-        return nn.functional.embedding(tokens, self.weight), tokens.to(torch.int32)
-
-    def scores(self, inputs: Any) -> Tensor:
-        """The other end of a tie."""
-        return nn.functional.linear(inputs[0], self.weight)
-
-
-class Decoder(nn.Module):
-    """(encoded, mask) -> (decoded, encoded, mask): the tuple changes in the middle, and what is encoded is handed on."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.first, self.own, self.cross = first, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Any) -> Any:
-        decoded, encoded, *rest = (inputs[0].detach() * 0.5, *inputs) if self.first else inputs
-        return torch.tanh(self.own(decoded) + self.cross(encoded)), encoded, *rest
-
-
-class Joint(nn.Module):
-    """(a, b) -> (a, b), each of which needs both: two gradients over every boundary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Any) -> Any:
-        a, b, *rest = inputs
-        return torch.tanh(self.a(a) * b), torch.tanh(self.b(b) + a), *rest
-
-
-class Table(nn.Module):
-    """(hidden, ...) -> (hidden, ..., weight): hands out a weight, which the layer behind uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, inputs: Any) -> Any:
-        return *tensors_of(inputs), self.weight
-
-
-class UseTable(nn.Module):
-    """(hidden, weight) -> hidden"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Any) -> Tensor:
-        hidden, weight = inputs
-        return torch.tanh(self.linear(hidden) * weight)
-
-
-class End(nn.Module):
-    """To one tensor. What else arrives with a gradient does not reach the loss."""
-
-    def forward(self, inputs: Any) -> Tensor:
-        return next(t for t in tensors_of(inputs) if t.is_floating_point() and t.dim())
 
 
 def mean_loss(out: Tensor, labels: Tensor) -> Tensor:
     return (out - labels).square().mean()
+
+
+def size_loss(out: Tensor, labels: Tensor) -> Tensor:
+    """For outputs of any number of rows."""
+    return (out - labels[:1]).square().mean()
 
 
 class CountedLoss:
@@ -172,9 +66,33 @@ class Tie:
     method: str | None = None
 
 
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The default, since Adam hides constant factors of gradients."""
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5)
+
+
+def adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.02)
+
+
+def adam_of_deepspeed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What `{"type": "Adam"}` means there: decoupled decay, of nothing by default."""
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+
+
 @dataclass(frozen=True)
 class Case:
-    """layers: builds the modules, seeded. ties: by index of the layer. rows: of the micro-batches of each step."""
+    """layers: builds the modules, seeded. ties: by index of the layer. rows: of the micro-batches of each step.
+
+    feed: `fresh` tensors each time; `refilled`, the same tensors with other numbers in them; `dataset`, the same
+    tensors with the same numbers, which nobody may change. frozen: layers that do not learn. optimizer: of the
+    reference, and of the pipeline unless `config` names one. module: arguments of PipelineModule. prepare: called with it.
+    probe: what else must be right after training. only: the dtypes that the case is for.
+    """
 
     name: str
     layers: Callable[[], list[nn.Module]]
@@ -185,13 +103,25 @@ class Case:
     clip: float = 0.0
     checkpoint: int = 0
     tokens: bool = False
+    feed: str = "fresh"
+    frozen: tuple[int, ...] = ()
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
+    config: dict[str, Any] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], None] | None = None
+    probe: Callable[[probes.Trained], bool] | None = None
+    autocast: bool = False
+    only: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
 
     def build(self) -> list[nn.Module]:
         torch.manual_seed(3)
-        return self.layers()
+        built = self.layers()
+        for index in self.frozen:
+            built[index].requires_grad_(False)
+        return built
 
-    def batches(self, step: int, dtype: torch.dtype) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(5 + step)
+    def batches(self, step: int, dtype: torch.dtype, replica: int = 0) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(5 + step + 1000 * replica)
         for rows in self.rows[step]:
             if self.tokens:
                 ids = torch.randint(VOCAB, (2, rows, 5), generator=generator)
@@ -200,9 +130,35 @@ class Case:
                 x, y = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
                 yield x, y
 
+    def feeds(self, dtype: torch.dtype, replica: int = 0) -> Iterator[Iterator[Batch]]:
+        """What the engine is given in each step."""
+        stored = list(self.batches(0, dtype, replica))
+        for step in range(len(self.rows)):
+            if self.feed == "dataset":
+                yield iter(stored)
+            elif self.feed == "refilled":
+                yield _refill(self.batches(step, dtype, replica), stored[0])
+            else:
+                yield self.batches(step, dtype, replica)
+
+    def expected(self, step: int, dtype: torch.dtype, replica: int = 0) -> list[Batch]:
+        """The same as it should arrive."""
+        return list(self.batches(0 if self.feed == "dataset" else step, dtype, replica))
+
+
+def _refill(batches: Iterator[Batch], into: Batch) -> Iterator[Batch]:
+    for x, y in batches:
+        into[0].copy_(x)
+        into[1].copy_(y)
+        yield into
+
 
 def _chain(kinds: str, middle: Callable[[], nn.Module] = Middle) -> Callable[[], list[nn.Module]]:
     return lambda: [Start(kinds), *(middle() for _ in range(7)), End()]
+
+
+def _plain() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(9)]
 
 
 def _translation() -> list[nn.Module]:
@@ -220,30 +176,20 @@ def _tables() -> list[nn.Module]:
     return [Start("grad"), table, UseTable(), table, UseTable(), table, UseTable(), Middle(), End()]
 
 
-class Widen(nn.Module):
-    """(hidden, ids) -> (hidden, sine of it, ids)."""
+def _one_tie(shared: Callable[[], nn.Module]) -> Callable[[], list[nn.Module]]:
+    def build() -> list[nn.Module]:
+        tied = shared()
+        return [Start("grad"), tied, Middle(), Middle(), tied, Middle(), Middle(), tied, End()]
 
-    def forward(self, inputs: Any) -> Any:
-        hidden, ids = inputs
-        return hidden, torch.sin(hidden), ids
-
-
-class Keep(nn.Module):
-    """Changes the first tensor by the layer it wraps."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, inputs: Any) -> Any:
-        hidden, *rest = inputs
-        return hidden + torch.tanh(self.inner(hidden)), *rest
+    return build
 
 
 def _case(kinds: str, **more: Any) -> Case:
     return Case(f"({kinds.replace(' ', ', ').replace('_', ' ')})", _chain(kinds), **more)
 
 
+TIED = tuple((i, Tie("tie")) for i in (1, 4, 7))
+FP32 = (torch.float32,)
 CASES: Sequence[Case] = (
     _case("grad"),
     _case("grad float"),
@@ -253,6 +199,7 @@ CASES: Sequence[Case] = (
     _case("grad grad2 int16 empty"),
     _case("grad half bool int64 float"),
     _case("grad_fp64 grad_fp32 grad_bf16 grad_fp16 int64 int32 int16 uint8 bool scalar"),
+    _case("grad complex64 bool complex128"),
     Case("two gradients, (a, b) -> (a, b)", _chain("grad grad2", Joint)),
     Case("an encoder-decoder: the tuple changes in the middle", _translation),
     Case("tokens first, tied embedding and two more ties", _tied, loss=token_loss, tokens=True, ties=(
@@ -266,6 +213,40 @@ CASES: Sequence[Case] = (
     Case("named losses per target", _chain("grad grad2"), loss=CountedLoss()),
     Case("clipping by the global norm", _chain("grad"), clip=0.05),
     Case("another size each step", _chain("grad bool"), rows=((4,) * MICROS, (7,) * MICROS, (1,) * MICROS)),
-    Case("another size each micro-batch", _chain("grad bool"), rows=((1, 3, 2, 3, 5, 4),) * STEPS),
+    Case("another size each micro-batch", _chain("grad bool"), rows=((1, 3, 2, 3, 5, 4), (3, 3, 3, 3, 3, 2), (4,) * 6)),
     Case("activation checkpointing every 2 layers", _chain("grad"), checkpoint=2),
+    Case("layers that work in place, over a data set", lambda: [InPlace() for _ in range(9)], feed="dataset"),
+    Case("one tensor of a message counted up in place", _chain("grad grad2 int64", Counting)),
+    Case("a data iterator that fills the same tensors again", _chain("grad"), feed="refilled"),
+    Case("the same, with targets counted first", _chain("grad"), feed="refilled", loss=CountedLoss()),
+    Case("a frozen tied weight under AdamW", _one_tie(lambda: nn.Linear(WIDTH, WIDTH)), ties=TIED, frozen=(1, 4, 7),
+         optimizer=adamw),
+    Case("a tied weight that is not used, under AdamW", _one_tie(Unused), ties=TIED, optimizer=adamw),
+    Case("an output that is the same memory each time", lambda: [*(Static() for _ in range(8)), Copy()]),
+    Case("dynamic_shape, shapes that depend on the data", lambda: [Start("grad"), *(Select() for _ in range(3)), *(
+        Middle() for _ in range(4)), End()], loss=size_loss, module={"dynamic_shape": True}),
+    Case("dynamic_shape, another size each micro-batch", _chain("grad bool"), rows=((1, 3, 2, 3, 5, 4),) * STEPS,
+         module={"dynamic_shape": True}),
+    Case("recomputation with partition_activations", _chain("grad grad2"), checkpoint=1,
+         prepare=probes.partition_activations, probe=probes.configured_back),
+    Case("recomputation with contiguous activations", _plain, checkpoint=1,
+         prepare=probes.contiguous_activations, probe=probes.evaluates_twice),
+    Case("eval_batch(return_logits=True): the last micro-batch's", _plain, probe=probes.logits),
+    Case("eval_batch(compute_loss=False, reduce_output=None)", _plain, probe=probes.all_outputs),
+    Case("eval_batch(compute_loss=False): the mean of outputs", _plain, probe=probes.mean_of_outputs),
+    Case("eval_batch(bcast_loss=False)", _plain, probe=probes.loss_stays),
+    Case("the loss is fp32", _plain, probe=probes.loss_is_fp32, only=FP32),
+    Case("attributes: fwd_outputs, total_loss, agg_train_loss, timers", _plain, probe=probes.attributes),
+    Case("get_additional_losses()", _plain, prepare=probes.give_additional_losses,
+         probe=probes.additional_losses),
+    Case("reset_activation_shape() between steps", _plain, probe=probes.reset_shapes),
+    Case("data that end: StopIteration, then another epoch", _plain, probe=probes.next_epoch),
+    Case("torch_autocast in bf16", _chain("grad"), autocast=True, only=FP32,
+         config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    Case("flops_profiler", _chain("grad"), config={"flops_profiler": {"enabled": True, "profile_step": 1,
+         "output_file": "/dev/null"}}, only=FP32),
+    Case('{"type": "Adam"} of the ds_config', _chain("grad"), optimizer=adam_of_deepspeed,
+         config={"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}),
+    Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
+         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}),
 )  # fmt: skip

@@ -5,30 +5,35 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .cases import MICROS, ROWS, STEPS, Case
+import tds
+from megatron.zero_state import use_fp64
+from tds._deepspeed import StockPipelineModule, quietly
 
-LR = 0.3
+from .cases import ROWS, Case
+from .probes import Trained
 
 
-def reference(case: Case, dtype: torch.dtype) -> tuple[list[float], list[nn.Module]]:
-    """The losses of each step, and the layers as they are then. SGD, since Adam hides constant factors."""
+def reference(case: Case, dtype: torch.dtype, replicas: int = 1) -> tuple[list[float], list[nn.Module], list[Any]]:
+    """The losses of each step, and the layers as they are then, and how they are called."""
     layers = [layer.to(dtype) for layer in case.build()]
     methods = {i: tie.method for i, tie in case.ties if tie.method}
     calls = [getattr(layer, methods[i]) if i in methods else layer for i, layer in enumerate(layers)]
     parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
-    optimizer = torch.optim.SGD(parameters, lr=LR)
+    optimizer = case.optimizer(parameters)
     count = getattr(case.loss, "count_targets", None)
     found = []
-    for step in range(STEPS):
-        batches = list(case.batches(step, dtype))
+    for step in range(len(case.rows)):
+        batches = [batch for replica in range(replicas) for batch in case.expected(step, dtype, replica)]
         total: Any = 0.0
         for inputs, labels in batches:
-            for call in calls:
-                inputs = call(inputs)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                for call in calls:
+                    inputs = call(inputs)
             loss = case.loss(inputs, labels)
             total = total + (sum(loss.values()) if isinstance(loss, dict) else loss)
         total = total / (sum(count(labels) for _, labels in batches) if count else len(batches))
@@ -38,7 +43,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[list[float], list[nn.Modu
             nn.utils.clip_grad_norm_(parameters, case.clip)
         optimizer.step()
         found.append(total.item())
-    return found, layers
+    return found, layers, calls
 
 
 def _specs(case: Case) -> list[Any]:
@@ -68,48 +73,68 @@ class _Method:
         return getattr(module, self.name)(inputs)
 
 
-def _topology(stages: int, tensor: int) -> Any:
+def _topology(stages: int, tensor: int, replicas: int) -> Any:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    return PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=1)
+    return PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=replicas)
 
 
 def train(
-    engine_name: str, case: Case, stages: int, tensor: int, pipeline: dict[str, Any], dtype: torch.dtype
+    engine_name: str,
+    case: Case,
+    stages: int,
+    tensor: int,
+    pipeline: dict[str, Any],
+    dtype: torch.dtype,
+    replicas: int = 1,
+    cuts: str = "uniform",
 ) -> tuple[float, float]:
-    """Largest relative error of a loss, and of a weight of this rank, against one process. engine_name: tds or stock."""
-    import deepspeed
+    """Largest relative error of a loss, and of a weight of this rank, against one process. engine_name: tds or stock.
 
-    import tds
-    from megatron.zero_state import use_fp64
-    from tds._deepspeed import StockPipelineModule, quietly
-
-    stock = engine_name == "stock"
-    module, initialize = (StockPipelineModule, deepspeed.initialize) if stock else (tds.PipelineModule, tds.initialize)
-    more = {"chunks": 2} if pipeline.get("schedule") == "interleaved" else {}
-    config = {
-        "train_batch_size": ROWS * MICROS, "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": case.clip,
-        "zero_allow_untested_optimizer": True, "pipeline": pipeline, "steps_per_print": 10**9,
-    }  # fmt: skip
-    with quietly():
-        model = module(_specs(case), topology=_topology(stages, tensor), loss_fn=case.loss, partition_method="uniform",
-                       activation_checkpoint_interval=case.checkpoint, **more)  # fmt: skip
-        for name, value in case.declared:
-            setattr(model, name, value)
-        parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]  # a stage may have none
-        engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(parameters, lr=LR), config=config)
-    assert stock or type(engine) is tds.PipelineEngine
+    A probe that finds something wrong counts as an infinite error.
+    """
+    engine, model = _build(engine_name, case, stages, tensor, pipeline, replicas, cuts)
     if dtype is torch.float64:
         use_fp64(engine)
-    found = []
-    for step in range(STEPS):
+    replica, found = engine.grid.data_parallel_id, []
+    for batches in case.feeds(dtype, replica):
         with quietly():
-            found.append(engine.train_batch(case.batches(step, dtype)).item())
-        if not stock:  # evaluation at another size, between two steps
+            found.append(engine.train_batch(batches).item())
+        if engine_name != "stock" and not case.probe:  # evaluation at another size, between two steps
             engine.eval_batch(_short(case, dtype), num_micro_batches=2)
-    expected, layers = reference(case, dtype)
+    expected, layers, calls = reference(case, dtype, replicas)
     losses = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-    return losses, _weights_differ(model, layers)
+    weights = _weights_differ(model, layers)
+    if case.probe:
+        with quietly():
+            right = case.probe(Trained(engine, calls, case.expected(0, dtype, replica), case.loss, dtype))
+        losses = losses if right else float("inf")
+    return losses, weights
+
+
+def _build(
+    engine_name: str, case: Case, stages: int, tensor: int, pipeline: dict[str, Any], replicas: int, cuts: str
+) -> tuple[Any, Any]:
+    stock = engine_name == "stock"
+    module, initialize = (StockPipelineModule, deepspeed.initialize) if stock else (tds.PipelineModule, tds.initialize)
+    micros = len(case.rows[0])
+    more = {"chunks": 2} if pipeline.get("schedule") == "interleaved" else {}
+    config = {
+        "train_batch_size": ROWS * micros * replicas, "train_micro_batch_size_per_gpu": ROWS, "pipeline": pipeline,
+        "gradient_clipping": case.clip, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9, **case.config,
+    }  # fmt: skip
+    with quietly():
+        model = module(_specs(case), topology=_topology(stages, tensor, replicas), loss_fn=case.loss, partition_method=cuts,
+                       activation_checkpoint_interval=case.checkpoint, **more, **case.module)  # fmt: skip
+        for name, value in case.declared:
+            setattr(model, name, value)
+        if case.prepare:
+            case.prepare(model)
+        parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]  # a stage may have none
+        how = {"model_parameters": parameters} if "optimizer" in case.config else {"optimizer": case.optimizer(parameters)}
+        engine, *_ = initialize(model=model, config=config, **how)
+    assert stock or type(engine) is tds.PipelineEngine
+    return engine, model
 
 
 def _short(case: Case, dtype: torch.dtype) -> Iterator[Any]:

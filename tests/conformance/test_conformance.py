@@ -25,7 +25,9 @@ RUNS = [
     for schedule in SCHEDULES
     for dtype in TOLERANCE
     # fp32 adds nothing but rounding to what a schedule does; recomputing under zb-h1 is refused
-    if (dtype is torch.float64 or schedule == "1f1b") and not (case.checkpoint and schedule == "zb-h1")
+    if dtype in case.only
+    and (dtype is torch.float64 or schedule == "1f1b" or case.only == (dtype,))
+    and not (case.checkpoint and schedule == "zb-h1")
 ]
 
 

@@ -1,0 +1,47 @@
+"""Optimizers that a ds_config names, where DeepSpeed's own would have to be compiled: on a CPU torch's are taken."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ._deepspeed import DeepSpeedEngine, on_cpu
+
+ADAMS = ("adam", "adamw", "muon")  # Muon has an Adam inside, for what is no matrix
+NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
+OF_THE_KERNELS = ("set_grad_none", "fp32_optimizer_states")  # how they use memory; torch's has nothing of the kind
+
+
+@contextlib.contextmanager
+def for_this_device() -> Iterator[list[str]]:
+    """While inside, engines build optimizers that need no compiler on a CPU. Gives a list that fills with what to tell users.
+
+    Raises ValueError for an optimizer or a setting that only DeepSpeed's kernels have.
+    """
+    before, notes = DeepSpeedEngine._configure_basic_optimizer, list[str]()
+
+    def configure(engine: Any, parameters: Any) -> Any:
+        name, settings = str(engine.optimizer_name()), dict(engine.optimizer_params() or {})
+        if name.lower() in ADAMS and not settings.get("torch_adam"):
+            engine._config.optimizer_params = _of_torch(name, settings)
+            engine._config.zero_force_ds_cpu_optimizer = False
+            notes.append(f"optimizer {name}: torch's fused Adam, as DeepSpeed's would be compiled for this CPU")
+        elif name.lower() in NOT_ON_CPUS:
+            raise ValueError(f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad")
+        return before(engine, parameters)
+
+    if on_cpu():
+        DeepSpeedEngine._configure_basic_optimizer = configure
+    try:
+        yield notes
+    finally:
+        DeepSpeedEngine._configure_basic_optimizer = before
+
+
+def _of_torch(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same mathematics: DeepSpeed's Adam decays nothing by default, torch's AdamW 0.01 of a weight."""
+    if not settings.get("bias_correction", True):
+        raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
+    kept = {key: value for key, value in settings.items() if key not in ("bias_correction", *OF_THE_KERNELS)}
+    if name.lower() == "muon":
+        return {**kept, "torch_adam": True}
+    return {"weight_decay": 0.0, **kept, "torch_adam": True, "fused": True}

@@ -1,0 +1,252 @@
+"""What layers like to do: pass on tuples of every kind, work in place, keep their outputs, share weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, VOCAB = 6, 11
+
+
+def tensors_of(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+class Start(nn.Module):
+    """x -> a tuple of every kind of tensor."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        self.kinds, self.linear = kinds.split(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        numbers = torch.arange(x.numel(), device=x.device).view_as(x) % 3
+        made: dict[str, Callable[[], Tensor]] = {
+            "grad": lambda: y,
+            "grad2": lambda: y.square(),
+            "grad fp64": lambda: y.double(),
+            "grad fp32": lambda: y.float(),
+            "grad bf16": lambda: y.bfloat16(),
+            "grad fp16": lambda: y.half(),
+            "float": lambda: x.detach() * 2,  # no gradient comes back for it
+            "half": lambda: x.detach().half(),
+            "int64": lambda: numbers,
+            "int32": lambda: numbers.int(),
+            "int16": lambda: numbers.short(),
+            "uint8": lambda: numbers.to(torch.uint8),
+            "bool": lambda: x.detach() > 0,
+            "empty": lambda: x.new_empty(0, 3),
+            "scalar": lambda: y.mean(),
+            "complex64": lambda: torch.complex(x.detach().float(), x.detach().float()),
+            "complex128": lambda: torch.complex(x.detach().double(), x.detach().double()).conj(),
+        }
+        out = tuple(made[kind.replace("_", " ")]() for kind in self.kinds)
+        return out[0] if len(out) == 1 else out
+
+
+def _size(t: Tensor) -> Tensor:
+    return (t.abs() if t.is_complex() else t).double().sum()
+
+
+class Middle(nn.Module):
+    """Uses all tensors, changes those with gradient, hands the others on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any) -> Any:
+        tensors = tensors_of(inputs)
+        rest = sum(_size(t) * 1e-2 for t in tensors if not t.requires_grad and t.numel())
+        weight, bias = self.linear.weight, self.linear.bias
+        out = tuple(
+            torch.tanh(nn.functional.linear(t.to(weight.dtype).expand(*t.shape[:-1], WIDTH), weight, bias) + rest).to(
+                t.dtype
+            )
+            if t.requires_grad and t.dim()
+            else t
+            for t in tensors
+        )
+        return out if isinstance(inputs, tuple) else out[0]
+
+
+class Nothing(nn.Module):
+    """A layer without parameters."""
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, *rest = tensors_of(inputs)
+        return (torch.sin(hidden), *rest) if rest else torch.sin(hidden)
+
+
+class Embed(nn.Module):
+    """Tokens -> (hidden, token ids): the first layer has no float input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Any:
+        return nn.functional.embedding(tokens, self.weight), tokens.to(torch.int32)
+
+    def scores(self, inputs: Any) -> Tensor:
+        """The other end of a tie."""
+        return nn.functional.linear(inputs[0], self.weight)
+
+
+class Decoder(nn.Module):
+    """(encoded, mask) -> (decoded, encoded, mask): the tuple changes in the middle, and what is encoded is handed on."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.own, self.cross = first, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any) -> Any:
+        decoded, encoded, *rest = (inputs[0].detach() * 0.5, *inputs) if self.first else inputs
+        return torch.tanh(self.own(decoded) + self.cross(encoded)), encoded, *rest
+
+
+class Joint(nn.Module):
+    """(a, b) -> (a, b), each of which needs both: two gradients over every boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any) -> Any:
+        a, b, *rest = inputs
+        return torch.tanh(self.a(a) * b), torch.tanh(self.b(b) + a), *rest
+
+
+class Table(nn.Module):
+    """(hidden, ...) -> (hidden, ..., weight): hands out a weight, which the layer behind uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, inputs: Any) -> Any:
+        return *tensors_of(inputs), self.weight
+
+
+class UseTable(nn.Module):
+    """(hidden, weight) -> hidden"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any) -> Tensor:
+        hidden, weight = inputs
+        return torch.tanh(self.linear(hidden) * weight)
+
+
+class End(nn.Module):
+    """To one tensor. What else arrives with a gradient does not reach the loss."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        return next(t for t in tensors_of(inputs) if t.is_floating_point() and t.dim())
+
+
+class Widen(nn.Module):
+    """(hidden, ids) -> (hidden, sine of it, ids)."""
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, ids = inputs
+        return hidden, torch.sin(hidden), ids
+
+
+class Keep(nn.Module):
+    """Changes the first tensor by the layer it wraps."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, *rest = inputs
+        return hidden + torch.tanh(self.inner(hidden)), *rest
+
+
+class InPlace(nn.Module):
+    """Changes what it is given before it reads it, as ReLU(inplace=True) does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, *rest = tensors_of(inputs)
+        hidden = hidden.mul_(1.5)
+        hidden = self.linear(hidden.tanh_())
+        return (hidden, *rest) if rest else hidden
+
+
+class Counting(nn.Module):
+    """(a, b, count) -> the same: uses a and b together, then counts in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any) -> Any:
+        a, b, count = inputs
+        product = a * b  # autograd keeps both
+        count.add_(1)
+        return torch.tanh(self.linear(product + count.to(a.dtype) * 0.1)), torch.sin(b), count
+
+
+class _Refill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, into: Tensor) -> Tensor:  # type: ignore[override]
+        into.copy_(x)
+        return into.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class Static(nn.Module):
+    """Puts out the same memory for every micro-batch, as a captured CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x.clone()))  # a copy, since autograd would keep what is filled again
+        if self.memory is None or self.memory.shape != y.shape or self.memory.dtype != y.dtype:
+            self.memory = torch.empty_like(y)
+        return _Refill.apply(y, self.memory)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Copy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+class Select(nn.Module):
+    """Keeps the rows with a positive sum, and the first: the shape depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.detach().sum(1) > 0
+        kept[0] = True
+        return torch.sin(self.linear(x[kept])) + 0.3
+
+
+class Unused(nn.Module):
+    """A weight that takes part in nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
