@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import evaluation, schedule
-from ._deepspeed import TRAIN_BATCH_TIMER, StockPipelineEngine, autocast, bf16_gradient, default_to_non_reentrant, quietly
+from ._deepspeed import (
+    TRAIN_BATCH_TIMER,
+    StockPipelineEngine,
+    autocast,
+    bf16_gradient,
+    default_to_non_reentrant,
+    quietly,
+)
 from .batches import Batches, DataEnded
 from .borders import open_borders
 from .boundary import check
@@ -30,7 +37,7 @@ from .progress import Progress
 from .schedule import Instruction
 from .split_backward import Rest, backward_input
 from .start import refuse_what_cannot_be, shake_hands
-from .ties import reduce_tied_grads
+from .ties import no_zeros_for_nothing, reduce_tied_grads
 from .timetable import check as check_schedule
 
 At = tuple[int, int]  # micro-batch and chunk
@@ -363,10 +370,9 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """The data ended before a step had begun: so say all stages, and nobody waits."""
-        down = self._borders["down"].get(0)
-        if down:
-            down.send_end()
-            down.flush()
+        if not self.is_last_stage():
+            self._borders["down"][0].send_end()
+            self._borders["down"][0].flush()
         end.everywhere = True
 
     def _share_losses(self) -> Tensor:
@@ -380,7 +386,12 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         return self._losses.total
 
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
-        if self.dp_world_size > 1:  # DeepSpeed copies all gradients even where there is no replica to add
+        if self.dp_world_size == 1:
+            return  # DeepSpeed copies all gradients even where there is no replica to add
+        if self.using_bf16_optimizer:  # which keeps sums of its own, for all weights
+            super().buffered_allreduce_fallback(*args, **kwargs)
+            return
+        with no_zeros_for_nothing(self.module, self.grid.get_data_parallel_group()):
             super().buffered_allreduce_fallback(*args, **kwargs)
 
     def _exec_reduce_tied_grads(self) -> None:

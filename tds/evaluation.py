@@ -11,7 +11,9 @@ from .nested import as_tuple, unwrap
 
 def check_reduction(reduce_output: str | None) -> None:
     if reduce_output not in (None, "avg"):
-        raise ValueError(f"reduce_output {reduce_output!r} is neither 'avg', the mean, nor None, the list of all micro-batches")
+        raise ValueError(
+            f"reduce_output {reduce_output!r} is neither 'avg', the mean, nor None, the list of all micro-batches"
+        )
 
 
 def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:

@@ -26,7 +26,9 @@ def for_this_device() -> Iterator[list[str]]:
             engine._config.zero_force_ds_cpu_optimizer = False
             notes.append(f"optimizer {name}: torch's fused Adam, as DeepSpeed's would be compiled for this CPU")
         elif name.lower() in NOT_ON_CPUS:
-            raise ValueError(f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad")
+            raise ValueError(
+                f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad"
+            )
         return before(engine, parameters)
 
     if on_cpu():

@@ -1,13 +1,37 @@
-"""Weights that several stages share: each stage adds the gradients of all to its copy."""
+"""Gradients that several ranks add up, and weights that have none: nobody may give these a gradient of zeros.
 
-from collections.abc import Callable
+An optimizer decays a weight with a gradient of zeros (AdamW), but leaves one without a gradient as it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ._deepspeed import this_device
+
 GradientOf = Callable[[nn.Parameter], Tensor | None]
+
+
+def _somewhere(grads: Sequence[Tensor | None], group: Any) -> list[bool]:
+    """For each of the gradients, whether any rank of the group has one; collective."""
+    there = torch.tensor([g is not None for g in grads], dtype=torch.int32, device=this_device())
+    dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+    return [bool(each) for each in there.tolist()]
+
+
+@contextmanager
+def no_zeros_for_nothing(module: nn.Module, replicas: Any) -> Iterator[None]:
+    """Around a reduction that fills in zeros where a gradient is missing: what no replica has is missing afterwards, too."""
+    weights = [p for p in module.parameters() if p.requires_grad]
+    there = _somewhere([p.grad for p in weights], replicas) if weights else []
+    yield
+    for weight, somewhere in zip(weights, there, strict=True):
+        if not somewhere:
+            weight.grad = None
 
 
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
@@ -23,9 +47,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
         grads = [gradient(w) if gradient else w.grad for w in weights]
         if not weights:
             continue
-        learned = torch.tensor([g is not None for g in grads], dtype=torch.int32, device=weights[0].device)
-        dist.all_reduce(learned, op=dist.ReduceOp.MAX, group=comm["group"])
-        for name, weight, grad, somewhere in zip(names, weights, grads, learned.tolist(), strict=True):
+        for name, weight, grad, somewhere in zip(names, weights, grads, _somewhere(grads, comm["group"]), strict=True):
             if not somewhere:
                 continue
             if not weight.requires_grad:

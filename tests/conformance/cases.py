@@ -84,6 +84,17 @@ def adam_of_deepspeed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
 
 
+def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """DeepSpeed's, in one process: matrices by Muon, the rest by torch's AdamW."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    groups = [
+        {"params": [p for p in parameters if (p.dim() > 1) == matrices], "use_muon": matrices, "lr": 0.01}
+        for matrices in (True, False)
+    ]
+    return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Case:
     """layers: builds the modules, seeded. ties: by index of the layer. rows: of the micro-batches of each step.
@@ -91,7 +102,7 @@ class Case:
     feed: `fresh` tensors each time; `refilled`, the same tensors with other numbers in them; `dataset`, the same
     tensors with the same numbers, which nobody may change. frozen: layers that do not learn. optimizer: of the
     reference, and of the pipeline unless `config` names one. module: arguments of PipelineModule. prepare: called with it.
-    probe: what else must be right after training. only: the dtypes that the case is for.
+    probe: what else must be right after training. only: the dtypes that the case is for. slow: compiles.
     """
 
     name: str
@@ -111,6 +122,7 @@ class Case:
     prepare: Callable[[Any], None] | None = None
     probe: Callable[[probes.Trained], bool] | None = None
     autocast: bool = False
+    slow: bool = False
     only: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
 
     def build(self) -> list[nn.Module]:
@@ -248,5 +260,7 @@ CASES: Sequence[Case] = (
     Case('{"type": "Adam"} of the ds_config', _chain("grad"), optimizer=adam_of_deepspeed,
          config={"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}),
     Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
-         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}),
+         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # its sums are fp32 at once
+    Case('{"type": "Muon"} of the ds_config', _plain, optimizer=muon,
+         config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True),
 )  # fmt: skip

@@ -131,7 +131,11 @@ def _build(
         if case.prepare:
             case.prepare(model)
         parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]  # a stage may have none
-        how = {"model_parameters": parameters} if "optimizer" in case.config else {"optimizer": case.optimizer(parameters)}
+        how = (
+            {"model_parameters": parameters}
+            if "optimizer" in case.config
+            else {"optimizer": case.optimizer(parameters)}
+        )
         engine, *_ = initialize(model=model, config=config, **how)
     assert stock or type(engine) is tds.PipelineEngine
     return engine, model
