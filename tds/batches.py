@@ -11,7 +11,12 @@ from .nested import as_tuple, each_tensor
 
 
 class DataEnded(RuntimeError, StopIteration):
-    """The data iterator ended, as DeepSpeed's users know it (StopIteration), with the place where it did."""
+    """The data iterator ended, as DeepSpeed's users know it (StopIteration), with the place where it did.
+
+    everywhere: all stages have heard of it before anything was computed, so a loop may catch it and go on.
+    """
+
+    everywhere = False
 
 
 Layout = tuple[tuple[torch.dtype, torch.Size], ...]

@@ -6,7 +6,6 @@ checkpoints and monitors, and replaces the step: what is loaded, computed, sent 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,29 +15,20 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import evaluation, schedule
-from ._deepspeed import (
-    TRAIN_BATCH_TIMER,
-    StockPipelineEngine,
-    autocast,
-    bf16_gradient,
-    default_to_non_reentrant,
-    quietly,
-)
+from ._deepspeed import TRAIN_BATCH_TIMER, StockPipelineEngine, autocast, default_to_non_reentrant, quietly
 from .batches import Batches, DataEnded
 from .borders import open_borders
 from .boundary import check
 from .channel import Parcel, layout_of
-from .clip import clip_grad_norm
 from .diagnose import Watchdog, describe
 from .losses import Losses
 from .memory import alias, handed
 from .nested import as_tuple, unwrap
 from .progress import Progress
+from .reductions import Reductions
 from .schedule import Instruction
 from .split_backward import Rest, backward_input
-from .start import refuse_what_cannot_be, shake_hands
-from .ties import no_zeros_for_nothing, reduce_tied_grads
-from .timetable import check as check_schedule
+from .start import checked_schedule, shake_hands
 
 At = tuple[int, int]  # micro-batch and chunk
 
@@ -53,7 +43,7 @@ class Outputs(NamedTuple):
     edges: list[GradientEdge]
 
 
-class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(Reductions, StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -63,6 +53,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     """
 
     data_iterator: Any
+    outputs: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         default_to_non_reentrant(**kwargs)
@@ -72,10 +63,7 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
             self.set_batch_fn(batch_fn)
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
-        refuse_what_cannot_be(self, settings, self._chunks)
-        self.schedule = schedule.schedule_of(settings, self._chunks)
-        plan = [list(self.schedule(stage, self.num_stages, self.micro_batches)) for stage in range(self.num_stages)]
-        check_schedule(plan, self.micro_batches)
+        self.schedule = checked_schedule(self, settings, self._chunks)
         self._borders = open_borders(self.grid, self.device, self._chunks)
         self._channels = [channel for role in self._borders.values() for channel in role.values()]
         self._contract = shake_hands(self, settings, self._chunks)
@@ -181,10 +169,6 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent over stage boundaries since it was made."""
         return sum(channel.bytes_sent for channel in self._channels)
-
-    def clip_fp32_gradients(self) -> None:
-        """Scale the gradients to the global norm; DeepSpeed's own counts the first stage alone."""
-        self._global_grad_norm = clip_grad_norm(self.module, self.grid, self.gradient_clipping(), self.device)
 
     # ---------------------------------------------------------- instructions
 
@@ -381,22 +365,8 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
         if self.is_last_stage():
             self._losses.reduce(self.grid.get_data_parallel_group())
         if self.num_stages > 1:
-            source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
-            self._losses.tell(source, self.grid.get_pipe_parallel_group())
+            self._losses.tell(self._loss_stage_global_rank(), self.grid.get_pipe_parallel_group())
         return self._losses.total
-
-    def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
-        if self.dp_world_size == 1:
-            return  # DeepSpeed copies all gradients even where there is no replica to add
-        if self.using_bf16_optimizer:  # which keeps sums of its own, for all weights
-            super().buffered_allreduce_fallback(*args, **kwargs)
-            return
-        with no_zeros_for_nothing(self.module, self.grid.get_data_parallel_group()):
-            super().buffered_allreduce_fallback(*args, **kwargs)
-
-    def _exec_reduce_tied_grads(self) -> None:
-        home = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else None
-        reduce_tied_grads(self.module, self.stage_id, home)
 
     # --------------------------------------------------- telling what goes on
 
@@ -421,6 +391,5 @@ class PipelineEngine(StockPipelineEngine):  # type: ignore[misc]
 
     def _report(self, name: str, loss: Tensor) -> None:
         if self.global_rank == 0 and self.monitor.enabled:
-            named = {} if len(self.named_losses) == 1 else self.named_losses
-            events = [(f"Train/Samples/{each}", value.item(), self.global_samples) for each, value in named.items()]
-            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self.global_samples), *events])
+            named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
+            self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])

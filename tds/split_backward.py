@@ -39,7 +39,7 @@ class Rest:
 
 
 def backward_input(
-    outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> Rest:
     """Add the gradients of `inputs` to their `.grad`, and return what is left to do.
 

@@ -7,10 +7,23 @@ import torch
 import torch.distributed as dist
 
 from .boundary import Contract, agree, contract_of
+from .schedule import Schedule, schedule_of
+from .timetable import check
 
 
-def refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
-    """Raise ValueError for settings that would give wrong numbers or that nobody would act on. settings: of "pipeline"."""
+def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
+    """The schedule that `settings`, "pipeline" of the ds_config, ask for. Raises ValueError for what cannot be."""
+    _refuse_what_cannot_be(engine, settings, chunks)
+    schedule = schedule_of(settings, chunks)
+    check(
+        [list(schedule(s, engine.num_stages, engine.micro_batches)) for s in range(engine.num_stages)],
+        engine.micro_batches,
+    )
+    return schedule
+
+
+def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
+    """Raise ValueError for settings that would give wrong numbers or that nobody would act on."""
     name = settings.get("schedule", "1f1b")
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise ValueError(
@@ -25,6 +38,11 @@ def refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int)
             "use 1f1b with activation checkpointing, or zb-h1 without"
         )
     config = engine._config
+    if getattr(config, "curriculum_enabled_legacy", False):  # of DeepSpeed before 0.19
+        raise ValueError(
+            'nobody acts on "curriculum_learning" under this pipeline: shorten the samples in the data iterator, whose '
+            "shapes may change from step to step, and leave it out of the ds_config"
+        )
     if getattr(config, "torch_autocast_enabled", False) and config.torch_autocast_dtype == torch.float16:
         raise ValueError(
             "torch_autocast with float16 under a pipeline would scale the loss of each stage by itself: "

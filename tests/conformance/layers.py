@@ -169,6 +169,18 @@ class Keep(nn.Module):
         return hidden + torch.tanh(self.inner(hidden)), *rest
 
 
+class Gather(nn.Module):
+    """To one tensor, out of all that arrive with a gradient."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        first, *rest = (
+            t
+            for t in tensors_of(inputs)
+            if t.is_floating_point() and t.numel() and (t.requires_grad or not torch.is_grad_enabled())
+        )
+        return first + sum(t.to(first.dtype).mean() * 0.1 for t in rest)
+
+
 class InPlace(nn.Module):
     """Changes what it is given before it reads it, as ReLU(inplace=True) does."""
 

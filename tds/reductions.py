@@ -5,13 +5,15 @@ An optimizer decays a weight with a gradient of zeros (AdamW), but leaves one wi
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import this_device
+from ._deepspeed import bf16_gradient, this_device
+from .clip import clip_grad_norm
 
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
@@ -58,3 +60,25 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
             if grad is None:
                 grad = weight.grad = torch.zeros_like(weight)
             dist.all_reduce(grad, group=comm["group"])
+
+
+class Reductions:
+    """What the engine does otherwise than DeepSpeed's between the last backward pass and the optimizer's step."""
+
+    def clip_fp32_gradients(self: Any) -> None:
+        """Scale the gradients to the global norm; DeepSpeed's own counts the first stage alone."""
+        self._global_grad_norm = clip_grad_norm(self.module, self.grid, self.gradient_clipping(), self.device)
+
+    def buffered_allreduce_fallback(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.dp_world_size == 1:
+            return  # DeepSpeed copies all gradients even where there is no replica to add
+        reduce = super().buffered_allreduce_fallback  # type: ignore[misc]
+        if self.using_bf16_optimizer:  # which keeps sums of its own, for all weights
+            reduce(*args, **kwargs)
+            return
+        with no_zeros_for_nothing(self.module, self.grid.get_data_parallel_group()):
+            reduce(*args, **kwargs)
+
+    def _exec_reduce_tied_grads(self: Any) -> None:
+        home = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else None
+        reduce_tied_grads(self.module, self.stage_id, home)

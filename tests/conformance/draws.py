@@ -1,0 +1,168 @@
+"""Lists of layers drawn at random: what no one has thought of together."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from .cases import Case, CountedLoss, Tie, adamw, mean_loss, sgd
+from .layers import (
+    WIDTH,
+    Counting,
+    Gather,
+    InPlace,
+    Joint,
+    Keep,
+    Middle,
+    Nothing,
+    Select,
+    Start,
+    Static,
+    Table,
+    UseTable,
+)
+
+CARRIED = ("float", "half", "int64", "int32", "int16", "uint8", "bool", "empty", "scalar", "complex64", "complex128",
+           "grad2", "grad_fp32", "grad_bf16", "grad_fp64")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A case and where it runs. world: ranks."""
+
+    case: Case
+    stages: int
+    tensor: int
+    replicas: int
+    pipeline: dict[str, Any]
+    cuts: str
+
+    @property
+    def world(self) -> int:
+        return self.stages * self.tensor * self.replicas
+
+
+def draw(number: int) -> Draw:
+    """The draw of this number, always the same."""
+    rng = random.Random(number)
+    layers, ties = _layers(rng)
+    count = len(layers())
+    stages = rng.choice([1, 2, 3, 4])
+    tensor, replicas = rng.choice([(1, 1), (1, 1), (1, 2), (2, 1)] if stages < 3 else [(1, 1)])
+    checkpoint = rng.choice([0, 0, 0, 1, 2]) if not _works_in_place(layers()) else 0
+    schedule = rng.choice(["1f1b", "1f1b", "gpipe", "interleaved"] + ["zb-h1"] * (checkpoint == 0))
+    if schedule == "interleaved" and (stages == 1 or count < 2 * stages):
+        schedule = "1f1b"
+    pipeline: dict[str, Any] = {"schedule": schedule}
+    if schedule == "1f1b":
+        pipeline["extra_warmup"] = rng.choice([0, 0, 1])
+    micros, steps, dynamic = rng.choice([1, 2, 5, 6]), 3, any(isinstance(layer, Select) for layer in layers())
+    kinds = {
+        "same": [(4,) * micros] * steps,
+        "by step": [(rng.randint(1, 5),) * micros for _ in range(steps)],
+        "by micro-batch": [tuple(rng.randint(1, 5) for _ in range(micros)) for _ in range(steps)],
+    }
+    feed = rng.choice(["fresh", "refilled", "dataset"])
+    rows = kinds[rng.choice(list(kinds)) if feed == "fresh" else "same"]
+    case = Case(
+        f"draw {number}",
+        layers,
+        loss=_sum_of_squares if dynamic else rng.choice([mean_loss, CountedLoss()]),
+        ties=ties,
+        rows=tuple(rows),
+        clip=rng.choice([0.0, 0.05]),
+        checkpoint=checkpoint,
+        feed=feed,
+        frozen=tuple(_frozen(rng, count, ties)),
+        optimizer=rng.choice([sgd, sgd, adamw]),
+        module={"dynamic_shape": True} if dynamic or rng.random() < 0.1 else {},
+    )
+    return Draw(case, stages, tensor, replicas, pipeline, _cuts(rng, count, stages * (1 + (schedule == "interleaved"))))
+
+
+def _sum_of_squares(out: Any, labels: Any) -> Any:
+    return (out - labels[:1]).square().mean()
+
+
+def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tuple[int, Tie], ...]]:
+    """A way to build them anew, and their ties."""
+    count = rng.randint(6, 9)
+    style = rng.choice(["tuple", "tuple", "single", "joint", "counting", "table"])
+    kinds = {"joint": "grad grad2", "counting": "grad grad2 int64"}.get(style, "grad")
+    if style in ("tuple", "joint"):
+        kinds = " ".join([kinds, *rng.sample(CARRIED, rng.randint(0, 5))])
+    choice: dict[str, list[Callable[[], nn.Module]]] = {
+        "tuple": [Middle, Middle, Nothing, _keep],
+        "single": [Middle, InPlace, Static, Select, Nothing, _keep],
+        "joint": [Joint],
+        "counting": [Counting],
+    }
+    if style == "table":
+        ties = tuple((i, Tie("table")) for i in range(1, count - 2, 2))
+
+        def tables() -> list[nn.Module]:
+            table = Table()
+            middle = [layer for _ in ties for layer in (table, UseTable())]
+            return [Start("grad"), *middle, Middle(), Gather()]
+
+        return tables, ties
+    made = [rng.choice(choice[style]) for _ in range(count - 2)]
+    if style == "single":
+        made = _possible(made)
+    if style != "single" or rng.random() < 0.5:
+        return lambda: [Start(kinds), *(make() for make in made), Gather()], ()
+    places = sorted(rng.sample(range(1, count - 1), 2))
+
+    def tied() -> list[nn.Module]:
+        shared = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        return [Start(kinds), *(shared if i in places else make() for i, make in enumerate(made, 1)), Gather()]
+
+    return tied, tuple((i, Tie("shared")) for i in places)
+
+
+def _possible(made: list[Callable[[], nn.Module]]) -> list[Callable[[], nn.Module]]:
+    """What refills its output is right only where what follows copies it, in one process, too: all of them or none.
+
+    And nobody may work in place on what autograd has kept, the output of a tanh.
+    """
+    if made[0] is Static:
+        return [Static] * len(made)
+    made = [Nothing if make is Static else make for make in made]
+    return [Middle if make is InPlace and before is Middle else make for before, make in pairwise([Start, *made])]
+
+
+def _keep() -> nn.Module:
+    inner = Keep(nn.Linear(WIDTH, WIDTH))
+    return _Unpacked(inner)
+
+
+class _Unpacked(nn.Module):
+    """Keep, of a tensor or a tuple of them."""
+
+    def __init__(self, inner: Keep) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Any) -> Any:
+        out = tuple(self.inner(inputs if isinstance(inputs, tuple) else (inputs,)))
+        return out if isinstance(inputs, tuple) else out[0]
+
+
+def _works_in_place(layers: list[nn.Module]) -> bool:
+    """Recomputation starts from inputs that such a layer has changed, in torch as well."""
+    return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
+
+
+def _frozen(rng: random.Random, count: int, ties: tuple[tuple[int, Tie], ...]) -> list[int]:
+    """Never the last layers, or nothing would learn; a tie is frozen in all of its places or in none."""
+    tied = {index for index, _ in ties}
+    chosen = {i for i in range(count - 3) if rng.random() < 0.2} - tied
+    return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
+
+
+def _cuts(rng: random.Random, count: int, stretches: int) -> str:
+    inner = sorted(rng.sample(range(1, count), stretches - 1))
+    return ",".join(map(str, [0, *inner, count]))
