@@ -12,6 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ._deepspeed import finish
+from .memory import handed
 from .nested import as_tuple, each_tensor, to_device
 
 ROUNDS = 5  # of which the first warms up
@@ -45,7 +46,7 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
 
 def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
     """Seconds, and what comes out."""
-    inputs = each_tensor(inputs, lambda t: t.detach().requires_grad_(t.is_floating_point()))
+    inputs = each_tensor(inputs, lambda t: handed(t.detach().clone().requires_grad_(t.is_floating_point())))
     finish(device)
     begin = time.perf_counter()
     outputs = call(inputs)

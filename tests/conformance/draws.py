@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -76,7 +75,7 @@ def draw(number: int) -> Draw:
         clip=rng.choice([0.0, 0.05]),
         checkpoint=checkpoint,
         feed=feed,
-        frozen=tuple(_frozen(rng, count, ties)),
+        frozen=tuple(_frozen(rng, layers(), ties)),
         optimizer=rng.choice([sgd, sgd, adamw]),
         module={"dynamic_shape": True} if dynamic or rng.random() < 0.1 else {},
     )
@@ -130,8 +129,12 @@ def _possible(made: list[Callable[[], nn.Module]]) -> list[Callable[[], nn.Modul
     """
     if made[0] is Static:
         return [Static] * len(made)
-    made = [Nothing if make is Static else make for make in made]
-    return [Middle if make is InPlace and before is Middle else make for before, make in pairwise([Start, *made])]
+    found: list[Callable[[], nn.Module]] = []
+    for make in made:
+        if make is Static:
+            make = Nothing
+        found.append(Middle if make is InPlace and found[-1:] == [Middle] else make)
+    return found
 
 
 def _keep() -> nn.Module:
@@ -156,10 +159,12 @@ def _works_in_place(layers: list[nn.Module]) -> bool:
     return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
 
 
-def _frozen(rng: random.Random, count: int, ties: tuple[tuple[int, Tie], ...]) -> list[int]:
+def _frozen(rng: random.Random, layers: list[nn.Module], ties: tuple[tuple[int, Tie], ...]) -> list[int]:
     """Never the last layers, or nothing would learn; a tie is frozen in all of its places or in none."""
     tied = {index for index, _ in ties}
-    chosen = {i for i in range(count - 3) if rng.random() < 0.2} - tied
+    chosen = {i for i in range(len(layers) - 3) if rng.random() < 0.2} - tied
+    if not any(isinstance(layer, Joint) for layer in layers):
+        chosen -= {0}  # the others pass on what has no gradient
     return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
 
 
