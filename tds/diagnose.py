@@ -6,6 +6,7 @@ of it, and everybody leaves with code 1. The store is torch's own, used through 
 its own, so that a blocked collective does not block it.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -33,6 +34,8 @@ def _print_once() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, KeyboardInterrupt) and Watchdog._latest:
+            Watchdog._latest.fail(error)  # between two steps
         if not getattr(error, "tds_reported", False):
             before(kind, error, trace)
 
@@ -68,6 +71,14 @@ def _callers(error: BaseException) -> list[str]:
     """The lines of the stack above the place where `error` was caught: the user's own script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
+
+
+def _exit(code: int) -> None:
+    """Leave at once: what C++ would do on the way out may fail for want of the other ranks, and say so."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def _store() -> Any:
@@ -106,7 +117,7 @@ class Watchdog:
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one failed; returns when rank 0 has printed the report, which then is all that is printed.
 
-        Ctrl-C is no fault to look into: one line, no stacks.
+        Ctrl-C is no fault to look into: one line, no stacks, and the process ends here.
         """
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * COLLECT_SECONDS)  # the thread is about to end this process
@@ -119,7 +130,8 @@ class Watchdog:
             self._announce(f"rank {self.rank} {what}", interrupted)
         except Exception:  # rank 0, which keeps the store, is gone
             self._leave(f"rank {self.rank} lost the connection to the other ranks", "" if interrupted else text)
-        self._report(text)
+        if self._report(text):
+            _exit(INTERRUPTED)
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _watch(self) -> None:
@@ -139,7 +151,7 @@ class Watchdog:
                 self._announce(f"rank {self.rank} has been {self.timeout:g} s at one thing (the pipeline's timeout)")
                 fault = True
             if fault and self._ending.acquire(blocking=False):
-                os._exit(INTERRUPTED if self._report(self._stack()) else 1)
+                _exit(INTERRUPTED if self._report(self._stack()) else 1)
 
     def _announce(self, fault: str, interrupted: bool = False) -> None:
         if not self._store.check([FAULT]):
@@ -190,4 +202,4 @@ class Watchdog:
 
     def _leave(self, why: str, stack: str = "") -> None:
         print("\n".join([f"pipeline stopped: {why}", stack or self._stack()]), file=sys.stderr, flush=True)
-        os._exit(1)
+        _exit(1)

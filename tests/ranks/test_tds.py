@@ -1,5 +1,7 @@
 """The plugin as users of DeepSpeed meet it: its tutorial, its loop, its refusals. Numbers: tests/conformance."""
 
+import contextlib
+import io
 import itertools
 import os
 import shutil
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,7 +91,9 @@ def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
     assert min(on_ranks(2, _copies, config)) > 0  # or this test looks at the wrong place
 
 
-@pytest.mark.parametrize(("stages", "ranks", "zero"), [(2, 2, 0), (1, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("stages", "ranks", "zero"), [(2, 2, 0), (1, 2, 0), (2, 2, 1), *(pytest.param(s, 2, 0, marks=FULL) for s in (3, 4))]
+)
 def test_replicas_average_and_clip_by_the_global_norm(stages: int, ranks: int, zero: int) -> None:
     model = nn.Sequential(*layers())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -125,6 +130,7 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
     (1, {"activation_checkpoint_interval": 1}, {"pipeline": {"schedule": "zb-h1"}}, "recompute activations twice"),
     (2, {"partition_method": "0,3,4"}, {}, r"the cuts \[0, 3, 4\] do not divide 5 layers among 2 stages"),
     (2, {"partition_method": "evenly"}, {}, "there is no partition_method 'evenly'"),
+    (2, {}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast with float16 under a pipeline"),
     (2, {"partition_method": "balanced"}, {}, "'balanced' measures the layers: give `example`"),
 ]
 
@@ -143,6 +149,126 @@ def _refused(stages: int, module: dict[str, Any], config: dict[str, Any]) -> Non
 def test_what_cannot_be_is_refused(stages: int, module: dict[str, Any], config: dict[str, Any], message: str) -> None:
     with pytest.raises(RankFailure, match=message):
         on_ranks(stages, _refused, stages, module, config)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can be passed on"),
+    "a number": (3.5, "stage 0, inputs of micro-batch 1: tensor 0 is float"),
+    "an array": (np.ones((4, WIDTH)), "stage 0, inputs of micro-batch 1: tensor 0 is ndarray"),
+    "sparse": (
+        torch.ones(4, WIDTH).to_sparse(),
+        "stage 0, inputs of micro-batch 1: tensor 0 is torch.sparse_coo; make it dense",
+    ),
+}
+
+
+def _bad_input(what: str) -> None:
+    good = next(batches())
+    build(2).train_batch(iter([good, (BAD[what][0], good[1]), good, good]))
+
+
+def _bad_output(what: str) -> None:
+    import tds
+
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, BAD[what][0]
+
+    model = tds.PipelineModule([*layers(2), Odd(), *layers(2)], num_stages=2, loss_fn=loss_fn, partition_method="0,3,5")
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0].train_batch(
+        batches()
+    )
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_dense_tensor_is_named(what: str) -> None:
+    with pytest.raises(RankFailure, match=BAD[what][1]):
+        on_ranks(2, _bad_input, what)
+    found = BAD[what][1].split(":")[1].strip().replace("tensor 0", "tensor 1")
+    with pytest.raises(RankFailure, match=f"stage 0 puts out what it should not: {found}"):
+        on_ranks(2, _bad_output, what)
+
+
+def _frozen_here() -> None:
+    import tds
+
+    tie = [tds.pipe.TiedLayerSpec("tie", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight"]) for _ in range(2)]
+    model = tds.PipelineModule([tie[0], *layers(2), tie[1]], num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    if model.stage_id == 0:
+        model.tied_modules["tie"].weight.requires_grad_(False)
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0].train_batch(
+        batches()
+    )
+
+
+def test_a_tie_is_frozen_everywhere_or_nowhere() -> None:
+    with pytest.raises(RankFailure, match=r"the tied weight tie.weight is frozen on stage 0 but learns on another one"):
+        on_ranks(2, _frozen_here)
+
+
+def _optimizer(name: str, params: dict[str, Any]) -> str:
+    import tds
+
+    model = tds.PipelineModule(layers(), num_stages=1, loss_fn=loss_fn, partition_method="uniform")
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": name, "params": params}}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        tds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    assert not any(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/*"))  # nothing was compiled
+    return said.getvalue()
+
+
+def test_an_adam_of_the_ds_config_needs_no_compiler_and_says_so() -> None:
+    said = on_ranks(1, _optimizer, "Adam", {"lr": 0.1})[0]
+    assert said == "optimizer adam: torch's fused Adam, as DeepSpeed's would be compiled for this CPU\n"
+    assert on_ranks(1, _optimizer, "Adam", {"lr": 0.1, "torch_adam": True})[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("Lamb", {}, "the optimizer lamb of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad"),
+        ("Lion", {}, "the optimizer lion of the ds_config runs on GPUs only"),
+        ("Adam", {"bias_correction": False}, '"bias_correction": false is for GPUs only'),
+    ],
+)
+def test_optimizers_that_only_gpus_have_are_refused(name: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        on_ranks(1, _optimizer, name, params)
+
+
+def _looks_ahead() -> int:
+    """How many micro-batches are read before the first forward pass."""
+    import tds
+
+    read, seen = 0, []
+
+    class Watch(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(read)
+            return super().forward(x)
+
+    def counted() -> Iterator[Any]:
+        nonlocal read
+        for batch in batches():
+            read += 1
+            yield batch
+
+    model = tds.PipelineModule(
+        [Watch(WIDTH, WIDTH), *layers(2)], num_stages=2, loss_fn=loss_fn, partition_method="uniform"
+    )
+    config = {"train_batch_size": 40, "train_micro_batch_size_per_gpu": 4}
+    tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0].train_batch(
+        counted()
+    )
+    return max((number - step for step, number in enumerate(seen)), default=0)
+
+
+def test_data_are_read_when_the_schedule_wants_them() -> None:
+    """Of ten micro-batches, at most the depth of the pipeline is there beside the one that is computed."""
+    assert on_ranks(2, _looks_ahead)[0] == 3
 
 
 def _misfit(at_start: bool) -> None:

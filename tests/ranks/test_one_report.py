@@ -1,0 +1,98 @@
+"""What people see when a run ends badly: one report, or one line for Ctrl-C; nothing of ours or of C++ after it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+RANKS = 3
+SCRIPT = """
+import os, sys, time, torch
+import tds as deepspeed
+from deepspeed.pipe import PipelineModule
+deepspeed.init_distributed(auto_mpi_discovery=False)
+rank, kind, victim = int(os.environ["RANK"]), sys.argv[1], int(sys.argv[2])
+
+class Layer(torch.nn.Linear):
+    count = 0
+
+    def forward(self, x):
+        Layer.count += 1
+        if kind == "raise" and rank == victim and Layer.count == 6:
+            raise ArithmeticError("the layer broke")
+        if kind == "wait":
+            time.sleep(0.05)
+        return super().forward(x)
+
+net = PipelineModule([Layer(4, 4) for _ in range(3)], num_stages=3, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config={
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None})
+
+def batches():
+    while True:
+        yield torch.ones(2, 4), torch.zeros(2, 4)
+
+for step in range(10**6):
+    engine.train_batch(batches())
+    if step == 1:
+        print("under way", flush=True)
+"""
+
+
+def _start(folder: Path, *argv: str) -> list["subprocess.Popen[str]"]:
+    """Processes with nobody to watch them; the store that they meet at is rank 0's."""
+    (folder / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meet = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "train.py", *argv], cwd=folder, env={**os.environ, **meet, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for r in range(RANKS)
+    ]  # fmt: skip
+
+
+def _ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str]]:
+    try:
+        return [(p.wait(60), p.communicate()[1]) for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> None:
+    ends = _ends(_start(tmp_path, "raise", str(victim)))
+    assert [code for code, _ in ends] == [1] * RANKS
+    report, *others = [words for _, words in ends]
+    assert others == [""] * (RANKS - 1)
+    assert report.startswith(f"pipeline stopped: rank {victim} raised ArithmeticError: the layer broke\n--- rank 0")
+    assert report.count("ArithmeticError: the layer broke") == 2  # the headline, and the end of its stack
+    assert report.count("--- rank") == RANKS
+    assert "Exception raised from" not in report  # C++
+    assert "does not answer" not in report
+    assert 'train.py", line' in report  # the user's own line is there
+
+
+@pytest.mark.parametrize("who", ["all of them", "one of them"])
+def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
+    ranks = _start(tmp_path, "wait", "0")
+    for p in ranks:
+        assert p.stdout is not None
+        assert any("under way" in line for line in p.stdout)
+    for p in ranks if who == "all of them" else ranks[1:2]:
+        p.send_signal(signal.SIGINT)
+    ends = _ends(ranks)
+    assert all(code in (130, -signal.SIGINT) for code, _ in ends), ends
+    words = "".join(words for _, words in ends)
+    assert len(words.splitlines()) == 1, words
+    assert "was interrupted (Ctrl-C)" in words
