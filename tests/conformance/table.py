@@ -17,7 +17,7 @@ def _train(engine: str, name: str, stages: int, tensor: int) -> tuple[float, flo
 
 def outcome(engine: str, case: Case, stages: int, tensor: int) -> str:
     try:
-        found = on_ranks(stages * tensor, _train, engine, case.name, stages, tensor, timeout=20)
+        found = on_ranks(stages * tensor, _train, engine, case.name, stages, tensor, timeout=60)
     except RankFailure as failure:
         lines = [line for line in str(failure).splitlines() if "Error" in line and line[0] not in " -"]
         errors = [line for line in lines if "gloo" not in line] or lines  # a dead neighbour is a consequence
