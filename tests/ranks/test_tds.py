@@ -271,6 +271,20 @@ def test_data_are_read_when_the_schedule_wants_them() -> None:
     assert on_ranks(2, _looks_ahead)[0] == 3
 
 
+def _auto_cast(schedule: str) -> list[float]:
+    """fp32 batches into an fp16 model."""
+    config = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1},
+              "zero_allow_untested_optimizer": True, "pipeline": {"schedule": schedule}}  # fmt: skip
+    engine = build(2, {"chunks": 2 if schedule == "interleaved" else 1}, **config)
+    assert next(engine.module.parameters()).dtype is torch.float16
+    data = ((x, y.half()) for x, y in batches())
+    return [engine.train_batch(data).item() for _ in range(3)]
+
+
+def test_auto_cast_reaches_every_chunk() -> None:
+    assert on_ranks(2, _auto_cast, "interleaved")[0] == pytest.approx(on_ranks(2, _auto_cast, "1f1b")[0], rel=1e-3)
+
+
 def _misfit(at_start: bool) -> None:
     import tds
     from tds import Boundary
