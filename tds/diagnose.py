@@ -6,6 +6,7 @@ of it, and everybody leaves with code 1. The store is torch's own, used through 
 its own, so that a blocked collective does not block it.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -106,7 +107,10 @@ class Watchdog:
         self._ending = threading.Lock()
         Watchdog._latest = self
         _print_once()
-        threading.Thread(target=self._watch, name="tds-watchdog", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tds-watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
 
     def at(self, what: Any) -> None:
         """From now on this rank does `what`; None: nothing that others could wait for."""
@@ -136,7 +140,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while self._describe() is not None:  # as long as there is an engine
-            time.sleep(POLL_SECONDS)
+            if self._over.wait(POLL_SECONDS):
+                return
             doing = self._doing
             if Watchdog._latest is not self:
                 continue
@@ -152,6 +157,11 @@ class Watchdog:
                 fault = True
             if fault and self._ending.acquire(blocking=False):
                 _exit(INTERRUPTED if self._report(self._stack()) else 1)
+
+    def _stop(self) -> None:
+        """Before the interpreter ends, which would end a thread in the middle of C++ and the process with it."""
+        self._over.set()
+        self._thread.join(2.0)
 
     def _announce(self, fault: str, interrupted: bool = False) -> None:
         if not self._store.check([FAULT]):

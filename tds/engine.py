@@ -26,6 +26,7 @@ from .memory import alias, handed
 from .nested import as_tuple, unwrap
 from .progress import Progress
 from .reductions import Reductions
+from .saving import Checkpoints
 from .schedule import Instruction
 from .split_backward import Rest, backward_input
 from .start import checked_schedule, shake_hands
@@ -43,7 +44,7 @@ class Outputs(NamedTuple):
     edges: list[GradientEdge]
 
 
-class PipelineEngine(Reductions, StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -109,6 +110,10 @@ class PipelineEngine(Reductions, StockPipelineEngine):  # type: ignore[misc]
         return self.agg_train_loss
 
     def _step(self) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"stage {self.stage_id} has no optimizer: give each rank one, over its frozen weights if need be"
+            )
         self._begin(self.micro_batches)
         self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
         with self._progress.timed("Reduce"):

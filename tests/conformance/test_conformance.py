@@ -22,12 +22,17 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 Run = tuple[str, str, torch.dtype]  # case, schedule
 
 
-def runs(everything: bool) -> list[Run]:
-    """What an engine is asked afterwards, and settings of DeepSpeed's, have little to do with the order of passes."""
+def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
+    """Without everything: one stage has no order of messages, two schedules differ in it most, and what an engine is asked
+    afterwards has little to do with it.
+    """
+    schedules = list(SCHEDULES)
+    if not everything and (stages, tensor) != (3, 1):
+        schedules = ["1f1b", "interleaved", "zb-h1"] if stages > 1 else ["1f1b"]
     return [
         (case.name, schedule, dtype)
         for case in CASES
-        for schedule in SCHEDULES
+        for schedule in schedules
         for dtype in case.only
         # fp32 adds nothing but rounding to what a schedule does; recomputing under zb-h1 is refused
         if (dtype is case.only[0] or schedule == "1f1b")
@@ -65,7 +70,7 @@ COVERING = [(4, 1, False), (3, 1, False), (2, 2, False), (1, 1, False)]
 def test_like_one_process(grid: tuple[int, int, bool]) -> None:
     """One launch for all of them."""
     stages, tensor, everything = grid
-    bad, chosen = [], runs(everything)
+    bad, chosen = [], runs(stages, tensor, everything)
     for rank, found in enumerate(on_ranks(stages * tensor, _all, stages, tensor, chosen, timeout=900)):
         for (name, schedule, dtype), (loss, weight) in zip(chosen, found, strict=True):
             if not max(loss, weight) <= TOLERANCE[dtype]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import covering, on_ranks
+from tests.support import RankFailure, covering, on_ranks
 
 STEPS, MICROS, ROWS = 4, 4, 4
 
@@ -322,3 +322,23 @@ def test_the_weights_of_a_checkpoint_go_over_to_another_number_of_stages(tmp_pat
     expected = on_ranks(2, _save, one, str(tmp_path), 2, 0)[0]
     found = on_ranks(3, _load, "tds", str(tmp_path), 3, 0, True)[0]
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+def _interleave(folder: str) -> None:
+    import tds
+
+    _save("tds", folder, 2, 0)
+    model = tds.PipelineModule(_small(), num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform", chunks=2)
+    config = {"train_batch_size": ROWS, "train_micro_batch_size_per_gpu": ROWS, "pipeline": {"schedule": "interleaved"}}
+    engine, *_ = tds.initialize(model=model, optimizer=torch.optim.Adam(model.parameters()), config=config)
+    path, client = engine.load_checkpoint(folder, "three", load_module_only=True)
+    assert path is not None
+    assert client["seen"] == [1, 2]
+    assert "tds_layout" not in client
+    engine.load_checkpoint(folder, "three")
+
+
+def test_optimizer_states_do_not_go_to_other_layers(tmp_path: Path) -> None:
+    """By place, as DeepSpeed keeps them, they would fit layers of the same shapes that another stage had."""
+    with pytest.raises(RankFailure, match=r"was cut at \[0, 3, 5\] with 1 chunks a stage, this model is cut at"):
+        on_ranks(2, _interleave, str(tmp_path))

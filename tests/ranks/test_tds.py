@@ -208,6 +208,20 @@ def test_a_tie_is_frozen_everywhere_or_nowhere() -> None:
         on_ranks(2, _frozen_here)
 
 
+def _no_optimizer() -> None:
+    import tds
+
+    model = tds.PipelineModule(layers(), num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    given = {} if model.stage_id == 0 else {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    tds.initialize(model=model, config=config, **given)[0].train_batch(batches())
+
+
+def test_a_stage_without_optimizer_is_named() -> None:
+    with pytest.raises(RankFailure, match="stage 0 has no optimizer: give each rank one"):
+        on_ranks(2, _no_optimizer)
+
+
 def _optimizer(name: str, params: dict[str, Any]) -> str:
     import tds
 
