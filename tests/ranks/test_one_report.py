@@ -17,7 +17,12 @@ import os, sys, time, torch
 import tds as deepspeed
 from deepspeed.pipe import PipelineModule
 deepspeed.init_distributed(auto_mpi_discovery=False)
+import tds.diagnose
 rank, kind, victim = int(os.environ["RANK"]), sys.argv[1], int(sys.argv[2])
+
+if kind == "end":
+    tds.diagnose.POLL_SECONDS = 1e-5  # the watchdog's thread is always in the middle of C++
+
 
 class Layer(torch.nn.Linear):
     count = 0
@@ -38,7 +43,7 @@ def batches():
     while True:
         yield torch.ones(2, 4), torch.zeros(2, 4)
 
-for step in range(10**6):
+for step in range(3 if kind == "end" else 10**6):
     engine.train_batch(batches())
     if step == 1:
         print("under way", flush=True)
@@ -96,3 +101,8 @@ def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
     words = "".join(words for _, words in ends)
     assert len(words.splitlines()) == 1, words
     assert "was interrupted (Ctrl-C)" in words
+
+
+def test_a_script_that_simply_ends_ends_well(tmp_path: Path) -> None:
+    """A thread that the interpreter ends in the middle of C++ takes the process with it: code -6 after a run that went well."""
+    assert _ends(_start(tmp_path, "end", "0")) == [(0, "")] * RANKS
