@@ -370,7 +370,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         if self.is_last_stage():
             self._losses.reduce(self.grid.get_data_parallel_group())
         if self.num_stages > 1:
-            self._losses.tell(self._loss_stage_global_rank(), self.grid.get_pipe_parallel_group())
+            self._losses.tell(
+                self.grid.stage_to_global(stage_id=self.num_stages - 1), self.grid.get_pipe_parallel_group()
+            )
         return self._losses.total
 
     # --------------------------------------------------- telling what goes on

@@ -102,7 +102,7 @@ class Case:
     feed: `fresh` tensors each time; `refilled`, the same tensors with other numbers in them; `dataset`, the same
     tensors with the same numbers, which nobody may change. frozen: layers that do not learn. optimizer: of the
     reference, and of the pipeline unless `config` names one. module: arguments of PipelineModule. prepare: called with it.
-    probe: what else must be right after training. only: the dtypes that the case is for. slow: compiles.
+    probe: what else must be right after training. only: the dtypes that the case is for. slow: compiles. since: the DeepSpeed that has it.
     """
 
     name: str
@@ -123,6 +123,7 @@ class Case:
     probe: Callable[[probes.Trained], bool] | None = None
     autocast: bool = False
     slow: bool = False
+    since: str = "0.17.0"
     only: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
 
     def build(self) -> list[nn.Module]:
@@ -250,10 +251,10 @@ CASES: Sequence[Case] = (
     Case("the loss is fp32", _plain, probe=probes.loss_is_fp32, only=FP32),
     Case("attributes: fwd_outputs, total_loss, agg_train_loss, timers", _plain, probe=probes.attributes),
     Case("get_additional_losses()", _plain, prepare=probes.give_additional_losses,
-         probe=probes.additional_losses),
+         probe=probes.additional_losses, since="0.18.0"),
     Case("reset_activation_shape() between steps", _plain, probe=probes.reset_shapes),
     Case("data that end: StopIteration, then another epoch", _plain, probe=probes.next_epoch),
-    Case("torch_autocast in bf16", _chain("grad"), autocast=True, only=FP32,
+    Case("torch_autocast in bf16", _chain("grad"), autocast=True, only=FP32, since="0.18.0",
          config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     Case("flops_profiler", _chain("grad"), config={"flops_profiler": {"enabled": True, "profile_step": 1,
          "output_file": "/dev/null"}}, only=FP32),
@@ -262,5 +263,5 @@ CASES: Sequence[Case] = (
     Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
          config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # its sums are fp32 at once
     Case('{"type": "Muon"} of the ds_config', _plain, optimizer=muon,
-         config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True),
+         config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True, since="0.19.0"),
 )  # fmt: skip
