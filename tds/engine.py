@@ -59,9 +59,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         default_to_non_reentrant(**kwargs)
         super().__init__(*args, **kwargs)
-        batch_fn = getattr(self.module, "_megatron_batch_fn", None)
-        if batch_fn is not None:
-            self.set_batch_fn(batch_fn)
+        self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
