@@ -13,6 +13,7 @@ from typing import Any
 
 from . import _deepspeed, optimizers, pipe
 from ._deepspeed import deepspeed as _ds
+from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
 from .engine import PipelineEngine
 
@@ -55,4 +56,13 @@ def __dir__() -> list[str]:
 
 PipelineModule = pipe.PipelineModule
 
-__all__ = ["Boundary", "BoundaryError", "PipelineEngine", "PipelineModule", "init_distributed", "initialize", "pipe"]
+__all__ = [
+    "Boundary",
+    "BoundaryError",
+    "DataEnded",
+    "PipelineEngine",
+    "PipelineModule",
+    "init_distributed",
+    "initialize",
+    "pipe",
+]

@@ -72,6 +72,15 @@ def _tutorial(name: str, stages: int, method: str) -> list[float]:
     return [engine.train_batch(iter(data)).item() for _ in range(STEPS)]
 
 
+def _learn(losses: list[Tensor], optimizer: torch.optim.Optimizer) -> float:
+    """A step of the reference; the mean of the losses of its micro-batches."""
+    total = torch.stack(losses).mean()
+    optimizer.zero_grad()
+    total.backward()
+    optimizer.step()
+    return total.item()
+
+
 def one_process() -> list[float]:
     layers = alexnet()
     optimizer = torch.optim.SGD([p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()], lr=0.1,
@@ -83,11 +92,7 @@ def one_process() -> list[float]:
             for layer in layers:
                 x = layer(x)
             losses.append(nn.functional.cross_entropy(x, y))
-        total = torch.stack(losses).mean()
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-        found.append(total.item())
+        found.append(_learn(losses, optimizer))
     return found
 
 
@@ -121,10 +126,6 @@ class EmbeddingPipe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(VOCAB, HIDDEN)
-
-    @property
-    def word_embeddings_weight(self) -> Tensor:
-        return self.word_embeddings.weight
 
     def forward(self, inputs: Any) -> Any:
         tokens, mask = inputs
@@ -192,7 +193,7 @@ def _neox(
     else:
         engine_of.checkpointing.configure(None, partition_activations=False)
     torch.manual_seed(5)
-    tie = {"tied_weight_attr": "word_embeddings_weight" if name == "x" else ["word_embeddings.weight"]}
+    tie = {"tied_weight_attr": ["word_embeddings.weight"]}
     built = [EmbeddingPipe(), *(ParallelTransformerLayerPipe() for _ in range(4)), NormPipe()]
     specs = [TiedLayerSpec("embed", _Same, built[0], **tie), *(LayerSpec(ParallelTransformerLayerPipe) for _ in range(4)),
              LayerSpec(NormPipe), TiedLayerSpec("embed", _Same, built[0], forward_fn=logits_of, **tie)]  # fmt: skip
@@ -246,11 +247,7 @@ def neox_reference() -> list[float]:
             for layer in built:
                 hidden = layer(hidden)
             losses.append(cross_entropy(logits_of(built[0], hidden), labels))
-        total = torch.stack(losses).mean()
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-        found.append(total.item())
+        found.append(_learn(losses, optimizer))
     return found
 
 
