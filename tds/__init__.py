@@ -3,6 +3,8 @@
 schedule.py   when each stage computes and talks, as data
 boundary.py   which tensors cross from one stage to the next
 channel.py    how they travel
+borders.py    to whom, over which process groups
+queues.py     that no message waits for ever
 batches.py    the micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec

@@ -1,5 +1,15 @@
-"""Which ranks a stage talks to, and the process groups that they talk over."""
+"""Which ranks a stage talks to, and the process groups that they talk over.
 
+NCCL runs all messages of a group one after the other, in the order in which a rank asked for them, and a
+send ends only when it was received. So a stage that receives and sends over the same group may wait for a
+message that stands behind one of its own, and with three stages does. Here neither the two directions of a
+border share a group, nor any two borders of one stage: borders take turns with two colours, and with a third
+where an odd number of stages stands in a ring. All chunks and all pipelines of a colour share one group each
+way, so that a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,41 +17,103 @@ import torch.distributed as dist
 
 from .channel import Channel
 from .memory import Pool
+from .queues import POSTED_AHEAD, colour, one_hardware_queue
+from .schedule import Instruction, RecvActivation, RecvGrad
 
-Borders = dict[str, dict[int, Channel]]
+
+@dataclass(frozen=True)
+class Borders:
+    """The channels of this rank, which lead to the same two neighbours for every chunk, by role.
+
+    above: brings activations in; up: takes their gradients back. down: takes activations out; below: brings their
+    gradients in. A stage has no roles of a side where there is never a neighbour.
+    """
+
+    stage: int
+    stages: int
+    chunks: int
+    roles: dict[str, Channel]
+
+    @property
+    def above(self) -> Channel:
+        return self.roles["above"]
+
+    @property
+    def up(self) -> Channel:
+        return self.roles["up"]
+
+    @property
+    def down(self) -> Channel:
+        return self.roles["down"]
+
+    @property
+    def below(self) -> Channel:
+        return self.roles["below"]
+
+    @property
+    def channels(self) -> list[Channel]:
+        return list(self.roles.values())
+
+    def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:
+        """Let the channels know what comes, in the order of these instructions."""
+
+        def agenda(kind: type[Instruction]) -> list[tuple[int, int]]:
+            return [(each.micro, each.chunk) for each in instructions if type(each) is kind]
+
+        receives = {"above": RecvActivation, "below": RecvGrad}
+        for role, channel in self.roles.items():
+            channel.begin_step(micros, agenda(receives[role]) if role in receives else ())
+
+    def inwards(self, chunk: int) -> bool:
+        """Whether the inputs of this chunk come from another stage."""
+        return self.stage > 0 or chunk > 0
+
+    def outwards(self, chunk: int) -> bool:
+        """Whether the outputs of this chunk go to another stage."""
+        return self.stage < self.stages - 1 or chunk < self.chunks - 1
 
 
 def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
-    """The channels of this rank by role and chunk. Collective: every rank must call it.
-
-    Roles: `above` brings activations in, `up` takes their gradients back; `down` takes
-    activations out, `below` brings their gradients in.
-    """
+    """Make the groups and channels. Collective: every rank must call it."""
     stages, stage = grid.pipe_parallel_size, grid.get_stage_id()
-    pool = Pool(device)
+    roles: dict[str, Channel] = {}
+    borders = Borders(stage, stages, chunks, roles)
+    if stages == 1:
+        return borders
+    count = stages if chunks > 1 else stages - 1  # between the chunks, a border leads from the last stage to the first
+    groups = [_groups_of_pipelines(grid) for _ in range(1 + max(colour(b, stages) for b in range(count)))]
+    pool, ahead = Pool(device), 0 if one_hardware_queue(device) else POSTED_AHEAD
     slice_ = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
-    pipes = grid._topo.get_axis_comm_lists("pipe")
-    borders: Borders = {role: {} for role in ("above", "up", "down", "below")}
-
-    def pair() -> list[Any]:
-        made = [[dist.new_group(ranks) for ranks in pipes] for _ in range(2)]
-        mine = next(i for i, ranks in enumerate(pipes) if dist.get_rank() in ranks)
-        return [groups[mine] for groups in made]
-
-    def add(roles: tuple[str, str], chunk: int, other: int, groups: Any) -> None:
-        for role, group in zip(roles, groups, strict=True):
-            borders[role][chunk] = Channel(grid.stage_to_global(stage_id=other), group, device, pool, *slice_)
-
-    # Between the chunks runs a border from the last stage to the first. With two stages it joins the same
-    # pair of ranks the other way round, so it has groups of its own.
-    for chunk in range(chunks if stages > 1 else 0):
-        inside, around = pair(), pair() if chunk < chunks - 1 else None
-        if stage < stages - 1:
-            add(("down", "below"), chunk, stage + 1, inside)
-        elif around:
-            add(("down", "below"), chunk, 0, around)
-        if stage > 0:
-            add(("above", "up"), chunk, stage - 1, inside)
-        elif around:
-            add(("above", "up"), chunk + 1, stages - 1, around)
+    for number in range(count):
+        for one, names, other in (
+            (number, ("down", "below"), (number + 1) % stages),
+            ((number + 1) % stages, ("above", "up"), number),
+        ):
+            if stage == one:
+                peer = grid.stage_to_global(stage_id=other)
+                for role, group in zip(names, groups[colour(number, stages)], strict=True):
+                    roles[role] = Channel(peer, group, device, pool, ahead, *slice_)
+    _meet(borders, device, len(groups))
     return borders
+
+
+def _groups_of_pipelines(grid: Any) -> list[Any]:
+    """Two groups over the ranks of this rank's pipeline, one for each direction."""
+    pipes = grid._topo.get_axis_comm_lists("pipe")
+    made = [[dist.new_group(ranks) for ranks in pipes] for _ in range(2)]
+    mine = next(i for i, ranks in enumerate(pipes) if dist.get_rank() in ranks)
+    return [groups[mine] for groups in made]
+
+
+def _meet(borders: Borders, device: torch.device, colours: int) -> None:
+    """Send a byte each way over every border, one colour after the other; a stage has at most one border of each.
+
+    Where a library connects two ranks at their first message, it blocks them both until the other comes:
+    so they come here, in an order without circles, and not in the middle of a step.
+    """
+    stage, stages = borders.stage, borders.stages
+    for each in range(colours):
+        for role, number in (("down", stage), ("above", stage - 1), ("below", stage), ("up", stage - 1)):
+            if role in borders.roles and colour(number % stages, stages) == each:
+                channel, byte = borders.roles[role], torch.zeros(1, dtype=torch.uint8, device=device)
+                (dist.send if role in ("down", "up") else dist.recv)(byte, channel.peer, group=channel.group)

@@ -1,18 +1,17 @@
-"""How a tuple of tensors travels over one border between two stages: one message, nothing cast, nobody waits for a send.
+"""How a tuple of tensors travels over one border between two stages: one message, nothing cast, the host waits for no send.
 
 The first activation of a step is preceded by a header: shapes, dtypes and flags, and how many
 micro-batches have them. The others of this run come without, so the receiver can have their buffers
 posted before it computes. Before the last message of a run goes a word of 8 bytes: how many more
 micro-batches have the same layout; none means that the next message has a header of its own, and so
 has every message where shapes depend on the data. Gradients need no header: they look like the
-activations that went the other way. Each direction of each border has a process group of its own:
-one end only sends there, the other only receives, in the same order (see timetable.py), so no
-message waits for another, whatever the backend.
+activations that went the other way. One end only sends, the other only receives, in the same order,
+whichever chunk a message belongs to; which messages stand in one queue is said in borders.py.
 """
 
 import json
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,8 +27,8 @@ HEADER_SIZE = 1536  # bytes: room for about 60 tensors of 4 dimensions
 WORD_SIZE = 8
 ALIGN = 8  # bytes; each tensor of a message is padded to a multiple
 GRAD, SPLIT = 1, 2
-POSTED_AHEAD = 2  # messages whose receives wait in the background; each holds a buffer
 
+At = tuple[int, int]  # micro-batch and chunk
 Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and shape of each tensor of a message
 
 
@@ -67,26 +66,46 @@ class Run:
         return self._long and index == self.end - 1 and self.end < self.total
 
 
+class Posted(NamedTuple):
+    """A receive that is under way; without a layout it is of a word."""
+
+    at: At
+    work: Any
+    payload: Tensor
+    layout: Layout | None
+
+
 @dataclass(eq=False)
 class Channel:
-    """One direction of one border.
+    """One direction of one border, for all chunks.
 
-    peer: global rank at the other end. slice_group: the tensor-parallel ranks of this stage, over
-    which split tensors are gathered; slice_rank and slice_size: this rank's place among them.
+    peer: global rank at the other end. ahead: how many messages are received in the background before they are
+    asked for; each holds a buffer. slice_group: the tensor-parallel ranks of this stage, over which split tensors
+    are gathered; slice_rank and slice_size: this rank's place among them.
     """
 
     peer: int
     group: Any
     device: torch.device
     pool: Pool
+    ahead: int
     slice_group: Any
     slice_rank: int
     slice_size: int
     bytes_sent: int = 0
-    run: Run = field(default_factory=lambda: Run(0))  # of the step under way
+    _runs: dict[int, Run] = field(default_factory=dict)  # by chunk, of the step under way
     _under_way: deque[tuple[Any, Tensor]] = field(default_factory=deque)
-    _expected: deque[Layout | None] = field(default_factory=deque)  # None: a word
-    _posted: deque[tuple[Any, Tensor, Layout | None]] = field(default_factory=deque)
+    _agenda: deque[At] = field(default_factory=deque)  # what is still to be posted, in the order in which it is sent
+    _layouts: dict[At, Layout | None] = field(default_factory=dict)  # of what is to be posted, as far as they are known
+    _words: set[At] = field(default_factory=set)  # messages before which a word comes
+    _posted: deque[Posted] = field(default_factory=deque)
+
+    def begin_step(self, total: int, agenda: Iterable[At] = ()) -> None:
+        """`total` micro-batches of each chunk will cross; agenda: in which order, for the end that receives."""
+        self._runs = defaultdict(lambda: Run(total))
+        self._agenda = deque(agenda)
+        self._layouts, self._words = {}, set()
+        self._posted.clear()
 
     # ------------------------------------------------- messages of known layout
 
@@ -101,32 +120,32 @@ class Channel:
         elif payload:
             self._start(payload[0])
 
-    def expect(self, layout: Layout) -> None:
-        """A message of this layout will come; be ready for it. Messages come in the order they are expected in."""
-        self._expected.append(layout)
-        self._post()
+    def expect(self, at: At, layout: Layout | None) -> None:
+        """This message of the agenda has this layout; None: it does not come."""
+        self._layouts[at] = layout
+        self._post(self.ahead)
 
-    def take(self) -> list[Parcel]:
-        """Wait for the first of the messages that are expected."""
-        payload, layout = self._next()
-        while layout is None:
-            self._go_on(int(payload.view(torch.int64).item()))
-            payload, layout = self._next()
-        parts = torch.split(payload, [self._part_bytes(*one) for one in layout])
-        return [self._unpack(part, *one) for part, one in zip(parts, layout, strict=True)]
+    def take(self, at: At) -> list[Parcel]:
+        """Wait for this message, the first of those that are expected."""
+        self._post(1)
+        found = self._next()
+        if found.layout is None:
+            self._go_on(at, int(found.payload.view(torch.int64).item()))
+            found = self._next()
+        if found.at != at or found.layout is None:
+            raise RuntimeError(f"message {at} was asked for, but {found.at} comes first")
+        parts = torch.split(found.payload, [self._part_bytes(*one) for one in found.layout])
+        return [self._unpack(part, *one) for part, one in zip(parts, found.layout, strict=True)]
 
     # ------------------------------------------------ messages that announce others
 
-    def begin_step(self, total: int) -> None:
-        """Activations of `total` micro-batches will cross, in either role."""
-        self.run = Run(total)
-
-    def send_next(self, index: int, same_until: int, parcels: Sequence[Parcel], what: str) -> None:
-        """Send number `index` of the step, with header and word as they are due.
+    def send_next(self, at: At, same_until: int, parcels: Sequence[Parcel], what: str) -> None:
+        """Send the activations of a micro-batch, with header and word as they are due.
 
         same_until: the first micro-batch whose layout may be another. Raises BoundaryError where this was promised wrongly.
         """
-        run, layout = self.run, layout_of(parcels)
+        (index, chunk), layout = at, layout_of(parcels)
+        run = self._runs[chunk]
         if index == run.end:
             run.begin(layout, index, same_until - index)
             self._start(self._header([same_until - index, *_words(layout)], what))
@@ -145,36 +164,44 @@ class Channel:
         """Say that the data have ended, instead of the first message of a step."""
         self._start(self._header([0], "the end of the data"))
 
-    def take_next(self, index: int) -> list[Parcel]:
-        """Wait for number `index` of the step; afterwards `run.end` says how far its layout reaches. Raises DataEnded."""
-        if index == self.run.end:
+    def take_next(self, at: At) -> list[Parcel]:
+        """Wait for the activations of a micro-batch. Raises DataEnded."""
+        index, chunk = at
+        run = self._runs[chunk]
+        if index == run.end:
             header = torch.empty(HEADER_SIZE, dtype=torch.uint8, device=self.device)
             dist.recv(header, self.peer, group=self.group)
             count, *tensors = json.loads(bytes(header.tolist()))
             if not count:
                 raise DataEnded(f"the data of rank {self.peer} ended")
             layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
-            self.run.begin(layout, index, count)
-            self._expect_run(index)
-        return self.take()
+            run.begin(layout, index, count)
+            self._expect_run(chunk, index)
+        return self.take(at)
 
-    def _go_on(self, count: int) -> None:
-        before = self.run.end
-        self.run.go_on(count)
-        self._expect_run(before)
+    def same_until(self, at: At) -> int:
+        """The first micro-batch after `at` that may look different, as far as the other end has said."""
+        return self._runs[at[1]].end
 
-    def _expect_run(self, first: int) -> None:
-        for index in range(first, self.run.end):
-            if self.run.word_is_due(index):
-                self._expected.append(None)
-            self._expected.append(self.run.layout)
-        self._post()
+    def _go_on(self, at: At, count: int) -> None:
+        run = self._runs[at[1]]
+        before = run.end
+        run.go_on(count)
+        self._expect_run(at[1], before)
+
+    def _expect_run(self, chunk: int, first: int) -> None:
+        run = self._runs[chunk]
+        for at in ((index, chunk) for index in range(first, run.end)):
+            self._layouts[at] = run.layout
+            if run.word_is_due(at[0]):
+                self._words.add(at)
+        self._post(self.ahead)
 
     # ------------------------------------------------------------------- inside
 
     def waiting_for(self) -> str:
         """The tensors of the next message that is expected, in words."""
-        layout = next((layout for *_, layout in self._posted if layout), None)
+        layout = next((posted.layout for posted in self._posted if posted.layout), None)
         if layout is None:
             return ""
         return ": " + ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, _, shape in layout)
@@ -184,22 +211,31 @@ class Channel:
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
-    def _next(self) -> tuple[Tensor, Layout | None]:
+    def _next(self) -> Posted:
         """Wait for what was posted first."""
-        work, payload, layout = self._posted[0]
-        if work is not None:
-            work.wait()
+        first = self._posted[0]
+        if first.work is not None:
+            first.work.wait()
         self._posted.popleft()
-        self._post()
-        return payload, layout
+        self._post(self.ahead)
+        return first
 
-    def _post(self) -> None:
-        while self._expected and sum(layout is not None for *_, layout in self._posted) < POSTED_AHEAD:
-            layout = self._expected.popleft()
-            size = WORD_SIZE if layout is None else sum(self._part_bytes(*one) for one in layout)
-            payload = self.pool.take(size)
-            work = dist.irecv(payload, self.peer, group=self.group) if size else None
-            self._posted.append((work, payload, layout))
+    def _post(self, messages: int) -> None:
+        """Have up to `messages` under way, as far as it is known what they look like."""
+        while self._agenda and self._agenda[0] in self._layouts:
+            if sum(posted.layout is not None for posted in self._posted) >= messages:
+                return
+            at = self._agenda.popleft()
+            layout = self._layouts.pop(at)
+            if at in self._words:
+                self._post_one(at, WORD_SIZE, None)
+            if layout is not None:
+                self._post_one(at, sum(self._part_bytes(*one) for one in layout), layout)
+
+    def _post_one(self, at: At, size: int, layout: Layout | None) -> None:
+        payload = self.pool.take(size)
+        work = dist.irecv(payload, self.peer, group=self.group) if size else None
+        self._posted.append(Posted(at, work, payload, layout))
 
     def _start(self, buffer: Tensor) -> None:
         self.bytes_sent += buffer.numel() * buffer.element_size()

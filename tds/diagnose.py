@@ -59,11 +59,11 @@ def describe(what: Any, stage: int, borders: Any) -> str:
     if not isinstance(what, schedule.Instruction):
         return f"{where}, {what}"
     text = f"{where}, in {type(what).__name__} of micro-batch {what.micro}"
-    if max(len(role) for role in borders.values()) > 1:
+    if borders.chunks > 1:
         text += f", chunk {what.chunk}"
     if type(what) in PEERS:
         word, role = PEERS[type(what)]
-        channel = borders[role][what.chunk]
+        channel = getattr(borders, role)
         text += f", {word} rank {channel.peer}{channel.waiting_for()}"
     return text
 

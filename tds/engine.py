@@ -64,7 +64,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
         self._borders = open_borders(self.grid, self.device, self._chunks)
-        self._channels = [channel for role in self._borders.values() for channel in role.values()]
+        self._channels = self._borders.channels
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe) if dist.get_world_size() > 1 else None
@@ -113,7 +113,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
                 f"stage {self.stage_id} has no optimizer: give each rank one, over its frozen weights if need be"
             )
         self._begin(self.micro_batches)
-        self._run(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
+        self._run(list(self.schedule(self.stage_id, self.num_stages, self.micro_batches)), self.micro_batches)
         with self._progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
             self._exec_reduce_tied_grads()
@@ -148,7 +148,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         try:
             with torch.no_grad(), self._watched():
                 self._begin(micros, compute_loss)
-                self._run(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks))
+                self._run(list(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks)), micros)
                 loss = self._share_losses() if compute_loss else None
                 found = evaluation.result(self, loss, reduce_output, bcast_loss)
         finally:
@@ -175,7 +175,8 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
 
     # ---------------------------------------------------------- instructions
 
-    def _run(self, instructions: Iterator[Instruction]) -> None:
+    def _run(self, instructions: list[Instruction], micros: int) -> None:
+        self._borders.begin_step(instructions, micros)
         for instruction in instructions:
             self._at(instruction)
             with self._progress.timed(type(instruction).__name__):
@@ -188,7 +189,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
 
     def _inputs_of(self, at: At) -> Any:
         """What the layers are given: they may do with it what they like."""
-        if at[1] in self._borders["above"]:
+        if self._borders.inwards(at[1]):
             parcels = self._received[at] if self.module.training else self._received.pop(at)
             return unwrap(tuple(handed(p.tensor) for p in parcels))
         try:
@@ -209,13 +210,13 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
         if not self.module.training:
             checkpointing.reset()  # no backward pass will empty the buffers of activations
-        if chunk in self._borders["down"]:
+        if self._borders.outwards(chunk):
             self._keep(at, as_tuple(outputs))
         else:
             self._learn(at, outputs, self._batches.labels(micro))
 
     def _keep(self, at: At, outputs: tuple[Any, ...]) -> None:
-        """Hold on to what goes to the next stage, and be ready for its gradients."""
+        """Hold on to what goes to the next stage."""
         declared = self._contract.puts_out[at[1]]
         check(outputs, declared, f"stage {self.stage_id} puts out what it should not")
         split = [each.split for each in declared] if declared else [False] * len(outputs)
@@ -223,9 +224,6 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         parcels = [Parcel(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)]
         edges = [get_gradient_edge(t) for t in outputs if t.requires_grad] if learns else []
         self._outputs[at] = Outputs(parcels, edges)
-        due = [p for p in parcels if p.grad]
-        if due:
-            self._borders["below"][at[1]].expect(layout_of([Parcel(p.tensor, split=p.split) for p in due]))
 
     def _learn(self, at: At, outputs: Any, labels: Any) -> None:
         """At the end of the pipeline: the loss."""
@@ -280,19 +278,21 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         outputs = self._outputs[at] if self.module.training else self._outputs.pop(at)
         if self.dynamic_shape:
             same_until = micro + 1
-        elif chunk in self._borders["above"]:
-            same_until = self._borders["above"][chunk].run.end
+        elif self._borders.inwards(chunk):
+            same_until = self._borders.above.same_until(at)
         else:
             same_until = self._batches.same_until(micro)
-        self._borders["down"][chunk].send_next(micro, same_until, outputs.parcels, f"stage {self.stage_id}")
+        self._borders.down.send_next(at, same_until, outputs.parcels, f"stage {self.stage_id}")
         if self.module.training:
             self._outputs[at] = Outputs([], outputs.edges)
+            due = [Parcel(p.tensor, split=p.split) for p in outputs.parcels if p.grad]
+            self._borders.below.expect(at, layout_of(due) if due else None)
 
     def _recv_activation(self, at: At) -> None:
         micro, chunk = at
-        above = self._borders["above"][chunk]
+        above = self._borders.above
         try:
-            parcels = above.take_next(micro)
+            parcels = above.take_next(at)
         except DataEnded as end:
             self._tell_the_end(end)
             raise
@@ -306,11 +306,11 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         due = [p for p in self._received.pop(at) if p.grad]
         grads = [p.tensor.grad if p.tensor.grad is not None else torch.zeros_like(p.tensor) for p in due]
         if due:
-            self._borders["up"][at[1]].send([Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)])
+            self._borders.up.send([Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)])
 
     def _recv_grad(self, at: At) -> None:
         if self._outputs[at].edges:
-            self._grads[at] = [p.tensor for p in self._borders["below"][at[1]].take()]
+            self._grads[at] = [p.tensor for p in self._borders.below.take(at)]
 
     _DO = {
         schedule.Forward: _forward,
@@ -328,9 +328,6 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Make ready for the micro-batches of a step, and find the scale of the loss."""
         self._compute_loss, self.fwd_outputs, self.outputs = compute_loss, [], None
-        for role in ("above", "down"):
-            for channel in self._borders[role].values():
-                channel.begin_step(micros)
         first, last, replicas = self.is_first_stage(), self.is_last_stage(), self.dp_world_size
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         self._batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
@@ -358,8 +355,8 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     def _tell_the_end(self, end: DataEnded) -> None:
         """The data ended before a step had begun: so say all stages, and nobody waits."""
         if not self.is_last_stage():
-            self._borders["down"][0].send_end()
-            self._borders["down"][0].flush()
+            self._borders.down.send_end()
+            self._borders.down.flush()
         end.everywhere = True
 
     def _share_losses(self) -> Tensor:

@@ -8,7 +8,7 @@ A stage may hold several chunks of the model: chunk c of stage s is number c x s
 virtual stages that a micro-batch goes through one after another.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -56,6 +56,11 @@ class RecvGrad(Instruction):
 
 
 Schedule = Callable[[int, int, int], Iterator[Instruction]]
+Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot work; the message names stage and instruction."""
 
 
 def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup: int = 0) -> Iterator[Instruction]:

@@ -1,13 +1,15 @@
 """What is checked before the first step: settings that cannot be, and stages that do not fit together."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .boundary import Contract, agree, contract_of
-from .schedule import Schedule, schedule_of
+from .queues import POSTED_AHEAD, Rules, one_hardware_queue
+from .schedule import Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 
 
@@ -15,11 +17,24 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
     """The schedule that `settings`, "pipeline" of the ds_config, ask for. Raises ValueError for what cannot be."""
     _refuse_what_cannot_be(engine, settings, chunks)
     schedule = schedule_of(settings, chunks)
-    check(
-        [list(schedule(s, engine.num_stages, engine.micro_batches)) for s in range(engine.num_stages)],
-        engine.micro_batches,
-    )
+    _check(schedule, engine, chunks)
     return schedule
+
+
+def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
+    """Prove that training and evaluation end, by the rules by which messages move here."""
+    narrow = one_hardware_queue(engine.device)
+    rules = Rules(ahead=0 if narrow else POSTED_AHEAD, one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
+    stages, micros = engine.num_stages, engine.micro_batches
+    for each in (schedule, partial(forward_only, chunks=chunks)):
+        try:
+            check([list(each(stage, stages, micros)) for stage in range(stages)], micros, rules)
+        except ScheduleError as error:
+            if not narrow:
+                raise
+            raise ScheduleError(
+                f"{error}. That is so with CUDA_DEVICE_MAX_CONNECTIONS=1: unset it, or use the schedule 1f1b without extra_warmup"
+            ) from None
 
 
 def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:

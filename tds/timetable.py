@@ -4,26 +4,24 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .queues import Rules, finish
 from .schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     Instruction,
+    Plan,
     RecvActivation,
     RecvGrad,
+    ScheduleError,
     SendActivation,
     SendGrad,
 )
 
-Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}  # where a message comes from
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
 AFTER = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput, SendActivation: Forward}
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot work; the message names stage and instruction."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,12 @@ def _chunks(plan: Plan) -> int:
     return 1 + max((i.chunk for stage in plan for i in stage), default=0)
 
 
-def check(plan: Plan, micros: int) -> None:
+def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """Raise ScheduleError unless every micro-batch goes once each way, messages match, and nobody waits for ever.
 
-    Every border between two virtual stages has a process group of its own for either direction.
-    On it, one end only sends and the other only receives, and gloo and NCCL both match the n-th
-    send with the n-th receive. So it is enough that both ends go through all micro-batches in
-    rising order, which is checked here, and that the stages do not wait in a circle, which `times` finds.
+    Each chunk goes through all micro-batches in rising order, which is checked here. `rules` say how messages move:
+    `times` finds stages that wait in a circle whatever carries their messages, `queues.finish` those
+    that do because messages stand in queues.
     """
     chunks, kinds = _chunks(plan), {type(i) for stage in plan for i in stage}
     split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
@@ -71,6 +68,8 @@ def check(plan: Plan, micros: int) -> None:
                         f"stage {stage}: {done[kind]} {kind.__name__} of chunk {chunk} where {wanted} are due"
                     )
     times(plan)
+    if len(plan) > 1:  # a stage sends nothing to itself
+        finish(plan, rules)
 
 
 def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Counter[type[Instruction]]:

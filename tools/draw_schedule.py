@@ -5,8 +5,8 @@ from pathlib import Path
 
 from _cli import Parser, run
 
-from tds.schedule import NAMES, schedule_of
-from tds.timetable import Plan, Span, bubble, check, most_in_flight, times
+from tds.schedule import NAMES, Plan, schedule_of
+from tds.timetable import Span, bubble, check, most_in_flight, times
 
 EXAMPLES = """\
   python tools/draw_schedule.py --stages 4 --micros 8

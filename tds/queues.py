@@ -1,0 +1,216 @@
+"""That no message waits for ever where messages stand in queues, as they do on NCCL.
+
+gloo moves a message as soon as both ends have asked for it. torch's NCCL moves the messages of a process group
+one after the other, in the order in which a rank asked for them: a group has one communicator and one stream, at
+least where it was made with its device, as DeepSpeed makes it. A send ends only when it was received, so a
+message may wait for one that stands behind another. With CUDA_DEVICE_MAX_CONNECTIONS=1, moreover, the device
+looks at what it was given, computations and messages alike, only in the order in which it was given.
+
+What a step then does is a graph: an operation starts after others and ends, if it is a message, only after its
+other end has started, too. Without a circle in the graph the step ends, and when it does can be read off.
+"""
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .schedule import Instruction, Plan, RecvActivation, RecvGrad, ScheduleError, SendActivation, SendGrad
+
+POSTED_AHEAD = 2  # messages of a channel that are received in the background
+
+At = tuple[int, int]
+
+
+def colour(border: int, stages: int) -> int:
+    """Number the borders so that the two of a stage differ; border b leads from stage b to b + 1, the last to stage 0."""
+    return 2 if stages % 2 and border == stages - 1 else border % 2
+
+
+def one_hardware_queue(device: torch.device) -> bool:
+    """Whether the device looks at all its work in one order, as Megatron's users make it do."""
+    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def queue_of(border: int, stages: int, to_the_right: bool) -> Hashable:
+    """The process group of a message, as borders.py makes them."""
+    return colour(border, stages), to_the_right
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How messages move.
+
+    ahead: receives that a channel posts before they are asked for. dynamic: each activation has a header, for which
+    the host waits; else the first one has, and each of the others a word, as it is at worst. rendezvous: a send ends
+    when it was received. forward, backward, weight, message: how long each takes.
+    """
+
+    ahead: int = POSTED_AHEAD
+    one_hardware_queue: bool = False
+    dynamic: bool = False
+    rendezvous: bool = True
+    queue: Callable[[int, int, bool], Hashable] = queue_of
+    forward: float = 1.0
+    backward: float = 2.0
+    weight: float = 1.0
+    message: float = 0.02
+
+
+class _Graph:
+    """Moments, each some time after the last of those that it waits for."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.costs: list[float] = []
+        self.after: list[list[int]] = []
+
+    def moment(self, name: str, cost: float, *after: int | None) -> int:
+        self.names.append(name)
+        self.costs.append(cost)
+        self.after.append([each for each in after if each is not None])
+        return len(self.names) - 1
+
+    def finish(self) -> float:
+        """When the last one is; raises ScheduleError for a circle."""
+        left = [len(each) for each in self.after]
+        then: list[list[int]] = [[] for _ in self.after]
+        for this, before in enumerate(self.after):
+            for each in before:
+                then[each].append(this)
+        time = [0.0] * len(left)
+        ready, done = deque(this for this, waits in enumerate(left) if not waits), 0
+        while ready:
+            this = ready.popleft()
+            done += 1
+            time[this] += self.costs[this]
+            for each in then[this]:
+                time[each] = max(time[each], time[this])
+                left[each] -= 1
+                if not left[each]:
+                    ready.append(each)
+        if done < len(left):
+            raise ScheduleError(self._circle(left))
+        return max(time, default=0.0)
+
+    def _circle(self, left: Sequence[int]) -> str:
+        this, way = next(i for i, waits in enumerate(left) if waits), list[int]()
+        while this not in way:
+            way.append(this)
+            this = next(each for each in self.after[this] if left[each])
+        names = list(dict.fromkeys(self.names[each] for each in way[way.index(this) :]))
+        shown = names if len(names) <= 8 else [*names[:7], "..."]
+        return "messages would wait for each other for ever: " + ", which waits for ".join(shown)
+
+
+class _Stage:
+    """Asks for the operations of one stage in the order in which the engine does, see engine.py and channel.py."""
+
+    def __init__(self, graph: _Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
+        self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
+        self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # of messages: moments of start and end
+        self._last: dict[Hashable, int] = {}  # of each queue
+        self._computed: int | None = None
+        self._host: int | None = None  # what the host has waited for
+        self._asked: int | None = None  # the start of what was asked for last
+        self._agenda: dict[type[Instruction], deque[At]] = {RecvActivation: deque(), RecvGrad: deque()}
+        self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = {
+            RecvActivation: deque(),
+            RecvGrad: deque(),
+        }
+        self._known: dict[type[Instruction], set[At]] = {RecvActivation: set(), RecvGrad: set()}
+
+    def run(self, instructions: Sequence[Instruction]) -> None:
+        for kind, agenda in self._agenda.items():
+            agenda.extend((each.micro, each.chunk) for each in instructions if type(each) is kind)
+        for each in instructions:
+            kind, at = type(each), (each.micro, each.chunk)
+            if kind is RecvActivation:
+                if self._has_header(each):
+                    self._host = self._message(kind, at, "header")
+                    self._known[kind] |= (
+                        {at} if self.rules.dynamic else {a for a in self._agenda[kind] if a[1] == at[1]}
+                    )
+                self._take(kind)
+            elif kind is RecvGrad:
+                self._take(kind)
+            elif kind is SendActivation:
+                self._message(kind, at, "header" if self._has_header(each) else "word")
+                self._message(kind, at)
+                self._known[RecvGrad].add(at)
+                self._post(RecvGrad, self.rules.ahead)
+            elif kind is SendGrad:
+                self._message(kind, at)
+            else:
+                self._compute(each)
+
+    def _has_header(self, each: Instruction) -> bool:
+        return self.rules.dynamic or each.micro == 0
+
+    def _compute(self, each: Instruction) -> None:
+        name, rules = type(each).__name__, self.rules
+        cost = {
+            "Forward": rules.forward,
+            "Backward": rules.backward,
+            "BackwardInput": rules.backward - rules.weight,
+            "BackwardWeight": rules.weight,
+        }[name]
+        name = f"{name}({each.micro}) of stage {self.stage}"
+        self._computed = self._ask(name, cost / self.chunks, self._computed)[1]
+
+    def _ask(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
+        """Something that begins after what was computed when the host came to it."""
+        first = self._asked if self.rules.one_hardware_queue else None
+        start = self.graph.moment(name, 0.0, *after, self._computed, self._host, first)
+        self._asked = start
+        return start, self.graph.moment(name, cost, start)
+
+    def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
+        right = kind in (SendActivation, RecvActivation)  # the way the message goes
+        border = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
+        # The last stage's chunk c is followed by the first stage's chunk c + 1: the message has the number of the former.
+        sender = at[1] - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at[1]
+        queue = self.rules.queue(border, self.stages, right)
+        name = f"{kind.__name__}({at[0]}{what and ', ' + what}) of stage {self.stage}"
+        start, end = self._ask(name, self.rules.message, self._last.get(queue))
+        self._last[queue] = end
+        self.ends[border, right, what, (at[0], sender), kind in (SendActivation, SendGrad)] = start, end
+        return end
+
+    def _take(self, kind: type[Instruction]) -> None:
+        """The device waits for a message; the host does not."""
+        self._post(kind, max(self.rules.ahead, 1))
+        if not self._posted[kind]:
+            raise ScheduleError(f"stage {self.stage}: {kind.__name__} stands before the SendActivation that it answers")
+        arrived, word = self._posted[kind].popleft()
+        self._host = self._host if word is None else word
+        self._computed = self._ask(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
+        self._post(kind, self.rules.ahead)
+
+    def _post(self, kind: type[Instruction], messages: int) -> None:
+        agenda, posted = self._agenda[kind], self._posted[kind]
+        while agenda and agenda[0] in self._known[kind] and len(posted) < messages:
+            at = agenda.popleft()
+            has_word = kind is RecvActivation and not self.rules.dynamic and at[0] > 0
+            word = self._message(kind, at, "word") if has_word else None
+            posted.append((self._message(kind, at), word))
+
+
+def finish(plan: Plan, rules: Rules | None = None) -> float:
+    """When the last stage is ready, if messages move by these rules. Raises ScheduleError if never, with the circle."""
+    rules, graph = rules or Rules(), _Graph()
+    chunks = 1 + max((each.chunk for stage in plan for each in stage), default=0)
+    ends: defaultdict[tuple[int, bool, str, At], dict[bool, tuple[int, int]]] = defaultdict(dict)
+    for number, instructions in enumerate(plan):
+        stage = _Stage(graph, rules, number, len(plan), chunks)
+        stage.run(instructions)
+        for (*message, sends), moments in stage.ends.items():
+            ends[tuple(message)][sends] = moments  # type: ignore[index]
+    for both in ends.values():
+        (sent, left), (posted, arrived) = both[True], both[False]
+        graph.after[arrived].append(sent)
+        if rules.rendezvous:
+            graph.after[left].append(posted)
+    return graph.finish()

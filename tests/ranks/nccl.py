@@ -1,0 +1,171 @@
+"""NCCL's order of messages and a device's late completion, on CPU ranks over gloo.
+
+What differs for a program that was only ever run on gloo: (1) the messages of a group stand in one queue,
+in the order in which this rank asked for them; (2) nothing has happened when a call returns: a message reads
+and writes memory some time later, and `wait` only makes later tensor operations wait; (3) where communicators are
+made late, the first message between two ranks blocks the program until the other asks for its first;
+(4) with one hardware queue, computations and messages start in the order in which they were asked for.
+"""
+
+import functools
+import inspect
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MESSAGES = ("isend", "irecv", "send", "recv")
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
+
+
+class Work:
+    """A message or a collective operation. started: it was the first of its queue and nothing stood in its way."""
+
+    def __init__(self, device: "Device") -> None:
+        self.device, self.error = device, None
+        self.started, self.done = threading.Event(), threading.Event()
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.device.pending.append(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+class Device:
+    """The queues of one rank. pending: what the next computation waits for."""
+
+    def __init__(self, lazy: bool, one_hardware_queue: bool) -> None:
+        self.lazy, self.one_hardware_queue = lazy, one_hardware_queue
+        self.pending: list[Work] = []
+        self._asked: Work | None = None
+        self._queues: dict[Any, queue.SimpleQueue[Any]] = {}
+        self._met: set[Any] = set()
+        self.lateness = 0.002  # seconds, at most
+        self._random = random.Random(dist.get_rank())
+
+    def ask(self, stream: Any, operation: Callable[[], Any]) -> Work:
+        work, after = Work(self), list(self.pending)
+        first, self._asked = self._asked if self.one_hardware_queue else None, work
+        if stream not in self._queues:
+            self._queues[stream] = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(self._queues[stream],), daemon=True).start()
+        self._queues[stream].put(
+            (work, after, first, self._random.uniform(self.lateness / 2, self.lateness), operation)
+        )
+        return work
+
+    def _serve(self, line: "queue.SimpleQueue[Any]") -> None:
+        while True:
+            work, after, first, lateness, operation = line.get()
+            for each in after:
+                each.done.wait()
+            if first:
+                first.started.wait()
+            work.started.set()
+            time.sleep(lateness)
+            try:
+                operation()
+            except Exception as error:
+                work.error = error
+            work.done.set()
+
+    def compute(self) -> None:
+        """What comes now comes after all that was waited for."""
+        for each in self.pending:
+            each.done.wait()
+            if each.error:
+                raise each.error
+        self.pending.clear()
+        if self.one_hardware_queue and self._asked:
+            self._asked.started.wait()
+
+    def meet(self, group: Any, peer: int) -> None:
+        """Two ranks make their communicator: both are blocked until both are there."""
+        if not self.lazy or (group, peer) in self._met:
+            return
+        self._met.add((group, peer))
+        store, me, name = dist.distributed_c10d._get_default_store(), dist.get_rank(), group.group_name
+        store.set(f"nccl/{name}/{me}/{peer}", "1")
+        store.wait([f"nccl/{name}/{peer}/{me}"])
+
+
+class _Computing(TorchDispatchMode):
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._device.compute()
+        return func(*args, **(kwargs or {}))
+
+
+def _message(device: Device, raw: Callable[..., Any], waits: bool) -> Callable[..., Any]:
+    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(raw).bind(tensor, *args, **kwargs)
+        group = given.arguments["group"] = given.arguments.get("group") or dist.group.WORLD
+        peer = given.arguments["src" if "src" in given.arguments else "dst"]
+        device.meet(group, peer)
+        stream = (group, peer) if device.lazy else group
+        work = device.ask(stream, lambda: raw(*given.args, **given.kwargs).wait())
+        return (work.wait(), device.compute()) if waits else work
+
+    return call
+
+
+def _collective(device: Device, raw: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(raw)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(raw).bind(*args, **kwargs)
+        given.apply_defaults()
+        asynchronous, given.arguments["async_op"] = given.arguments["async_op"], False
+        work = device.ask(given.arguments["group"] or dist.group.WORLD, lambda: raw(*given.args, **given.kwargs))
+        return work if asynchronous else (work.wait(), None)[1]
+
+    return call
+
+
+@contextmanager
+def nccl(rules: str) -> Iterator[Device]:
+    """Put NCCL's rules over gloo. rules: "eager", "lazy" or "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
+    device = Device(rules == "lazy", rules == "one queue")
+    homes = (dist, dist.distributed_c10d)
+    raw = {name: getattr(dist, name) for name in (*MESSAGES, *COLLECTIVES)}
+    put = {name: _collective(device, raw[name]) for name in COLLECTIVES}
+    for name in MESSAGES:
+        start = raw[name if name.startswith("i") else "i" + name]
+        put[name] = _message(device, start, waits=not name.startswith("i"))
+    to_list = torch.Tensor.tolist
+
+    def read(tensor: torch.Tensor) -> Any:
+        device.compute()
+        return to_list(tensor)
+
+    try:
+        for name, function in put.items():
+            for home in homes:
+                setattr(home, name, function)
+        torch.Tensor.tolist = read  # type: ignore[method-assign]
+        with _Computing(device):
+            yield device
+            device.compute()
+    finally:
+        torch.Tensor.tolist = to_list  # type: ignore[method-assign]
+        for name, function in raw.items():
+            for home in homes:
+                setattr(home, name, function)

@@ -1,0 +1,160 @@
+"""The engine under NCCL's order of messages and with work that completes late: it ends, with the numbers of one process."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tds
+from tds.schedule import ScheduleError
+from tests.conformance.cases import CASES, Case
+from tests.conformance.engines import remembered_groups, train
+from tests.support import covering, on_ranks
+
+from .nccl import nccl
+
+TOLERANCE = 1e-12
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "extra_warmup": 1},
+    {"schedule": "gpipe"},
+    {"schedule": "interleaved"},
+    {"schedule": "zb-h1"},
+]
+NAMES = (
+    "(grad, bool, float)",
+    "an encoder-decoder: the tuple changes in the middle",
+    "tokens first, tied embedding and two more ties",
+    "a weight as an output, tied over stages",
+    "another size each step",
+    "another size each micro-batch",
+    "dynamic_shape, another size each micro-batch",
+    "an output that is the same memory each time",
+    "a data iterator that fills the same tensors again",
+    "one tensor of a message counted up in place",
+)
+BY_NAME = {case.name: case for case in CASES}
+
+
+def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Every schedule with plain layers, fewer micro-batches than stages and an uneven number; the other cases by turns."""
+    plain = BY_NAME[NAMES[0]]
+    for pipeline in SCHEDULES:
+        for micros in (1, 5, 2 * stages):
+            yield dataclasses.replace(plain, rows=((4,) * micros,) * 2), pipeline
+    turns = [pipeline for pipeline in SCHEDULES if not _may_be_refused(rules, pipeline)]
+    for number, name in enumerate(NAMES[1:]):
+        yield BY_NAME[name], turns[number % len(turns)]
+
+
+def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
+    return rules == "one queue" and (pipeline["schedule"] == "interleaved" or "extra_warmup" in pipeline)
+
+
+@contextmanager
+def _told_of_one_queue(rules: str) -> Iterator[None]:
+    """Let the engine know what it asks of a GPU's environment."""
+    homes = (tds.borders, tds.start)
+    before = [home.one_hardware_queue for home in homes]
+    for home in homes:
+        home.one_hardware_queue = lambda device: rules == "one queue"  # type: ignore[assignment]
+    yield
+    for home, function in zip(homes, before, strict=True):
+        home.one_hardware_queue = function  # type: ignore[assignment]
+
+
+def _errors(rules: str, stages: int) -> list[tuple[str, float]]:
+    found = []
+    with remembered_groups() as begin, _told_of_one_queue(rules), nccl(rules):
+        for case, pipeline in _tasks(stages, rules):
+            begin()
+            what = f"{pipeline}, {len(case.rows[0])} micro-batches, {case.name}"
+            try:
+                found.append((what, max(train("tds", case, stages, 1, pipeline, torch.float64))))
+            except ScheduleError as error:
+                assert _may_be_refused(rules, pipeline) and "CUDA_DEVICE_MAX_CONNECTIONS" in str(error)
+            except Exception as error:
+                raise RuntimeError(what) from error
+    return found
+
+
+GRID = [(rules, stages) for rules in ("eager", "lazy", "one queue") for stages in (2, 3, 4)]
+IN_CI = [("eager", 3), ("eager", 4), ("lazy", 2), ("one queue", 3)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", covering(GRID, lambda each: each in IN_CI), ids=lambda each: f"{each[0]}-{each[1]}")
+def test_every_schedule_ends_with_the_numbers_of_one_process(where: tuple[str, int]) -> None:
+    rules, stages = where
+    for found in on_ranks(stages, _errors, rules, stages, timeout=240):
+        assert len(found) >= 15
+        assert not [each for each in found if not each[1] <= TOLERANCE]
+
+
+# ------------------------------------------------------- the emulation itself
+
+
+def _receive_first(groups: int) -> bool:
+    """Both ranks ask for the other's message, then send their own."""
+    made = [dist.new_group([0, 1]) for _ in range(groups)]
+    me = dist.get_rank()
+    with nccl("eager"):
+        arrived = torch.empty(3)
+        dist.irecv(arrived, 1 - me, group=made[0 if me else -1])
+        sent = dist.isend(torch.full((3,), float(me)), 1 - me, group=made[-1 if me else 0])
+        return bool(sent.done.wait(2.0))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_hangs_on_nccl_hangs_here(groups: int) -> None:
+    assert on_ranks(2, _receive_first, groups) == [groups == 2] * 2
+
+
+def _too_early() -> tuple[bool, list[float]]:
+    """Write over what is being sent, and over what was sent, waiting for it first."""
+    with nccl("eager") as device:
+        device.lateness = 1.0
+        if dist.get_rank() == 0:
+            early, late = torch.ones(2), torch.ones(2)
+            first, second = dist.isend(early, 1), dist.isend(late, 1)
+            early.fill_(7)
+            done = first.is_completed()
+            second.wait()
+            late.fill_(7)
+            return done, []
+        early, late = torch.zeros(2), torch.zeros(2)
+        works = [dist.irecv(early, 0), dist.irecv(late, 0)]
+        for work in works:
+            work.wait()
+        done = works[1].is_completed()
+        return done, [early.sum().item(), late.sum().item()]
+
+
+def test_a_message_reads_its_memory_late_and_waiting_blocks_only_what_is_computed() -> None:
+    assert on_ranks(2, _too_early) == [(False, []), (False, [14.0, 2.0])]
+
+
+def _meets_late() -> bool:
+    """Rank 1 asks for its first message only when rank 0 has seen that its own is blocked."""
+    group, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+    with nccl("lazy"):
+        if dist.get_rank() == 1:
+            store.wait(["seen"])
+            dist.irecv(torch.ones(1), 0, group=group).wait()
+            return True
+        asking = threading.Thread(target=lambda: dist.isend(torch.ones(1), 1, group=group))
+        asking.start()
+        asking.join(0.5)
+        blocked = asking.is_alive()
+        store.set("seen", "1")
+        asking.join()
+        return blocked
+
+
+def test_the_first_message_of_a_pair_blocks_in_lazy_mode() -> None:
+    assert on_ranks(2, _meets_late) == [True, True]

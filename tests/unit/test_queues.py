@@ -1,0 +1,98 @@
+"""Messages that stand in queues: what would hang on NCCL is found, and none of our schedules does."""
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tds import schedule
+from tds.queues import Rules, colour, finish
+from tds.schedule import Plan, Schedule, ScheduleError
+from tds.timetable import times
+from tests.support import covering
+
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": schedule.one_forward_one_backward,
+    "1f1b, extra_warmup 2": partial(schedule.one_forward_one_backward, extra_warmup=2),
+    "gpipe": schedule.gpipe,
+    "interleaved": partial(schedule.interleaved, chunks=2),
+    "interleaved 3": partial(schedule.interleaved, chunks=3),
+    "zb-h1": schedule.zero_bubble,
+    "evaluation": schedule.forward_only,
+    "evaluation of chunks": partial(schedule.forward_only, chunks=2),
+}
+
+
+def plan_of(name: str, stages: int, micros: int) -> Plan:
+    return [list(SCHEDULES[name](stage, stages, micros)) for stage in range(stages)]
+
+
+@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n in (9, 16, 33, 64)))
+def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
+    for name in SCHEDULES:
+        for micros in {1, stages + 1} if stages > 20 else {1, stages - 1, stages, stages + 1, 2 * stages + 1}:
+            plan = plan_of(name, stages, micros)
+            for dynamic in (False, True):
+                finish(plan, Rules(dynamic=dynamic))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "evaluation"])
+def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str) -> None:
+    for stages in (2, 3, 4, 8, 16):
+        for micros in (1, stages + 1, 4 * stages):
+            finish(plan_of(name, stages, micros), Rules(ahead=0, one_hardware_queue=True))
+
+
+@pytest.mark.parametrize("stages", range(2, 12))
+def test_no_two_borders_of_a_stage_have_the_same_colour(stages: int) -> None:
+    for stage in range(stages):
+        assert colour(stage, stages) != colour((stage - 1) % stages, stages)
+    assert {colour(border, stages) for border in range(stages - 1)} <= {0, 1}
+
+
+# ------------------------------------------------ that what hangs is found
+
+
+def one_group(border: int, stages: int, right: bool) -> Hashable:
+    """All borders of a direction in one queue, as it is with one process group for each direction."""
+    return right
+
+
+def no_direction(border: int, stages: int, right: bool) -> Hashable:
+    return colour(border, stages)
+
+
+HANGS: list[tuple[str, int, dict[str, Any]]] = [
+    ("1f1b", 3, {"queue": one_group}),
+    ("zb-h1", 3, {"queue": one_group}),
+    ("1f1b", 2, {"queue": no_direction}),
+    ("interleaved", 4, {"queue": one_group}),
+    ("1f1b", 4, {"one_hardware_queue": True}),
+    ("interleaved", 4, {"ahead": 0, "one_hardware_queue": True}),
+    ("1f1b, extra_warmup 2", 3, {"ahead": 0, "one_hardware_queue": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "rules"), HANGS, ids=str)
+def test_what_hangs_is_found(name: str, stages: int, rules: dict[str, Any]) -> None:
+    with pytest.raises(ScheduleError, match="messages would wait for each other for ever: .*, which waits for "):
+        finish(plan_of(name, stages, 8), Rules(**rules))
+
+
+def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
+    finish(plan_of("1f1b", 2, 8), Rules(queue=one_group))
+    finish(plan_of("gpipe", 4, 8), Rules(queue=one_group))
+
+
+# ----------------------------------------------------------- what queues cost
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
+def test_groups_by_colour_cost_no_time(name: str) -> None:
+    """As fast as with a queue for each border, and with messages that take no time as fast as the timetable."""
+    for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
+        plan = plan_of(name, stages, micros)
+        apart = finish(plan, Rules(queue=lambda border, stages, right: (border, right)))
+        assert finish(plan) == pytest.approx(apart, rel=1e-3)
+        assert finish(plan, Rules(message=0.0)) == pytest.approx(max(span.end for span in times(plan)))
