@@ -43,6 +43,12 @@ class ModelConfig(Section):
     checkpoint_attention: bool = opt(
         False, "compute attention's scores again in the backward pass instead of keeping them (selective recomputation)"
     )
+    recompute_modules: tuple[str, ...] = opt(
+        (),
+        "compute the outputs of these again in the backward pass instead of keeping them: norm, qkv (queries, keys and "
+        "values), activation; for kernels that keep no scores",
+        each_of("norm", "qkv", "activation"),
+    )
     offload_activations: bool = opt(
         False, "what layers keep for the backward pass waits in the host's memory instead of the accelerator's"
     )
@@ -320,6 +326,15 @@ class Config:
             raise ConfigError(
                 "--offload-activations cannot look into layers that --compile compiles; leave one of them out"
             )
+        for flag, there in (
+            ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
+            ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
+            ("--offload-activations, which keeps them elsewhere", m.offload_activations),
+            ("--compile, which chooses what to recompute itself", self.train.compile),
+            ("--pipeline-schedule zb-h1, which would recompute for either half", p.pipeline_schedule == "zb-h1"),
+        ):
+            if m.recompute_modules and there:
+                raise ConfigError(f"--recompute-modules cannot be used with {flag}; leave one of them out")
         if m.checkpoint_attention and p.pipeline_schedule == "zb-h1":
             raise ConfigError(
                 "--pipeline-schedule zb-h1 would compute attention again for either half of the backward pass; use 1f1b "

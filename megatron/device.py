@@ -37,7 +37,18 @@ def fast_bf16(device: torch.device) -> bool:
     """
     if device.type == "cpu":
         return bool(torch.cpu._is_amx_tile_supported())
-    return bool(torch.cuda.is_bf16_supported()) if device.type == "cuda" else True
+    # V100 and T4 can emulate it, slowly.
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False)) if device.type == "cuda" else True
+
+
+def precision_note(device: torch.device, precision: str) -> str | None:
+    """What a user may want to know of `precision` on this device."""
+    if precision != "fp32" or device.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
+        return None
+    return (
+        "fp32 with TF32 off: products keep 23 bits and are several times slower than they could be; "
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns TF32 on (10 bits), --precision bf16 is faster still"
+    )
 
 
 def slow_blas(device: torch.device) -> bool:

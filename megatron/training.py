@@ -144,7 +144,7 @@ def set_up(
 ) -> Run:
     """From settings to a run that is ready to train: ranks, data, model, engine, checkpoint."""
     device = initialize_megatron(config)
-    timers = Timers()
+    timers = Timers(device)
     config, tokenizer, run_dir = together(lambda: _prepare(config, name, tokenizer_provider))
     start(config, tokenizer, timers)
     _say_what_runs(config, resolved, device)
@@ -216,6 +216,9 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device) -> 
         f"({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
+    note = device_module.precision_note(device, resolved.precision)
+    if note:
+        print_rank_0(note)
 
 
 def count_parameters(model: Any) -> int:

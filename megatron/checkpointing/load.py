@@ -19,6 +19,7 @@ from .state import TrainState
 # Settings of the model that may be others after loading: they change neither what it computes nor its tensors.
 FREE = {
     "checkpoint_attention",
+    "recompute_modules",
     "hidden_dropout",
     "attention_dropout",
     "offload_activations",

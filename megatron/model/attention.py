@@ -6,17 +6,30 @@ t model-parallel ranks.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron import mpu
 from megatron.config import ModelConfig
 
 from . import biased_attention
 from .masks import causal_mask
+from .recompute import Recipe, instead_of
+
+
+def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
+    """Which of torch's attention kernels may be taken. With a mask on CUDA not cuDNN's, which torch prefers on Hopper:
+
+    the gradients of its masked form are not finite for some lengths.
+    """
+    if mask is None or query.device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class KeyValueCache:
@@ -52,6 +65,7 @@ class Attention(nn.Module):
         # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
         self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_mesh().rng, stream
+        self.qkv_again = "qkv" in config.recompute_modules
         self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.unfused
         self.dense = mpu.RowParallelLinear(
             self.inner,
@@ -106,9 +120,19 @@ class Attention(nn.Module):
             if not p and self.fused and biased_attention.serves(query, bias):
                 return biased_attention.biased_attention(query, key, value, bias, mask, self.scale)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale
-        )
+        with kernels_for(query, mask):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale
+            )
+
+    def _projected(
+        self, projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None
+    ) -> tuple[Tensor, Recipe | None]:
+        """`projection(x)`, and how to compute it again, if it is not to be kept. recipe: of x."""
+        out, _ = projection(x)
+        kept = x.detach() if recipe is None else None
+        again = Recipe(lambda: projection(recipe.cook() if recipe else kept)[0]) if self.qkv_again else None
+        return out, again
 
 
 class SelfAttention(Attention):
@@ -123,15 +147,22 @@ class SelfAttention(Attention):
         self.query_key_value.weight.init_factors = (self.head_size, (self.query_factor, 1.0, 1.0))  # type: ignore[attr-defined]
 
     def forward(
-        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        recipe: Recipe | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`."""
-        qkv, _ = self.query_key_value(hidden)  # [s, b, n/t * 3 * d]
+        """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`; recipe: of `hidden`."""
+        qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, n/t * 3 * d]
         s, b, _ = qkv.shape
         query, key, value = qkv.view(s, b, self.heads, 3, self.head_size).permute(3, 1, 2, 0, 4)
         if cache is not None:
             key, value = cache.extend(key, value)
-        return self.dense(self.attend(query, key, value, mask, bias))  # type: ignore[no-any-return]
+        with instead_of((again, qkv)):
+            context = self.attend(query, key, value, mask, bias)
+        return self.dense(context)  # type: ignore[no-any-return]
 
 
 class CrossAttention(Attention):
@@ -143,16 +174,24 @@ class CrossAttention(Attention):
         self.query.weight.init_factors = (self.head_size, (self.query_factor,))  # type: ignore[attr-defined]
 
     def forward(
-        self, hidden: Tensor, encoded: Tensor, mask: Tensor | None, cache: KeyValueCache | None = None
+        self,
+        hidden: Tensor,
+        encoded: Tensor,
+        mask: Tensor | None,
+        cache: KeyValueCache | None = None,
+        recipe: Recipe | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(hidden [q, b, h], encoded [k, b, h]) -> ([q, b, h], its bias still to be added)."""
-        query = self.query(hidden)[0]
-        query = query.view(*query.shape[:2], self.heads, self.head_size).permute(1, 2, 0, 3)
+        """(hidden [q, b, h], encoded [k, b, h]) -> ([q, b, h], its bias still to be added). recipe: of `hidden`."""
+        projected, again = self._projected(self.query, hidden, recipe)
+        query = projected.view(*projected.shape[:2], self.heads, self.head_size).permute(1, 2, 0, 3)
+        both = both_again = None
         if cache is not None and cache.key is not None and cache.value is not None:
             key, value = cache.key, cache.value
         else:
-            both = self.key_value(encoded)[0]
+            both, both_again = self._projected(self.key_value, encoded, None)
             key, value = both.view(*both.shape[:2], self.heads, 2, self.head_size).permute(3, 1, 2, 0, 4)
             if cache is not None:
                 cache.extend(key, value)
-        return self.dense(self.attend(query, key, value, mask, None))  # type: ignore[no-any-return]
+        with instead_of((again, projected), (both_again, both)):
+            context = self.attend(query, key, value, mask, None)
+        return self.dense(context)  # type: ignore[no-any-return]

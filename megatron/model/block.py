@@ -18,6 +18,7 @@ from .masks import document_mask
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
+from .recompute import Recipe, instead_of
 
 
 class Dropout(nn.Module):
@@ -71,6 +72,7 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = build_norm(config)
         self.mlp = ParallelMLP(config, output_std)
         self.offload = config.offload_activations
+        self.norm_again = "norm" in config.recompute_modules
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
 
     def layer(
@@ -88,14 +90,25 @@ class TransformerLayer(nn.Module):
     def _layer(
         self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, encoded: Encoded | None, caches: Caches | None
     ) -> Tensor:
-        added, added_bias = self.attention(self.input_layernorm(hidden), mask, bias, caches and caches.own)
+        normed, recipe = self._normed(self.input_layernorm, hidden)
+        with instead_of((recipe, normed)):
+            added, added_bias = self.attention(normed, mask, bias, caches and caches.own, recipe)
         hidden = hidden + self.attention_dropout(added if added_bias is None else added + added_bias)
         if encoded is not None:
-            added, added_bias = self.cross_attention(self.cross_layernorm(hidden), *encoded, caches and caches.cross)
+            normed, recipe = self._normed(self.cross_layernorm, hidden)
+            with instead_of((recipe, normed)):
+                added, added_bias = self.cross_attention(normed, *encoded, caches and caches.cross, recipe)
             hidden = hidden + self.cross_dropout(added if added_bias is None else added + added_bias)
-        added, added_bias = self.mlp(self.post_attention_layernorm(hidden))
+        normed, recipe = self._normed(self.post_attention_layernorm, hidden)
+        with instead_of((recipe, normed)):
+            added, added_bias = self.mlp(normed)
         out: Tensor = hidden + self.mlp_dropout(added if added_bias is None else added + added_bias)
         return out
+
+    def _normed(self, norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Recipe | None]:
+        """What goes into a sub-layer, and how to compute it again, if it is not to be kept."""
+        kept = hidden.detach()
+        return norm(hidden), Recipe(lambda: norm(kept)) if self.norm_again else None
 
 
 class Block(TransformerLayer):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
+from .recompute import Recipe, instead_of
+
 
 def gelu(x: Tensor) -> Tensor:
     """The tanh form, which GPT-2 and T5 were trained with."""
@@ -19,7 +21,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class _GatedGelu(torch.autograd.Function):
-    """Keeps its input alone, and works on gate and value taken apart: on every second number torch is four times slower."""
+    """Keeps its input alone. On a CPU gate and value are taken apart first: on every second number torch is four times slower."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -32,14 +34,15 @@ class _GatedGelu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gate, value = _apart(x)
         of_value = gelu(gate).mul_(grad)
-        of_gate = torch.ops.aten.gelu_backward(value.mul_(grad), gate, approximate="tanh")
+        of_gate = torch.ops.aten.gelu_backward(value * grad, gate, approximate="tanh")
         return torch.stack([of_gate, of_value], -1).view(x.shape)
 
 
 def _apart(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., 2 f] -> copies of gate and value, [..., f] each."""
+    """[..., 2 f] -> gate and value, [..., f] each: copies on a CPU, views elsewhere."""
     pairs = x.view(*x.shape[:-1], -1, 2)
-    return pairs[..., 0].contiguous(), pairs[..., 1].contiguous()
+    gate, value = pairs[..., 0], pairs[..., 1]
+    return (gate.contiguous(), value.contiguous()) if x.device.type == "cpu" else (gate, value)
 
 
 def gated_gelu(x: Tensor) -> Tensor:
@@ -64,6 +67,8 @@ class ParallelMLP(nn.Module):
     def __init__(self, config: ModelConfig, output_std: float) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
+        # A relu keeps what it puts out itself.
+        self.activation_again = "activation" in config.recompute_modules and config.activation != "relu"
         if config.activation in config.unfused:
             self.activation = _unfused_gated_gelu
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
@@ -85,4 +90,7 @@ class ParallelMLP(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, h], its bias still to be added)."""
         inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
-        return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]
+        active, kept = self.activation(inner), inner.detach()
+        recipe = Recipe(lambda: self.activation(kept)) if self.activation_again else None
+        with instead_of((recipe, active)):
+            return self.dense_4h_to_h(active)  # type: ignore[no-any-return]

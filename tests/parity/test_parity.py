@@ -115,7 +115,13 @@ def test_every_schedule(
 
 
 SEQUENCE = [Layout(0, 1, 2), Layout(0, 2, 2, zero=1), Layout(2, 1, 2), Layout(2, 2, 2)]
-SAVING = ("", "--checkpoint-activations", "--checkpoint-attention", "--pipeline-schedule zb-h1")
+SAVING = (
+    "",
+    "--checkpoint-activations",
+    "--checkpoint-attention",
+    "--recompute-modules norm qkv activation",
+    "--pipeline-schedule zb-h1",
+)
 
 
 @pytest.mark.parametrize("saving", covering(SAVING, SAVING[1::2].__contains__))

@@ -20,6 +20,7 @@ SCHEDULES = (
     "--checkpoint-activations",
     "--checkpoint-activations --checkpoint-num-layers 2",
     "--checkpoint-attention",
+    "--recompute-modules norm qkv activation",
 )
 GRIDS = [(0, 1, 1), (0, 2, 2), *(g for g in itertools.product((1, 2, 3, 4), (1, 2), (1, 2)) if g[0] * g[1] * g[2] <= 8)]
 
