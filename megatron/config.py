@@ -57,6 +57,11 @@ class ModelConfig(Section):
         f"compute these as a textbook writes them, with torch's own gradients: slower, to check numbers by ({', '.join(FUSED)})",
         each_of(*FUSED),
     )
+    kernels: str = opt(
+        "auto",
+        "of norms and Adam: torch's, apex's; auto takes apex's on a GPU where it is",
+        one_of("auto", "torch", "apex"),
+    )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0))
 

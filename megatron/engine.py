@@ -57,7 +57,7 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model, config.optim, config.model.kernels)
     pipeline = _is_pipeline(model, config)
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu

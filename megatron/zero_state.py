@@ -97,7 +97,9 @@ def get_step(engine: Any) -> int:
         step = _inner(engine).state.get(owner, {}).get("step")
         if step is not None:
             return int(step)
-    return 0
+    return max(
+        (int(group.get("step", 0)) for group in _inner(engine).param_groups), default=0
+    )  # where apex's Adam counts
 
 
 def make_moments(engine: Any, names: list[str], step: int) -> None:
@@ -108,6 +110,9 @@ def make_moments(engine: Any, names: list[str], step: int) -> None:
         if isinstance(inner, torch.optim.AdamW):
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
         inner.state[owner] = state
+    if not isinstance(inner, (torch.optim.AdamW, torch.optim.SGD)):
+        for group in inner.param_groups:
+            group["step"] = step
     _link_moments(engine)
 
 

@@ -20,6 +20,7 @@ from .state import TrainState
 FREE = {
     "checkpoint_attention",
     "recompute_modules",
+    "kernels",
     "hidden_dropout",
     "attention_dropout",
     "offload_activations",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
+from megatron.kernels import norm_class
 
 
 class RMSNorm(nn.RMSNorm):
@@ -45,14 +46,14 @@ class _RMSNorm(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-def build_norm(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
+def build_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h; a copy on every rank."""
-    if config.normalization == "rmsnorm":
-        kind = nn.RMSNorm if "rms-norm" in config.unfused else RMSNorm
-        rms = kind(config.hidden_size, eps=config.layernorm_epsilon)
-        mpu.shared_along_sequence(mpu.declare(rms.weight, init_std=None))
-        return rms
-    norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+    rms = config.normalization == "rmsnorm"
+    kind: Any = None if "rms-norm" in config.unfused else norm_class(config.kernels, rms)
+    if kind is None:
+        kind = (nn.RMSNorm if "rms-norm" in config.unfused else RMSNorm) if rms else nn.LayerNorm
+    norm: Any = kind(config.hidden_size, eps=config.layernorm_epsilon)
     mpu.shared_along_sequence(mpu.declare(norm.weight, init_std=None))
-    mpu.shared_along_sequence(mpu.declare(norm.bias))
-    return norm
+    if not rms:
+        mpu.shared_along_sequence(mpu.declare(norm.bias))
+    return norm  # type: ignore[no-any-return]

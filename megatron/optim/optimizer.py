@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron.config import OptimConfig
+from megatron.kernels import adamw
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -19,11 +20,9 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}]
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(module: nn.Module, config: OptimConfig, kernels: str = "torch") -> torch.optim.Optimizer:
+    """kernels: see `megatron.kernels`."""
     groups = parameter_groups(module, config.weight_decay)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
-    # fused: one pass over memory, 4x faster on a CPU than the default and equal to DeepSpeed's compiled Adam
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True
-    )
+    return adamw(groups, kernels, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)

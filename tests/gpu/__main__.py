@@ -1,24 +1,39 @@
-"""`python -m tests.gpu`: every check on this machine's accelerator, with nothing but torch, DeepSpeed and numpy."""
+"""`python -m tests.gpu [NAME...]`: checks on this machine's accelerator, with nothing but torch, DeepSpeed and numpy."""
 
+import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron import device as device_module
 
 from .checks import CHECKS, Impossible
 
 
+def said(name: str) -> tuple[str, bool]:
+    """What a check found, and whether it failed."""
+    try:
+        return f"ok: {CHECKS[name]()}", False
+    except Impossible as error:
+        return f"not here: {error}", False
+    except Exception as error:  # whatever it is, the other checks go on
+        return f"FAILED: {type(error).__name__}: {error}", True
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CHECKS)}; default: all")
+    parser.add_argument("--jobs", type=int, default=4, help="checks that run side by side")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(CHECKS):
+        parser.error(f"there is no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     print(f"on {device_module.current()}")
-    failed = 0
-    for name, check in CHECKS.items():
-        try:
-            said = f"ok: {check()}"
-        except Impossible as error:
-            said = f"not here: {error}"
-        except (AssertionError, RuntimeError) as error:
-            said, failed = f"FAILED: {error}", failed + 1
-        print(f"{name:40} {said}", flush=True)
-    sys.exit(failed)
+    names = args.names or list(CHECKS)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        failed = 0
+        for name, (text, bad) in zip(names, pool.map(said, names), strict=True):
+            print(f"{name:44} {text}", flush=True)
+            failed += bad
+    sys.exit(failed > 0)
 
 
 main()

@@ -3,6 +3,7 @@
 Only torch, DeepSpeed and numpy are needed (and safetensors, where a checkpoint is written or read).
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -74,14 +75,16 @@ def train(flags: str, steps: int = 8, load: str | None = None, save: str | None 
 
         settings = replace(config, checkpoint=replace(config.checkpoint, save=save))
         Saver(save, engine.deepspeed, settings, "").save(TrainState(iteration=steps), wait=True)
-    total = sum(p.detach().double().abs().sum().item() for _, p in global_parameters(engine.deepspeed.module))
+    digest = hashlib.sha256()
+    for _, p in sorted(global_parameters(engine.deepspeed.module)):
+        digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return {
         "device": device.type,
         "losses": [step.loss.item() for step in found],
         "grad_norms": [float(step.grad_norm) for step in found],
         "loss_scales": [step.loss_scale for step in found],
         "skipped": [step.skipped for step in found],
-        "weights": total,
+        "weights": digest.hexdigest(),
         "peak_mb": device_module.peak_memory_mb(device),
     }
 

@@ -14,12 +14,14 @@ MAY_IMPORT = {
     "data_utils": set(),
     "megatron.options": set(),
     "megatron.config": {"megatron.options"},
+    "megatron.device": set(),
+    "megatron.kernels": {"megatron.options", "megatron.device"},
     "megatron.mpu": set(),
     "megatron.tokenizer": set(),
     "megatron.data": set(),
-    "megatron.model": {"megatron.mpu", "megatron.config"},
+    "megatron.model": {"megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
-    "megatron.optim": {"megatron.mpu", "megatron.config"},
+    "megatron.optim": {"megatron.mpu", "megatron.config", "megatron.kernels"},
 }
 # Package -> which of the outside world it may import beside the standard library.
 OUTSIDE = {
@@ -27,6 +29,8 @@ OUTSIDE = {
     "data_utils": {"regex", "zstandard", "datasketch"},  # each imported where it is needed
     "megatron.options": set(),
     "megatron.config": set(),
+    "megatron.device": {"torch"},
+    "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
     "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers"},
     "megatron.data": {"numpy", "torch"},
