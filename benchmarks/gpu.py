@@ -1,18 +1,21 @@
-"""One accelerator: tokens/s, MFU, memory and where the time of a step goes, in bf16, against plain compiled torch.
+"""One accelerator: tokens/s, MFU, memory and where the time of a step goes, in bf16, against Hugging Face and plain compiled torch.
 
-    python benchmarks/gpu.py
-    python benchmarks/gpu.py --models gpt2_1.3B --batch 8 --rounds 7
+    python benchmarks/gpu.py --models gpt2_1.3B
+    python benchmarks/gpu.py --models gpt2_345M --batch 8 --rounds 7 --turns 2
     python benchmarks/gpu.py --dry-run          tiny models on whatever is there, a CPU as well: only that it runs
 
-Needs torch, DeepSpeed and numpy. The peer, a GPT-2 in the manner of nanoGPT, is compiled, with autocast, fused AdamW and the
-same clipping. MFU counts 6 N + attention (`megatron.metrics.flops_per_token`) against the dense bf16 peak of the
-device (`megatron.device.PEAK_TFLOPS`). Contenders run one after another, each in a process of its own with all of the
-device's memory; memory is the most that torch has handed out. What does not fit is said and left out.
+Needs torch, DeepSpeed and numpy, and transformers for one of the peers. The other, a GPT-2 in the manner of nanoGPT, is
+compiled. Both train with autocast, fused AdamW and the same clipping. MFU counts 6 N + attention
+(`megatron.metrics.flops_per_token`) against the dense bf16 peak of the device (`megatron.device.PEAK_TFLOPS`). Contenders run
+one after another, each in a process of its own with all of the device's memory; a second turn goes through them backwards.
+Memory is the most that torch has handed out. What does not fit, or not into --minutes, is said and left out.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -54,8 +57,8 @@ def worker(args: argparse.Namespace) -> None:
     name, contender = args.worker
     compiled = " --compile" if contender == "ours, --compile" else ""
     device, flags = device_module.current(), flags_of(args, name)
-    if contender.startswith("plain torch"):
-        config, model, step = plain(flags, device, "compiled" in contender)
+    if not contender.startswith("ours"):
+        config, model, step = peer(flags, device, contender)
     else:
         config, _, model, step = _engine.ours(flags + compiled)
     for _ in range(3):
@@ -88,23 +91,38 @@ def worker(args: argparse.Namespace) -> None:
     )
 
 
-def plain(flags: str, device: Any, compiled: bool) -> tuple[Any, Any, Callable[[], None]]:
+def peer(flags: str, device: Any, contender: str) -> tuple[Any, Any, Callable[[], None]]:
+    import _hugging_face
     import torch
     from _nano import Nano
 
     from megatron.arguments import parse
 
     config = parse(flags.split())
-    m = config.model
+    m, d, size = config.model, config.data, config.train.batch_size
+    vocab = m.vocab_size or 0
     with device:
-        model = Nano(m.vocab_size or 0, config.data.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
-        text = torch.randint(m.vocab_size or 0, (config.train.batch_size, config.data.seq_length + 1))
-    call: Any = torch.compile(model) if compiled else model
+        text = torch.randint(vocab, (size, (d.enc_seq_length if config.is_t5 else d.seq_length + 1) or 0))
+        wanted = torch.randint(vocab, (size, (d.dec_seq_length or 0) + 1))
+        if contender != "Hugging Face":
+            model: Any = Nano(vocab, d.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
+        elif config.is_t5:
+            model = _hugging_face.t5(vocab, m.hidden_size, m.ff_size, m.num_layers, m.num_attention_heads, m.head_size)
+        else:
+            model = _hugging_face.gpt2(vocab, d.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
+    call: Any = torch.compile(model) if "compiled" in contender else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def loss_of() -> Any:
+        if contender != "Hugging Face":
+            return call(text)
+        if config.is_t5:
+            return call(text, decoder_input_ids=wanted[:, :-1], labels=wanted[:, 1:].contiguous()).loss
+        return call(text[:, :-1], labels=text[:, :-1]).loss
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):
-            loss = call(text)
+            loss = loss_of()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -128,20 +146,42 @@ def profile(step: Callable[[], None], device: Any) -> str:
 
 
 def contenders(model: str, no_compile: bool) -> list[str]:
-    found = ["ours", "ours, --compile"]
+    found = ["ours", "ours, --compile", "Hugging Face"]
     if model.startswith("gpt2"):
-        found += ["plain torch", "plain torch, compiled"]
+        found += ["plain torch, compiled"]
     return [name for name in found if not (no_compile and "compile" in name)]
 
 
-def measure(args: argparse.Namespace, model: str, contender: str) -> dict[str, Any] | str:
+def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
     """What a worker found, or why it found nothing."""
+    if seconds <= 0:
+        return "no time left, see --minutes"
+    if contender == "Hugging Face" and importlib.util.find_spec("transformers") is None:
+        return "not here: transformers is not installed"
     command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker", model, contender]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LOCAL_RANK": "0"}, check=False)
+    environment = {**os.environ, "LOCAL_RANK": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:.0f} s, see --minutes"
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"parameters"')]
     if done.returncode or not lines:
-        return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+        return "failed: " + (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
     return json.loads(lines[-1])  # type: ignore[no-any-return]
+
+
+def in_turns(model: str, args: argparse.Namespace) -> dict[str, dict[str, Any] | str]:
+    """By contender, the seconds of all turns together."""
+    end, names = time.monotonic() + 60 * args.minutes, contenders(model, args.no_compile)
+    found: dict[str, dict[str, Any] | str] = {}
+    for turn in range(args.turns):
+        for name in names if turn % 2 == 0 else reversed(names):
+            new, before = measure(model, name, end - time.monotonic()), found.get(name)
+            if isinstance(new, dict) and isinstance(before, dict):
+                new["seconds"] += before["seconds"]
+            if isinstance(new, dict) or turn == 0:
+                found[name] = new
+    return found
 
 
 def main() -> None:
@@ -150,6 +190,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="samples of a micro-batch (default: by model)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps of a round")
+    parser.add_argument(
+        "--turns", type=int, default=1, help="times that all contenders run, every second time backwards"
+    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="for each model; what does not fit in is left out")
     parser.add_argument("--flags", default="", help="more of ours, e.g. --flags='--checkpoint-activations'")
     parser.add_argument("--no-compile", action="store_true", help="leave what is compiled out")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on any device")
@@ -169,13 +213,12 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for model in args.models:
         first = None
-        for contender in contenders(model, args.no_compile):
-            found = measure(args, model, contender)
+        for contender, found in in_turns(model, args).items():
             if isinstance(found, str):
-                failed = True
-                print(f"| {model}: {contender} | failed: {found} | | | | |")
+                failed |= found.startswith("failed")
+                print(f"| {model}: {contender} | {found} | | | | |")
                 continue
-            median = sorted(found["seconds"])[len(found["seconds"]) // 2]
+            median = statistics.median(found["seconds"])
             first = first or median
             tflops, peak = found["flops"] / median / 1e12, found["peak_tflops"]
             speeds = spread([found["tokens"] / s for s in found["seconds"]], ",.0f")

@@ -74,22 +74,13 @@ def _loop(args: argparse.Namespace, model: Any, loss_of: Callable[[], Any]) -> S
 
 
 def hugging_face(args: argparse.Namespace) -> Step:
-    from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+    import _hugging_face
 
     text, wanted = _tokens(args)
     if args.model == "gpt2":
-        config = GPT2Config(
-            vocab_size=args.vocab, n_positions=args.seq, n_embd=args.hidden, n_layer=args.layers, n_head=args.heads,
-            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        gpt2 = GPT2LMHeadModel(config).train()
+        gpt2 = _hugging_face.gpt2(args.vocab, args.seq, args.hidden, args.layers, args.heads)
         return _loop(args, gpt2, lambda: gpt2(text[:, :-1], labels=text[:, :-1]).loss)
-    t5 = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=args.vocab, d_model=args.hidden, d_kv=64, d_ff=args.ff, num_layers=args.layers, num_heads=args.heads,
-            feed_forward_proj="gated-gelu", dropout_rate=0.0, tie_word_embeddings=False, use_cache=False,
-        )
-    ).train()  # fmt: skip
+    t5 = _hugging_face.t5(args.vocab, args.hidden, args.ff, args.layers, args.heads)
     return _loop(args, t5, lambda: t5(text, decoder_input_ids=wanted[:, :-1], labels=wanted[:, 1:].contiguous()).loss)
 
 

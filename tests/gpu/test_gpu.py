@@ -38,8 +38,8 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     ]
     done = command("python", "benchmarks/gpu.py", *argv, str(tmp_path / "profile.txt"))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    rows = [line for line in done.stdout.splitlines() if "ours |" in line or "plain torch |" in line]
-    assert len(rows) == 3
+    rows = [line for line in done.stdout.splitlines() if "ours |" in line or "Hugging Face |" in line]
+    assert len(rows) == 4
     assert "failed" not in done.stdout
     assert "scaled_dot_product" in (tmp_path / "profile.txt").read_text()
 

@@ -1,0 +1,25 @@
+"""Hugging Face's GPT-2 and T5 of our sizes, without dropout, to train beside ours."""
+
+from typing import Any
+
+
+def gpt2(vocab: int, seq: int, hidden: int, layers: int, heads: int) -> Any:
+    """Called with (tokens [b, s], labels=), it returns an object with `loss`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocab, n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).train()
+
+
+def t5(vocab: int, hidden: int, ff: int, layers: int, heads: int, kv: int = 64) -> Any:
+    """Called with (tokens [b, s], decoder_input_ids=, labels=), it returns an object with `loss`."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=vocab, d_model=hidden, d_kv=kv, d_ff=ff, num_layers=layers, num_heads=heads,
+        feed_forward_proj="gated-gelu", dropout_rate=0.0, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).train()
