@@ -1,0 +1,93 @@
+"""What is chosen on a GPU, with stand-ins for what only a GPU has."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+
+from megatron import device
+from megatron.metrics import Timers
+from megatron.model.attention import kernels_for
+from megatron.model.mlp import gated_gelu, gelu
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def test_bf16_that_is_emulated_is_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that a V100 supports bf16, unless it is asked to leave emulation out."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not device.fast_bf16(CUDA)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert device.fast_bf16(CUDA)
+
+
+def test_cudnn_gets_no_mask() -> None:
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+
+    def choice(kind: torch.device, mask: Any) -> set[SDPBackend]:
+        with kernels_for(SimpleNamespace(device=kind), mask):  # type: ignore[arg-type]
+            return set(_cur_sdpa_kernel_backends())
+
+    every = choice(CUDA, None)
+    assert SDPBackend.CUDNN_ATTENTION in every
+    assert choice(CUDA, mask) == {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
+    assert isinstance(kernels_for(SimpleNamespace(device=CPU), mask), nullcontext)  # type: ignore[arg-type]
+    assert choice(CUDA, None) == every
+
+
+def test_tf32_is_spoken_of_where_it_could_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1" in (device.precision_note(CUDA, "fp32") or "")
+    assert device.precision_note(CUDA, "bf16") is None and device.precision_note(CPU, "fp32") is None
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert device.precision_note(CUDA, "fp32") is None
+
+
+class _Event:
+    """A device that reaches its marks a second apart, long after they were set."""
+
+    reached = 0.0
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+
+    def record(self) -> None:
+        _Event.reached += 1000.0
+        self.at = _Event.reached
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "_Event") -> float:
+        assert self.at is not None and end.at is not None
+        return end.at - self.at
+
+
+def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", _Event)
+    timers = Timers(CUDA)
+    for _ in range(2):
+        with timers("forward"):
+            pass
+    with timers("step"), timers("inside"):
+        pass
+    assert timers.take() == {"forward": 2.0, "inside": 1.0, "step": 3.0}
+    assert timers.take() == {}
+
+
+def test_gate_and_value_may_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As views, the way accelerators take them: the input stays as it is, the gradients are torch's own."""
+    from megatron.model import mlp
+
+    monkeypatch.setattr(mlp, "_apart", lambda x: x.view(*x.shape[:-1], -1, 2).unbind(-1))
+    x = torch.randn(3, 4, 10, dtype=torch.float64, requires_grad=True)
+    before, weight = x.detach().clone(), torch.randn(3, 4, 5, dtype=torch.float64)
+    found = gated_gelu(x)
+    wanted = gelu(x[..., ::2]) * x[..., 1::2]
+    assert torch.allclose(found, wanted, rtol=1e-14)
+    ours, plain = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (found, wanted))
+    assert torch.allclose(ours, plain, rtol=1e-13) and torch.equal(x, before)
