@@ -1,6 +1,8 @@
 """What stock DeepSpeed and TDS do with every case: python -m tests.conformance.table prints the table of docs/tds.md."""
 
 import argparse
+import os
+import tempfile
 
 import torch
 
@@ -10,14 +12,15 @@ from .cases import CASES, Case
 from .engines import train
 
 
-def _train(engine: str, name: str, stages: int, tensor: int) -> tuple[float, float]:
+def _train(engine: str, name: str, stages: int, tensor: int, extensions: str) -> tuple[float, float]:
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions  # what stock compiles for a case is there for the next
     case = next(case for case in CASES if case.name == name)
     return train(engine, case, stages, tensor, {}, torch.float32)
 
 
-def outcome(engine: str, case: Case, stages: int, tensor: int) -> str:
+def outcome(engine: str, case: Case, stages: int, tensor: int, extensions: str, timeout: float) -> str:
     try:
-        found = on_ranks(stages * tensor, _train, engine, case.name, stages, tensor, timeout=60)
+        found = on_ranks(stages * tensor, _train, engine, case.name, stages, tensor, extensions, timeout=timeout)
     except RankFailure as failure:
         lines = [line for line in str(failure).splitlines() if "Error" in line and line[0] not in " -"]
         errors = [line for line in lines if "gloo" not in line] or lines  # a dead neighbour is a consequence
@@ -29,13 +32,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", nargs="+", default=["stock", "tds"], choices=["stock", "tds"])
     parser.add_argument("--cases", default="", help="only those whose name contains this")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds; stock compiles some optimizers for minutes"
+    )
     args = parser.parse_args()
     engines = args.engines
     print(f"| case | stages x tensor-parallel | {' | '.join(engines)} |\n| --- | --- |{' --- |' * len(engines)}")
-    for case in (case for case in CASES if args.cases in case.name):
-        for stages, tensor in ((2, 1), (3, 1), (2, 2)):
-            cells = [outcome(engine, case, stages, tensor) for engine in engines]
-            print(f"| {case.name} | {stages} x {tensor} | {' | '.join(cells)} |", flush=True)
+    with tempfile.TemporaryDirectory() as extensions:
+        for case in (case for case in CASES if args.cases in case.name):
+            for stages, tensor in ((2, 1), (3, 1), (2, 2)):
+                cells = [outcome(engine, case, stages, tensor, extensions, args.timeout) for engine in engines]
+                print(f"| {case.name} | {stages} x {tensor} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
