@@ -1,11 +1,14 @@
 """Gradients added up over replicas during the backward pass, against a sum behind it."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron import mpu
 from tests.support import on_ranks
+
+from .nccl import nccl
 
 
 class Model(nn.Module):
@@ -85,6 +88,17 @@ def _body(bucket_bytes: int, flat: bool = False) -> int:
                 assert not homes or p.grad is None
         assert model.frozen.grad is None
     return len(sent) // 3
+
+
+def _late(bucket_bytes: int, flat: bool) -> int:
+    with nccl("eager"):
+        return _body(bucket_bytes, flat)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_sums_that_complete_late(flat: bool) -> None:
+    """As on an accelerator: nothing has happened when a call returns, and waiting does not block the program."""
+    assert on_ranks(2, _late, 8, flat) == [6, 6]
 
 
 def test_sums_over_accumulated_gradients() -> None:
