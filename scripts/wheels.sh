@@ -18,5 +18,5 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
 DS_BUILD_OPS=0 pip wheel -q --no-deps --no-build-isolation --wheel-dir "$folder" "$(grep '^deepspeed==' requirements.txt)"
 pip download -q --only-binary=:all: --no-deps --python-version "$version" --implementation cp --dest "$folder" hjson \
     "$(pip freeze | grep '^pydantic==')" "$(pip freeze | grep '^pydantic_core==')" \
-    annotated-types typing-inspection typing-extensions
+    annotated-types typing-inspection typing-extensions einops msgpack packaging psutil py-cpuinfo tqdm
 ls -l "$folder"
