@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .channel import Channel
 from .memory import Pool
 from .queues import POSTED_AHEAD, colour, one_hardware_queue
-from .schedule import Instruction, RecvActivation, RecvGrad
+from .schedule import At, Instruction, RecvActivation, RecvGrad
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Borders:
     def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:
         """Let the channels know what comes, in the order of these instructions."""
 
-        def agenda(kind: type[Instruction]) -> list[tuple[int, int]]:
+        def agenda(kind: type[Instruction]) -> list[At]:
             return [(each.micro, each.chunk) for each in instructions if type(each) is kind]
 
         receives = {"above": RecvActivation, "below": RecvGrad}
@@ -84,15 +84,12 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
     groups = [_groups_of_pipelines(grid) for _ in range(1 + max(colour(b, stages) for b in range(count)))]
     pool, ahead = Pool(device), 0 if one_hardware_queue(device) else POSTED_AHEAD
     slice_ = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
-    for number in range(count):
-        for one, names, other in (
-            (number, ("down", "below"), (number + 1) % stages),
-            ((number + 1) % stages, ("above", "up"), number),
-        ):
-            if stage == one:
-                peer = grid.stage_to_global(stage_id=other)
-                for role, group in zip(names, groups[colour(number, stages)], strict=True):
-                    roles[role] = Channel(peer, group, device, pool, ahead, *slice_)
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    for names, number, other in ((("down", "below"), stage, after), (("above", "up"), before, before)):
+        if number < count:
+            peer = grid.stage_to_global(stage_id=other)
+            for role, group in zip(names, groups[colour(number, stages)], strict=True):
+                roles[role] = Channel(peer, group, device, pool, ahead, *slice_)
     _meet(borders, device, len(groups))
     return borders
 

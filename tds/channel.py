@@ -22,13 +22,13 @@ from torch import Tensor
 from .batches import DataEnded
 from .boundary import BoundaryError
 from .memory import Pool, alias, users
+from .schedule import At
 
 HEADER_SIZE = 1536  # bytes: room for about 60 tensors of 4 dimensions
 WORD_SIZE = 8
 ALIGN = 8  # bytes; each tensor of a message is padded to a multiple
 GRAD, SPLIT = 1, 2
 
-At = tuple[int, int]  # micro-batch and chunk
 Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and shape of each tensor of a message
 
 

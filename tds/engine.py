@@ -27,11 +27,9 @@ from .nested import as_tuple, unwrap
 from .progress import Progress
 from .reductions import Reductions
 from .saving import Checkpoints
-from .schedule import Instruction
+from .schedule import At, Instruction
 from .split_backward import Rest, backward_input
 from .start import checked_schedule, shake_hands
-
-At = tuple[int, int]  # micro-batch and chunk
 
 
 class Outputs(NamedTuple):

@@ -17,11 +17,23 @@ from dataclasses import dataclass
 
 import torch
 
-from .schedule import Instruction, Plan, RecvActivation, RecvGrad, ScheduleError, SendActivation, SendGrad
+from .schedule import (
+    At,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Plan,
+    RecvActivation,
+    RecvGrad,
+    ScheduleError,
+    SendActivation,
+    SendGrad,
+)
 
 POSTED_AHEAD = 2  # messages of a channel that are received in the background
-
-At = tuple[int, int]
+COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}  # of a pass over a whole stage
 
 
 def colour(border: int, stages: int) -> int:
@@ -44,18 +56,14 @@ class Rules:
     """How messages move.
 
     ahead: receives that a channel posts before they are asked for. dynamic: each activation has a header, for which
-    the host waits; else the first one has, and each of the others a word, as it is at worst. rendezvous: a send ends
-    when it was received. forward, backward, weight, message: how long each takes.
+    the host waits; else the first one has, and each of the others a word, as it is at worst. queue: of a message, by
+    its border, the number of stages and whether it goes to the right. message: how long it takes.
     """
 
     ahead: int = POSTED_AHEAD
     one_hardware_queue: bool = False
     dynamic: bool = False
-    rendezvous: bool = True
     queue: Callable[[int, int, bool], Hashable] = queue_of
-    forward: float = 1.0
-    backward: float = 2.0
-    weight: float = 1.0
     message: float = 0.02
 
 
@@ -150,15 +158,8 @@ class _Stage:
         return self.rules.dynamic or each.micro == 0
 
     def _compute(self, each: Instruction) -> None:
-        name, rules = type(each).__name__, self.rules
-        cost = {
-            "Forward": rules.forward,
-            "Backward": rules.backward,
-            "BackwardInput": rules.backward - rules.weight,
-            "BackwardWeight": rules.weight,
-        }[name]
-        name = f"{name}({each.micro}) of stage {self.stage}"
-        self._computed = self._ask(name, cost / self.chunks, self._computed)[1]
+        name = f"{type(each).__name__}({each.micro}) of stage {self.stage}"
+        self._computed = self._ask(name, COST[type(each)] / self.chunks, self._computed)[1]
 
     def _ask(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
         """Something that begins after what was computed when the host came to it."""
@@ -211,6 +212,5 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     for both in ends.values():
         (sent, left), (posted, arrived) = both[True], both[False]
         graph.after[arrived].append(sent)
-        if rules.rendezvous:
-            graph.after[left].append(posted)
+        graph.after[left].append(posted)
     return graph.finish()

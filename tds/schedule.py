@@ -55,6 +55,7 @@ class RecvGrad(Instruction):
     """Wait for the gradients of the outputs from the next virtual stage."""
 
 
+At = tuple[int, int]  # micro-batch and chunk
 Schedule = Callable[[int, int, int], Iterator[Instruction]]
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 

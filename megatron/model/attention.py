@@ -130,9 +130,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Recipe | None]:
         """`projection(x)`, and how to compute it again, if it is not to be kept. recipe: of x."""
         out, _ = projection(x)
-        kept = x.detach() if recipe is None else None
-        again = Recipe(lambda: projection(recipe.cook() if recipe else kept)[0]) if self.qkv_again else None
-        return out, again
+        return out, Recipe(lambda given: projection(given)[0], recipe or x) if self.qkv_again else None
 
 
 class SelfAttention(Attention):

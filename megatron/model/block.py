@@ -107,8 +107,7 @@ class TransformerLayer(nn.Module):
 
     def _normed(self, norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Recipe | None]:
         """What goes into a sub-layer, and how to compute it again, if it is not to be kept."""
-        kept = hidden.detach()
-        return norm(hidden), Recipe(lambda: norm(kept)) if self.norm_again else None
+        return norm(hidden), Recipe(norm, hidden) if self.norm_again else None
 
 
 class Block(TransformerLayer):

@@ -90,7 +90,7 @@ class ParallelMLP(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, h], its bias still to be added)."""
         inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
-        active, kept = self.activation(inner), inner.detach()
-        recipe = Recipe(lambda: self.activation(kept)) if self.activation_again else None
+        active = self.activation(inner)
+        recipe = Recipe(self.activation, inner) if self.activation_again else None
         with instead_of((recipe, active)):
             return self.dense_4h_to_h(active)  # type: ignore[no-any-return]

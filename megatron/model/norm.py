@@ -49,9 +49,10 @@ class _RMSNorm(torch.autograd.Function):
 def build_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h; a copy on every rank."""
     rms = config.normalization == "rmsnorm"
-    kind: Any = None if "rms-norm" in config.unfused else norm_class(config.kernels, rms)
-    if kind is None:
-        kind = (nn.RMSNorm if "rms-norm" in config.unfused else RMSNorm) if rms else nn.LayerNorm
+    if rms and "rms-norm" in config.unfused:
+        kind: Any = nn.RMSNorm
+    else:
+        kind = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)
     norm: Any = kind(config.hidden_size, eps=config.layernorm_epsilon)
     mpu.shared_along_sequence(mpu.declare(norm.weight, init_std=None))
     if not rms:

@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-MODULES = ("norm", "qkv", "activation")
-
 
 class Recipe:
-    """How to compute a tensor again, and the result for as long as somebody is still to ask for it."""
+    """How to compute a tensor again, and the result for as long as somebody is still to ask for it.
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute = compute
+    source: what `function` is given, or the recipe for that where it is not kept either.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], source: "Tensor | Recipe") -> None:
+        self._function, self._source = function, source if isinstance(source, Recipe) else source.detach()
         self._uses = self._left = 0
         self._found: Tensor | None = None
 
     def cook(self) -> Tensor:
+        source = self._source.cook() if isinstance(self._source, Recipe) else self._source
         with torch.no_grad():
-            return self._compute()
+            return self._function(source)
 
     def view(self, tensor: Tensor) -> "_View":
         """What is saved of `tensor`, a view of the result."""

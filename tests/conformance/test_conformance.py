@@ -6,6 +6,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.support import covering, on_ranks
 
@@ -21,10 +22,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 Run = tuple[str, str, torch.dtype]  # case, schedule
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:3])
 
 
 def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
@@ -43,7 +40,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
         if (dtype is case.only[0] or schedule == "1f1b")
         and not (case.checkpoint and schedule == "zb-h1")
         and (everything or not case.slow)
-        and _version(case.since) <= _version(deepspeed.__version__)
+        and Version(case.since) <= Version(deepspeed.__version__)
         and (
             everything
             or not (case.probe or case.config)
