@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import mpu
 from .arguments import with_values
 from .checkpointing.files import open_tensors
 from .checkpointing.stream import Entry, write_entries
 from .config import Config, ModelConfig
 from .hf_names import gpt2_matches, t5_matches
-from .model.init import put
 from .model.layers import global_parameters
 from .options import ConfigError
 
@@ -213,4 +213,4 @@ def load_hf_weights(folder: Path, config: Config, model: Any) -> None:
     matches = {match.ours: match for match in (t5_matches if config.is_t5 else gpt2_matches)(config.model)}
     for name, parameter in global_parameters(model):
         match = matches[name]
-        put(parameter, parameter, match.join([theirs.read(each) for each in match.theirs]))
+        mpu.put(parameter, parameter, match.join([theirs.read(each) for each in match.theirs]))

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import tds
+
 from . import device as device_module
 from . import mpu
 from .arguments import build_parser, parse, with_values
@@ -27,9 +29,9 @@ from .data.position import extend
 from .data.sampler import ConsecutiveSampler, build_loader
 from .ds_config import Resolved, resolve
 from .engine import Batches, CountTargets, Engine, ForwardStep, Step, build_engine
+from .gradient_watch import GradientWatch
 from .initialize import initialize_megatron, world_size
 from .metrics import MetricsWriter, Timers, flops_per_token
-from .model.init import full_shape
 from .model.layers import global_parameters
 from .optim import lr_at
 from .options import describe
@@ -149,7 +151,8 @@ def set_up(
     start(config, tokenizer, timers)
     _say_what_runs(config, resolved, device)
     datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
-    model = together(model_provider)
+    with tds.pipe.seeded_layers(config.train.seed):
+        model = together(model_provider)
     parameters = count_parameters(model)
     compile_layers(model, config)
     engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
@@ -225,7 +228,7 @@ def count_parameters(model: Any) -> int:
     """Parameters of the whole model over all stages, tied ones once, padding left out."""
     mesh = mpu.get_mesh()
     mine = sum(
-        math.prod(full_shape(p)) for _, p in global_parameters(model) if not getattr(p, "ds_pipe_replicated", False)
+        math.prod(mpu.full_shape(p)) for _, p in global_parameters(model) if not getattr(p, "ds_pipe_replicated", False)
     )
     total = torch.tensor(mine, dtype=torch.int64)
     if mesh.pipe.size > 1:
@@ -257,15 +260,18 @@ def train(run: Run) -> None:
     batches = data_iterator(run, run.datasets[0], state.consumed_samples) if state.iteration < last else None
     window = _Window(run)
     start = saved = state.iteration
+    watch = GradientWatch(run.engine.deepspeed.module)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     with bar, Wishes(config.checkpoint.exit_duration_in_mins) as wishes:
         wish = Wish.NOTHING
         while state.iteration < last and wish is not Wish.SAVE_AND_STOP:
             mpu.get_mesh().rng.begin(state.iteration)
             step = run.engine.train_batch(batches, lr_at(state.iteration, config))
-            if state.iteration == start and config.train.keep_freed_memory:
-                # From here on, when the moments have their place and steps ask for the same memory again and again.
-                device_module.keep_freed_memory(run.device)
+            if state.iteration == start:
+                if config.train.keep_freed_memory:  # now that moments have their place and each step asks for the same
+                    device_module.keep_freed_memory(run.device)
+                for warning in watch.warnings(step):
+                    print_rank_0(warning)
             state.iteration += 1
             state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, run.global_batch)
             state.consumed_samples += run.global_batch

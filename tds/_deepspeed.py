@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,6 +105,26 @@ def engine_class(cls: type) -> Iterator[None]:
         yield
     finally:
         module.PipelineEngine = before  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """While inside, every PipelineModule, DeepSpeed's too, builds layer i within `context(i)`."""
+    build_all = StockPipelineModule._build
+
+    def one_by_one(module: Any) -> None:
+        bounds = module._local_start, module._local_stop
+        for index in range(*bounds):
+            module._set_bounds(index, index + 1)
+            with context(index):
+                build_all(module)
+        module._set_bounds(*bounds)
+
+    StockPipelineModule._build = one_by_one
+    try:
+        yield
+    finally:
+        StockPipelineModule._build = build_all
 
 
 def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: Any) -> None:

@@ -1,13 +1,27 @@
-"""PipelineModule, LayerSpec and TiedLayerSpec: DeepSpeed's, with more ways to cut and several chunks a stage."""
+"""PipelineModule, LayerSpec and TiedLayerSpec: DeepSpeed's, with more ways to cut and several chunks a stage.
 
-from collections.abc import Sequence
+SequentialModule runs the same list in one process.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
 
-from ._deepspeed import StockPipelineModule, partition_balanced, partition_uniform, quietly, this_device
+from ._deepspeed import (
+    StockPipelineModule,
+    around_each_layer,
+    partition_balanced,
+    partition_uniform,
+    quietly,
+    this_device,
+)
 from .layer_times import cut_by_time, layer_times
 from .nested import as_tuple, unwrap
 
@@ -116,6 +130,66 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         self._set_bounds(*self.bounds[0])
 
 
+class SequentialModule(nn.Module):
+    """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO 2 and 3, generation).
+
+    Its parameters have the names that they have in the PipelineModule of the same list, and, inside
+    `seeded_layers`, the same first values.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        self._functions = []
+        for index, layer in enumerate(layers):
+            with _at_layer(index):
+                self._functions.append(self._built(index, layer))
+
+    def _built(self, index: int, layer: Any) -> Any:
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            module = self.tied_modules[layer.key]
+            return partial(layer.forward_fn, module) if layer.forward_fn else module
+        if isinstance(layer, LayerSpec):
+            layer = layer.build()
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+        return layer
+
+    def forward(self, inputs: Any) -> Any:
+        """What the first layer takes, one thing or a tuple -> what the last one gives."""
+        return _run(self._functions, inputs)
+
+
+_seed: ContextVar[int | None] = ContextVar("seed of layers", default=None)
+
+
+@contextmanager
+def seeded_layers(seed: int) -> Iterator[None]:
+    """Inside, what layer i of a list draws while it is built depends on (seed, i): on no cut and no layer before it.
+
+    Of modules that DeepSpeed's own PipelineModule builds, too. Torch's generator of the CPU is afterwards as it was.
+    """
+    token = _seed.set(seed)
+    try:
+        with around_each_layer(_at_layer):
+            yield
+    finally:
+        _seed.reset(token)
+
+
+@contextmanager
+def _at_layer(index: int) -> Iterator[None]:
+    seed = _seed.get()
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed((seed + index * 1_000_003) % 2**63)
+        yield
+
+
 def _run(funcs: Sequence[Any], inputs: Any) -> Any:
     inputs = unwrap(as_tuple(inputs))
     for func in funcs:
@@ -123,4 +197,4 @@ def _run(funcs: Sequence[Any], inputs: Any) -> Any:
     return inputs
 
 
-__all__ = ["LayerSpec", "PipelineModule", "StockPipelineModule", "TiedLayerSpec"]
+__all__ = ["LayerSpec", "PipelineModule", "SequentialModule", "StockPipelineModule", "TiedLayerSpec", "seeded_layers"]

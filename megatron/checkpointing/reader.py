@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron import mpu
 from megatron.arguments import HOME, with_values
 from megatron.config import Config
-from megatron.model.init import full_shape, local_shape, own_rows
 from megatron.model.layers import global_parameters
 
 from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
@@ -63,18 +63,17 @@ class CheckpointReader:
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
         """This rank's part of `key`, laid out as `parameter`, padding as zeros, fp32 or fp64."""
-        dim, begin, end = own_rows(parameter)
-        shape = full_shape(parameter)
+        dim, begin, end = mpu.own_rows(parameter)
+        shape = mpu.full_shape(parameter)
         if key in self.tensors and tuple(self.tensors[key]["shape"]) != shape:
             raise CheckpointError(
                 f"{self.path}: {key!r} has shape {self.tensors[key]['shape']}, the model needs {list(shape)}"
             )
-        rows = self.read(key, dim, begin, end)
-        if rows.shape == local_shape(parameter):
-            return rows
-        value = torch.zeros(local_shape(parameter), dtype=rows.dtype)
-        value.narrow(dim, 0, end - begin).copy_(rows)
-        return value
+        value = self.read(key, dim, begin, end)
+        if value.shape != mpu.local_shape(parameter):
+            rows, value = value, torch.zeros(mpu.local_shape(parameter), dtype=value.dtype)
+            value.narrow(dim, 0, end - begin).copy_(rows)
+        return value.view(getattr(parameter, "ds_shape", parameter.shape))  # a single number is kept as a row of one
 
     def check_tokenizer(self, fingerprint: str | None, way_out: str = "") -> None:
         """Raise CheckpointError with both fingerprints if this model was trained with another tokenizer."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megatron import mpu, zero_state
 from megatron.config import Config
-from megatron.model.init import full_shape, local_shape, own_rows
 from megatron.model.layers import global_parameters
 from megatron.options import describe
 from megatron.runtime import RunError, is_rank_0, print_rank_0, together
@@ -207,9 +206,9 @@ def _parts(engine: Any) -> list[_Part]:
     every = list(global_parameters(engine.module))
     load = [0] * mesh.data.size
     writer = {}
-    for name, parameter in sorted(every, key=lambda item: -torch.Size(local_shape(item[1])).numel()):
+    for name, parameter in sorted(every, key=lambda item: -torch.Size(mpu.local_shape(item[1])).numel()):
         writer[name] = load.index(min(load))
-        load[writer[name]] += torch.Size(local_shape(parameter)).numel()
+        load[writer[name]] += torch.Size(mpu.local_shape(parameter)).numel()
     return [_Part(name, p, writer[name] == mesh.data.rank and mpu.counts_here(p, mesh.model.rank)) for name, p in every]
 
 
@@ -220,8 +219,8 @@ def _values(engine: Any, parts: list[_Part], kinds: list[str]) -> Iterator[tuple
             weight = kind == WEIGHT
             value = zero_state.get_weight(parameter) if weight else zero_state.get_moment(engine, parameter, kind)
             if mine:
-                dim, begin, end = own_rows(parameter)
-                yield f"{kind}.{name}", value.view(local_shape(parameter)).narrow(dim, 0, end - begin)
+                dim, begin, end = mpu.own_rows(parameter)
+                yield f"{kind}.{name}", value.view(mpu.local_shape(parameter)).narrow(dim, 0, end - begin)
 
 
 def _write_share(
@@ -231,13 +230,18 @@ def _write_share(
     values = iter(values)
     slots, places = [], {}
     for name, parameter in ((part.name, part.parameter) for part in parts if part.mine):
-        dim, begin, end = own_rows(parameter)
-        shape = list(local_shape(parameter))
+        dim, begin, end = mpu.own_rows(parameter)
+        shape = list(mpu.local_shape(parameter))
         shape[dim] = end - begin
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         for kind in kinds:
             slots.append(Slot(f"{kind}.{name}", tuple(shape), dtype))
-            places[f"{kind}.{name}"] = {"dim": dim, "begin": begin, "end": end, "shape": list(full_shape(parameter))}
+            places[f"{kind}.{name}"] = {
+                "dim": dim,
+                "begin": begin,
+                "end": end,
+                "shape": list(mpu.full_shape(parameter)),
+            }
     try:
         if not slots:
             return None

@@ -5,7 +5,7 @@ t model-parallel ranks.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -52,6 +52,12 @@ class KeyValueCache:
             self.key, self.value = self.key[rows], self.value[rows]
 
 
+def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Tensor) -> None:
+    """Normal values; of each head the rows of its first part times factors[0], of its second times factors[1], ..."""
+    nn.init.normal_(weight, 0.0, std)
+    weight.view(-1, len(factors), head_size, weight.shape[1]).mul_(torch.tensor(factors).view(1, -1, 1, 1))
+
+
 class Attention(nn.Module):
     """What self- and cross-attention share: softmax(q k^T + bias) v, and the projection behind it (Vaswani et al. 2017)."""
 
@@ -73,17 +79,20 @@ class Attention(nn.Module):
             bias=config.hidden_bias,
             input_is_parallel=True,
             skip_bias_add=True,
-            init_std=output_std,
+            init_method=mpu.normal(output_std),
         )
 
-    def _project(self, config: ModelConfig, parts: int) -> mpu.ColumnParallelLinear:
-        """h -> `parts` x n x d; rows stand head by head, so that a contiguous cut gives each rank whole heads."""
+    def _project(self, config: ModelConfig, *factors: float) -> mpu.ColumnParallelLinear:
+        """h -> len(factors) x n x d; rows stand head by head, so that a contiguous cut gives each rank whole heads.
+
+        factors: of the first values of each part.
+        """
         return mpu.ColumnParallelLinear(
             config.hidden_size,
-            parts * self.inner,
+            len(factors) * self.inner,
             bias=config.hidden_bias,
             gather_output=False,
-            init_std=config.init_method_std,
+            init_method=partial(_fill_heads, config.init_method_std, self.head_size, factors),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -141,8 +150,7 @@ class SelfAttention(Attention):
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
         super().__init__(config, f"{name}.attention", output_std, causal)
-        self.query_key_value = self._project(config, 3)
-        self.query_key_value.weight.init_factors = (self.head_size, (self.query_factor, 1.0, 1.0))  # type: ignore[attr-defined]
+        self.query_key_value = self._project(config, self.query_factor, 1.0, 1.0)
 
     def forward(
         self,
@@ -168,8 +176,7 @@ class CrossAttention(Attention):
 
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)
-        self.query, self.key_value = self._project(config, 1), self._project(config, 2)
-        self.query.weight.init_factors = (self.head_size, (self.query_factor,))  # type: ignore[attr-defined]
+        self.query, self.key_value = self._project(config, self.query_factor), self._project(config, 1.0, 1.0)
 
     def forward(
         self,

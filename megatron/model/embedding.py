@@ -21,7 +21,7 @@ class WordEmbedding(nn.Module):
         self.word_embeddings = mpu.VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
-            init_std=config.init_method_std,
+            init_method=mpu.normal(config.init_method_std),
             multiple=config.make_vocab_size_divisible_by,
         )
 
@@ -43,7 +43,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.positions = positions
         weight = nn.Parameter(torch.empty(positions, config.hidden_size))
-        self.weight = mpu.shared_along_sequence(mpu.declare(weight, init_std=config.init_method_std))
+        self.weight = mpu.shared_along_sequence(mpu.declare(weight, mpu.normal(config.init_method_std)))
         self.dropout = Dropout(config.hidden_dropout, name)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from megatron.config import Config
 
 from .block import Block
 from .embedding import FinalNorm, PositionEmbedding, WordEmbedding
-from .init import init_weights
 from .layers import Layer, LayerStack
 from .loss import TokenLoss
 from .masks import no_documents
@@ -64,10 +63,9 @@ class GPT2Model(LayerStack):
 
     def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
         self.vocab_size = vocab_size_of(config)
-        super().__init__(gpt2_layers(config, self.vocab_size), config.recomputed_layers, own)
+        super().__init__(gpt2_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
         self.parallel_output = parallel_output
         self.loss_fn = TokenLoss(self.vocab_size, "cross-entropy" not in config.model.unfused)
-        init_weights(self, config.train.seed)
 
     def forward(
         self,

@@ -33,8 +33,10 @@ class Layer:
     repeated: bool = False
     prelude: bool = False
 
-    def build(self) -> nn.Module:
-        return self.cls(*self.args)
+    def build(self, seed: int) -> nn.Module:
+        """The module. What it draws while it is built depends on (seed, name); `init_weights` fills what is declared."""
+        with mpu.filled_later(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
+            return self.cls(*self.args)
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -87,12 +89,12 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
 class LayerStack(nn.Module):
     """All layers of a model in one process.
 
-    own: which of the layers to build, for writing text over pipeline stages; the others have no
+    seed: of the initial weights. own: which of the layers to build, for writing text over pipeline stages; the others have no
     module in `steps`.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], checkpoint_num_layers: int = 0, own: Container[int] | None = None
+        self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
     ) -> None:
         super().__init__()
         self._chunk = checkpoint_num_layers
@@ -106,13 +108,14 @@ class LayerStack(nn.Module):
                 continue
             module = shared.get(layer.tied) if layer.tied else None
             if module is None:
-                module = layer.build()
+                module = layer.build(seed)
                 name = first[layer.tied] if layer.tied else layer.name
                 attach(self, name, module)
                 self._named.append((name, module))
                 if layer.tied:
                     shared[layer.tied] = module
             self.steps.append((layer, partial(layer.call, module) if layer.call else module))
+        init_weights(self, seed)
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """(global name, module) of every layer built here, tied ones once."""
@@ -139,3 +142,13 @@ def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     for layer_name, module in model.named_layers():
         for name, parameter in module.named_parameters():
             yield f"{layer_name}.{name}", parameter
+
+
+def init_weights(model: Any, seed: int) -> None:
+    """Draw the first values of every declared parameter of `model` from (seed, its global name).
+
+    So they depend neither on the layout nor on the order of building. Others keep what their module gave them.
+    """
+    for name, parameter in global_parameters(model):
+        if hasattr(parameter, "init_method"):
+            mpu.fill(parameter, mpu.derive_seed(seed, "weights", name))

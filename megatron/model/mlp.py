@@ -76,7 +76,7 @@ class ParallelMLP(nn.Module):
             config.ff_size * (2 if config.activation == "gated-gelu" else 1),
             bias=config.hidden_bias,
             gather_output=False,
-            init_std=config.init_method_std,
+            init_method=mpu.normal(config.init_method_std),
         )
         self.dense_4h_to_h = mpu.RowParallelLinear(
             config.ff_size,
@@ -84,7 +84,7 @@ class ParallelMLP(nn.Module):
             bias=config.hidden_bias,
             input_is_parallel=True,
             skip_bias_add=True,
-            init_std=output_std,
+            init_method=mpu.normal(output_std),
         )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

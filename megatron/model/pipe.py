@@ -14,8 +14,7 @@ from tds.boundary import Boundary
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
-from .init import init_weights
-from .layers import Layer, run
+from .layers import Layer, init_weights, run
 from .loss import TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
@@ -42,7 +41,7 @@ class LayerStackPipe(PipelineModule):
     ) -> None:
         """tied_weights: for each tie, the path of the shared weight in its module. example: inputs of the first layer."""
         super().__init__(
-            layers=[self._spec(layer, tied_weights) for layer in layers],
+            layers=[_spec(layer, tied_weights, config.train.seed) for layer in layers],
             topology=mpu.get_topology(),
             loss_fn=loss_fn,
             partition_method=config.parallel.partition_method,
@@ -59,17 +58,6 @@ class LayerStackPipe(PipelineModule):
         self.receives: Any = takes_in if self.chunks > 1 else takes_in[0]
         init_weights(self, config.train.seed)
 
-    @staticmethod
-    def _spec(layer: Layer, tied_weights: dict[str, str]) -> LayerSpec:
-        if layer.tied is None and layer.call is None:
-            return LayerSpec(layer.cls, *layer.args)
-        if layer.tied is None:  # DeepSpeed knows calls of tied layers alone; this one is tied to nothing
-            key = layer.name.replace(".", "_")
-            return TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=[])
-        return TiedLayerSpec(
-            layer.tied, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=tied_weights[layer.tied]
-        )
-
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """(global name, module) of every layer of this stage, tied ones once."""
         seen = set()
@@ -85,6 +73,19 @@ class LayerStackPipe(PipelineModule):
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         # The engine hands over a tensor alone where a boundary has one; our layers want tuples.
         return run(steps, inputs if isinstance(inputs, tuple) else (inputs,), self._chunk if self.training else 0)
+
+
+def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
+    if layer.tied is None and layer.call is None:
+        spec = LayerSpec(layer.cls, *layer.args)
+    elif layer.tied is None:  # DeepSpeed knows calls of tied layers alone; this one is tied to nothing
+        key = layer.name.replace(".", "_")
+        spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=[])
+    else:
+        weight = tied_weights[layer.tied]
+        spec = TiedLayerSpec(layer.tied, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
+    spec.build = lambda log=False: layer.build(seed)
+    return spec
 
 
 def _travellers(layer: Layer) -> list[Boundary]:

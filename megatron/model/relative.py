@@ -43,7 +43,7 @@ class RelativePositions(nn.Module):
         heads = config.num_attention_heads
         self.weight = mpu.declare(
             nn.Parameter(torch.empty(config.relative_attention_num_buckets, heads // axis.size)),
-            init_std=config.init_method_std,
+            mpu.normal(config.init_method_std),
             dim=1,
             full_size=heads,
             axis=axis,

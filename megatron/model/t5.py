@@ -21,7 +21,6 @@ from megatron.config import Config, ModelConfig
 from .block import Caches, Dropout, Encoded, TransformerLayer
 from .embedding import WordEmbedding
 from .gpt2 import output_layer, vocab_size_of
-from .init import init_weights
 from .layers import Layer, LayerStack
 from .loss import TokenLoss
 from .masks import document_mask, no_documents, positions_in_documents
@@ -65,7 +64,7 @@ class StackStart(nn.Module):
         self.weight: nn.Parameter | None = None
         if config.model.position_embedding == "learned":
             weight = nn.Parameter(torch.empty(config.positions, config.model.hidden_size))
-            self.weight = mpu.shared_along_sequence(mpu.declare(weight, init_std=config.model.init_method_std))
+            self.weight = mpu.shared_along_sequence(mpu.declare(weight, mpu.normal(config.model.init_method_std)))
 
     def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
         """(hidden [s, b, h], ...) -> the same. seen: tokens before these, in incremental decoding."""
@@ -181,10 +180,9 @@ class T5Model(LayerStack):
 
     def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
         self.vocab_size = vocab_size_of(config)
-        super().__init__(t5_layers(config, self.vocab_size), config.recomputed_layers, own)
+        super().__init__(t5_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
         self.parallel_output = parallel_output
         self.loss_fn = TokenLoss(self.vocab_size, "cross-entropy" not in config.model.unfused)
-        init_weights(self, config.train.seed)
 
     def forward(
         self,

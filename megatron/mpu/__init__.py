@@ -14,7 +14,6 @@ from .layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    declare,
     padded_vocab_size,
 )
 from .linear import is_asked_for, onednn_is_there
@@ -25,7 +24,20 @@ from .mappings import (
     scatter_to_model_parallel_region,
 )
 from .mesh import Axis, Mesh
-from .random import RngStreams, checkpoint, derive_seed
+from .parameters import (
+    InitMethod,
+    declare,
+    fill,
+    filled_later,
+    full_shape,
+    local_shape,
+    normal,
+    ones,
+    own_rows,
+    put,
+    zeros,
+)
+from .random import RngStreams, checkpoint, derive_seed, seeded
 from .reducer import GradReducer
 from .sequence import (
     gather_from_sequence_parallel_region,
@@ -144,6 +156,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Coord",
     "GradReducer",
+    "InitMethod",
     "Mesh",
     "RngStreams",
     "RowParallelLinear",
@@ -157,6 +170,9 @@ __all__ = [
     "declare",
     "derive_seed",
     "destroy_model_parallel",
+    "fill",
+    "filled_later",
+    "full_shape",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "get_data_parallel_group",
@@ -173,17 +189,24 @@ __all__ = [
     "get_topology",
     "grad_norm",
     "initialize_model_parallel",
-    "onednn_is_there",
     "is_asked_for",
+    "local_shape",
     "model_parallel_is_initialized",
+    "normal",
+    "ones",
+    "onednn_is_there",
+    "own_rows",
     "own_stretch",
     "pad_sequence",
     "padded_vocab_size",
+    "put",
     "reduce_from_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
+    "seeded",
     "shared_along_sequence",
     "vocab_parallel_cross_entropy",
     "whole_length",
+    "zeros",
 ]

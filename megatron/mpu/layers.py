@@ -1,8 +1,8 @@
 """Linear layers and an embedding split over the model-parallel ranks (Shoeybi et al. 2019).
 
 Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary,
-t model-parallel ranks. Weights are left unset here; `megatron.model.init` fills each from
-(seed, its global name), and the attributes that `declare` puts on a parameter say how.
+t model-parallel ranks. A layer draws its first values when it is built, from torch's default generator and
+for the whole of the weight, so that they do not depend on t; `init_method` fills a whole weight in place.
 """
 
 import torch
@@ -16,32 +16,8 @@ from .mappings import (
     scatter_to_model_parallel_region,
 )
 from .mesh import ALONE, Axis, current
+from .parameters import NORMAL, InitMethod, declare
 from .sequence import reduce_scatter_to_sequence_parallel_region, shared_along_sequence
-
-ZEROS, ONES = 0.0, None
-
-
-def declare(
-    parameter: nn.Parameter,
-    *,
-    init_std: float | None = ZEROS,
-    dim: int | None = None,
-    full_size: int | None = None,
-    axis: Axis | None = None,
-) -> nn.Parameter:
-    """Write on `parameter` what init, norms and checkpoints must know of it.
-
-    init_std: standard deviation of its normal initial values; 0 for zeros, None for ones.
-    dim: the dimension that is split over `axis`, None for a copy on every rank.
-    full_size: true size of that dimension over all ranks, padding left out.
-    """
-    split = dim is not None and axis is not None and axis.size > 1
-    parameter.tensor_model_parallel = split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
-    parameter.init_std = init_std  # type: ignore[attr-defined]
-    parameter.partition_dim = dim  # type: ignore[attr-defined]
-    parameter.full_size = full_size  # type: ignore[attr-defined]
-    parameter.model_rank = axis.rank if axis and dim is not None else 0  # type: ignore[attr-defined]
-    return parameter
 
 
 def _divide(total: int, axis: Axis, what: str) -> int:
@@ -70,7 +46,7 @@ class VocabParallelEmbedding(nn.Module):
         vocab_size: int,
         hidden_size: int,
         *,
-        init_std: float = 0.02,
+        init_method: InitMethod = NORMAL,
         multiple: int = 128,
         axis: Axis | None = None,
     ) -> None:
@@ -81,7 +57,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first_row = self.axis.rank * self.rows
         self.weight = declare(
             nn.Parameter(torch.zeros(self.rows, hidden_size)),
-            init_std=init_std,
+            init_method,
             dim=0,
             full_size=vocab_size,
             axis=self.axis,
@@ -125,7 +101,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = True,
         skip_bias_add: bool = False,
-        init_std: float = 0.02,
+        init_method: InitMethod = NORMAL,
         axis: Axis | None = None,
     ) -> None:
         super().__init__()
@@ -133,7 +109,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
         weight = nn.Parameter(torch.empty(columns, input_size))
-        self.weight = declare(weight, init_std=init_std, dim=0, full_size=output_size, axis=self.axis)  # [o/t, i]
+        self.weight = declare(weight, init_method, dim=0, full_size=output_size, axis=self.axis)  # [o/t, i]
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = declare(nn.Parameter(torch.zeros(columns)), dim=0, full_size=output_size, axis=self.axis)
@@ -163,7 +139,7 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         input_is_parallel: bool = False,
         skip_bias_add: bool = False,
-        init_std: float = 0.02,
+        init_method: InitMethod = NORMAL,
         axis: Axis | None = None,
     ) -> None:
         super().__init__()
@@ -171,7 +147,7 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")
         weight = nn.Parameter(torch.empty(output_size, rows))
-        self.weight = declare(weight, init_std=init_std, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
+        self.weight = declare(weight, init_method, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = shared_along_sequence(declare(nn.Parameter(torch.zeros(output_size))), self.axis)  # [o]

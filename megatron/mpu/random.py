@@ -23,6 +23,17 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch's generator of the CPU starts from `seed`; afterwards it is as it was."""
+    outside = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(outside)
+
+
 def _get_state(device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.get_rng_state()

@@ -12,7 +12,7 @@ from megatron import kernels, zero_state
 from megatron.arguments import parse
 from megatron.config import Config
 from megatron.model import GPT2Model, T5Model
-from megatron.model.init import init_weights
+from megatron.model.layers import init_weights
 from megatron.optim import build_optimizer
 from megatron.options import ConfigError
 

@@ -8,7 +8,7 @@ import torch
 from megatron.arguments import parse
 from megatron.config import Config
 from megatron.model import GPT2Model, T5Model, global_parameters, offload
-from megatron.model.init import init_weights
+from megatron.model.layers import init_weights
 from megatron.utils import get_ltor_masks_and_position_ids
 from tests.parity import reference
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.arguments import parse
 from megatron.model import GPT2Model, T5Model
-from megatron.model.init import init_weights
+from megatron.model.layers import init_weights
 from megatron.model.mlp import ParallelMLP
 from megatron.model.recompute import Recipe, instead_of
 from megatron.mpu import ColumnParallelLinear

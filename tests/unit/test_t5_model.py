@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.arguments import parse
 from megatron.model import T5Model, global_parameters
-from megatron.model.init import init_weights
+from megatron.model.layers import init_weights
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,0 +1,54 @@
+"""Which parameters do not learn: seen in the first step, said once, by name."""
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import mpu
+from .engine import Step
+from .model.layers import global_parameters
+
+
+class GradientWatch:
+    """Notes which parameters of this process get a gradient, from now until `warnings` is asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._learns = {name: False for name, parameter in global_parameters(model) if parameter.requires_grad}
+        self._hooks = [
+            parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+            for name, parameter in global_parameters(model)
+            if parameter.requires_grad
+        ]
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._learns[name] = True
+
+    def warnings(self, step: Step) -> list[str]:
+        """What to say after the first step. A collective; ends the watch."""
+        silent = self._silent()
+        if silent:
+            shown = ", ".join(silent[:8]) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
+            return [f"warning: no gradient reaches {shown}: the loss does not depend on them, and they do not learn"]
+        if not step.skipped and float(step.grad_norm) == 0.0:
+            return [
+                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or inputs "
+                "are all zeros, or a layer cuts the gradient off"
+            ]
+        return []
+
+    def _silent(self) -> list[str]:
+        """Names of the parameters, of all pipeline stages, that got no gradient."""
+        for hook in self._hooks:
+            hook.remove()
+        line = mpu.get_mesh().pipe
+        stages: list[Any] = [self._learns]
+        if line.group is not None:
+            stages = [None] * line.size
+            dist.all_gather_object(stages, self._learns, line.group)
+        learns: dict[str, bool] = {}
+        for stage in stages:  # a tied weight is on several, and learns if it does on one
+            for name, value in stage.items():
+                learns[name] = learns.get(name, False) or value
+        return [name for name, value in learns.items() if not value]
