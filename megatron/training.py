@@ -226,15 +226,12 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device) -> 
 
 def count_parameters(model: Any) -> int:
     """Parameters of the whole model over all stages, tied ones once, padding left out."""
-    mesh = mpu.get_mesh()
-    mine = sum(
-        math.prod(mpu.full_shape(p)) for _, p in global_parameters(model) if not getattr(p, "ds_pipe_replicated", False)
-    )
-    total = torch.tensor(mine, dtype=torch.int64)
-    if mesh.pipe.size > 1:
-        total = total.to(device_module.current())
-        dist.all_reduce(total, group=mesh.pipe.group)
-    return int(total)
+    line = mpu.get_mesh().pipe
+    sizes: list[Any] = [{name: math.prod(mpu.full_shape(p)) for name, p in global_parameters(model)}]
+    if line.group is not None:
+        mine, sizes = sizes[0], [None] * line.size
+        dist.all_gather_object(sizes, mine, line.group)
+    return sum(dict(item for stage in sizes for item in stage.items()).values())
 
 
 def data_iterator(run: Run, dataset: Any, consumed_samples: int) -> Batches | None:

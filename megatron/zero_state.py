@@ -77,6 +77,11 @@ def moment_names(engine: Any) -> list[str]:
     return []
 
 
+def has_moments(engine: Any, parameter: nn.Parameter) -> bool:
+    """Whether the optimizer keeps anything of `parameter`: not of a frozen one, nor of one that never had a gradient."""
+    return parameter.requires_grad and (_wrapped(parameter) or parameter in _inner(engine).state)
+
+
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
     if _wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]

@@ -127,10 +127,10 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wante
             zero_state.make_moments(engine, moments, reader.optimizer["step"])
         for name, parameter, value in each_weight(reader, engine.module):
             zero_state.set_weight(parameter, value.to(engine.device))
-            for moment in moments:
-                zero_state.set_moment(
-                    engine, parameter, moment, reader.local(f"{moment}.{name}", parameter).to(engine.device)
-                )
+            for moment in moments if zero_state.has_moments(engine, parameter) else []:
+                key = f"{moment}.{name}"
+                if key in reader.tensors:  # it is not where the parameter was frozen or never had a gradient
+                    zero_state.set_moment(engine, parameter, moment, reader.local(key, parameter).to(engine.device))
         if wanted.optimizer:
             zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
 

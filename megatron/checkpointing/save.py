@@ -27,10 +27,11 @@ Place = dict[str, Any]  # of a piece in its whole: dim, begin, end, shape
 
 
 class _Part(NamedTuple):
-    """A parameter, and whether this rank is the one that writes it."""
+    """A parameter, what there is of it (its weight, its moments), and whether this rank is the one that writes it."""
 
     name: str
     parameter: nn.Parameter
+    kinds: list[str]
     mine: bool
 
 
@@ -109,20 +110,19 @@ class Saver:
         self._pending = (final, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
         mesh = mpu.get_mesh()
         path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
-        parts = _parts(self.engine)
-        kinds = [WEIGHT, *optimizer["moments"]]
-        values: Iterable[tuple[str, Tensor]] = _values(self.engine, parts, kinds)
+        parts = _parts(self.engine, optimizer["moments"])
+        values: Iterable[tuple[str, Tensor]] = _values(self.engine, parts)
         self._report, self._problem = None, None
         if self.background:
             values = [(key, value.to("cpu", copy=True)) for key, value in values]
-            self._thread = threading.Thread(target=self._write, args=(path, parts, kinds, values), daemon=True)
+            self._thread = threading.Thread(target=self._write, args=(path, parts, values), daemon=True)
             self._thread.start()
         else:
-            self._write(path, parts, kinds, values)
+            self._write(path, parts, values)
 
-    def _write(self, path: Path, parts: list[_Part], kinds: list[str], values: Iterable[tuple[str, Tensor]]) -> None:
+    def _write(self, path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> None:
         try:
-            self._report = _write_share(path, parts, kinds, values)
+            self._report = _write_share(path, parts, values)
         except OSError as error:
             self._problem = describe(error)
 
@@ -200,7 +200,7 @@ def _temporary(final: Path) -> Path:
     return final.with_name(final.name + ".tmp")
 
 
-def _parts(engine: Any) -> list[_Part]:
+def _parts(engine: Any, moments: list[str]) -> list[_Part]:
     """Every parameter of this rank; its data-parallel copies share out the writing, the largest first."""
     mesh = mpu.get_mesh()
     every = list(global_parameters(engine.module))
@@ -209,12 +209,17 @@ def _parts(engine: Any) -> list[_Part]:
     for name, parameter in sorted(every, key=lambda item: -torch.Size(mpu.local_shape(item[1])).numel()):
         writer[name] = load.index(min(load))
         load[writer[name]] += torch.Size(mpu.local_shape(parameter)).numel()
-    return [_Part(name, p, writer[name] == mesh.data.rank and mpu.counts_here(p, mesh.model.rank)) for name, p in every]
+    parts = []
+    for name, parameter in every:
+        mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank)
+        kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
+        parts.append(_Part(name, parameter, kinds, mine))
+    return parts
 
 
-def _values(engine: Any, parts: list[_Part], kinds: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _values(engine: Any, parts: list[_Part]) -> Iterator[tuple[str, Tensor]]:
     """This rank's share, one tensor at a time. Under ZeRO each is a collective: go through to the end."""
-    for name, parameter, mine in parts:
+    for name, parameter, kinds, mine in parts:
         for kind in kinds:
             weight = kind == WEIGHT
             value = zero_state.get_weight(parameter) if weight else zero_state.get_moment(engine, parameter, kind)
@@ -223,13 +228,11 @@ def _values(engine: Any, parts: list[_Part], kinds: list[str]) -> Iterator[tuple
                 yield f"{kind}.{name}", value.view(mpu.local_shape(parameter)).narrow(dim, 0, end - begin)
 
 
-def _write_share(
-    path: Path, parts: list[_Part], kinds: list[str], values: Iterable[tuple[str, Tensor]]
-) -> dict[str, Any] | None:
+def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
     """The file of this rank; None where it has nothing to write. Raises OSError."""
     values = iter(values)
-    slots, places = [], {}
-    for name, parameter in ((part.name, part.parameter) for part in parts if part.mine):
+    slots, places, learns = [], {}, set()
+    for name, parameter, kinds, _ in (part for part in parts if part.mine):
         dim, begin, end = mpu.own_rows(parameter)
         shape = list(mpu.local_shape(parameter))
         shape[dim] = end - begin
@@ -248,20 +251,28 @@ def _write_share(
         with StreamWriter(path, slots) as writer:
             for key, value in values:
                 writer.add(key, value)
+                kind, name = key.split(".", 1)
+                if name.startswith("tied_modules.") and kind != WEIGHT and value.count_nonzero():
+                    learns.add(name)
     finally:
         for _ in values:  # reading may be a collective, and the others wait for this rank
             pass
-    return {"file": path.name, "sha256": writer.sha256, "tensors": places}
+    return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": learns}
 
 
 def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """key -> its whole shape and the pieces that make it up."""
+    """key -> its whole shape and the pieces that make it up.
+
+    What stands in a tied module but is not tied itself is on several stages; the one on which it learns counts.
+    """
     merged: dict[str, Any] = {}
     for report in reports:
         for key, place in report["tensors"].items():
-            entry = merged.setdefault(key, {"shape": place["shape"], "dim": place["dim"], "pieces": []})
-            entry["pieces"].append({"file": report["file"], "begin": place["begin"], "end": place["end"]})
-    return merged
+            entry = merged.setdefault(key, {"shape": place["shape"], "dim": place["dim"], "pieces": {}})
+            if place["begin"] not in entry["pieces"] or key.split(".", 1)[1] in report["learns"]:
+                piece = {"file": report["file"], "begin": place["begin"], "end": place["end"]}
+                entry["pieces"][place["begin"]] = piece
+    return {key: {**entry, "pieces": list(entry["pieces"].values())} for key, entry in merged.items()}
 
 
 def _gather(report: Any) -> list[Any]:
