@@ -17,6 +17,7 @@ from . import mpu, zero_state
 from .config import Config
 from .ds_config import Resolved
 from .metrics import Timers
+from .model.layers import global_parameters
 from .optim import build_optimizer
 
 Batches = Iterator[dict[str, Tensor]]
@@ -57,6 +58,11 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
+    for name, parameter in global_parameters(model):
+        if not parameter.dim():
+            raise ValueError(
+                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
+            )
     optimizer = build_optimizer(model, config.optim, config.model.kernels)
     pipeline = _is_pipeline(model, config)
     engine, *_ = tds.initialize(

@@ -152,6 +152,31 @@ class GPT2Stepper(_Stepper):
         return _whole(self.model, self._run((new, place, no_documents(new.device)), seen))
 
 
+class ModelStepper:
+    """Continues a prompt with any model of yours, which reads the whole text again for each token.
+
+    logits: tokens [b, s] -> [b, s, v], the same on all ranks. positions: the longest text that it reads; of a longer
+    one it gets the end.
+    """
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:
+        self.logits, self.prompt, self.positions = logits, prompt, positions
+
+    def first(self, batch: int) -> Tensor:
+        self.tokens = torch.tensor([self.prompt] * batch)
+        return self._last()
+
+    def next(self, tokens: Tensor) -> Tensor:
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1).to(self.tokens.device)], dim=1)
+        return self._last()
+
+    def reorder(self, rows: Tensor) -> None:
+        self.tokens = self.tokens[rows]
+
+    def _last(self) -> Tensor:
+        return self.logits(self.tokens[:, -self.positions :])[:, -1]
+
+
 class T5Stepper(_Stepper):
     """Writes the decoder's side of a source text. start: the token that the decoder begins with."""
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tds import utils as _utils
+from tds import zero
 
 
 def _wrapped(parameter: nn.Parameter) -> bool:
@@ -35,6 +36,9 @@ def _owners(engine: Any) -> list[Tensor]:
 
 def get_weight(parameter: nn.Parameter) -> Tensor:
     """The fp32 master copy (the parameter itself where there is no other)."""
+    if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # frozen: in pieces, but with no other copy
+        with zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
     if _wrapped(parameter):
         return _utils.safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
     return parameter.detach()
@@ -46,7 +50,8 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     if not _wrapped(parameter):
         parameter.copy_(value)
         return
-    _utils.safe_set_full_fp32_param(parameter, value)
+    if parameter.requires_grad:
+        _utils.safe_set_full_fp32_param(parameter, value)
     if not hasattr(parameter, "ds_id"):
         parameter.copy_(value)
         return

@@ -165,23 +165,23 @@ def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: flo
 def _pretrain(name: str, argv: list[str]) -> None:
     from megatron.training import pretrain
 
-    entry = importlib.import_module(f"pretrain_{name}")
+    entry = importlib.import_module(name if "." in name else f"pretrain_{name}")
     with contextlib.redirect_stdout(io.StringIO()):
         pretrain(
             entry.train_valid_test_datasets_provider,
             entry.model_provider,
             entry.forward_step,
-            count_targets=entry.count_targets,
+            count_targets=getattr(entry, "count_targets", None),
             tokenizer_provider=getattr(entry, "tokenizer_provider", None),
             args_defaults=getattr(entry, "DEFAULTS", None),
-            name=name,
+            name=name.split(".")[-1],
             argv=argv,
             exit=False,
         )
 
 
 def train(name: str, world: int, run_dir: Path, *argv: str) -> list[dict[str, Any]]:
-    """Train through the own functions of `pretrain_<name>.py` on `world` ranks; the rows of metrics.jsonl."""
+    """Train through the own functions of `pretrain_<name>.py`, or of a module with a dot in its name, on `world` ranks; the rows of metrics.jsonl."""
     on_ranks(world, _pretrain, name, ["--run-dir", str(run_dir), *argv])
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

@@ -73,7 +73,7 @@ class CheckpointReader:
         if value.shape != mpu.local_shape(parameter):
             rows, value = value, torch.zeros(mpu.local_shape(parameter), dtype=value.dtype)
             value.narrow(dim, 0, end - begin).copy_(rows)
-        return value.view(getattr(parameter, "ds_shape", parameter.shape))  # a single number is kept as a row of one
+        return value
 
     def check_tokenizer(self, fingerprint: str | None, way_out: str = "") -> None:
         """Raise CheckpointError with both fingerprints if this model was trained with another tokenizer."""

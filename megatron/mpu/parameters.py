@@ -77,8 +77,8 @@ def fill(parameter: nn.Parameter, seed: int | None = None) -> None:
 
 
 def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of this rank's part, also where ZeRO-3 has taken it apart; (1,) for a single number."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape)) or (1,)
+    """Shape of this rank's part, also where ZeRO-3 has taken it apart."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def own_rows(parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -109,4 +109,4 @@ def put(parameter: Tensor, like: nn.Parameter, whole: Tensor) -> None:
     """Copy this rank's rows of `whole` into `parameter`, laid out as `like`; padding becomes zero."""
     dim, first, end = own_rows(like)
     parameter.zero_()
-    parameter.view(local_shape(like)).narrow(dim, 0, end - first).copy_(whole.narrow(dim, first, end - first))
+    parameter.narrow(dim, 0, end - first).copy_(whole.narrow(dim, first, end - first))

@@ -1,0 +1,42 @@
+"""Let the model of pretrain_decoder.py write: in one process, from a checkpoint of any layout.
+
+python examples/write_with_decoder.py runs/decoder "春天"
+"""
+
+import sys
+
+import torch
+from pretrain_decoder import layer_list  # which makes the packages importable, too
+
+from megatron import mpu
+from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.generation import ModelStepper, Sampling, sample
+from megatron.tokenizer import load_tokenizer
+from tds.pipe import SequentialModule
+
+
+def main(folder, prompt):
+    checkpoint = find_checkpoint(folder)
+    config = plain_config(CheckpointReader(checkpoint))  # the settings that it was trained with
+    m, length = config.model, config.data.seq_length
+    model = SequentialModule(
+        layer_list(m.vocab_size, m.hidden_size, m.num_attention_heads, m.num_layers, length)
+    ).eval()
+    tokenizer = load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
+    load_weights(checkpoint, model).check_tokenizer(tokenizer.fingerprint)
+
+    def logits(tokens):  # [b, s] -> [b, s, v]
+        s = tokens.shape[1]
+        mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+        found = model((tokens, torch.arange(s).expand_as(tokens), mask))  # [s, b, v] of the padded vocabulary
+        return mpu.gather_from_model_parallel_region(found).transpose(0, 1)[..., : m.vocab_size]
+
+    stepper = ModelStepper(logits, tokenizer.encode(prompt) or [tokenizer.eod], length)
+    for ids in sample(stepper, 2, 40, tokenizer.eod, Sampling(temperature=0.8, top_p=0.9), seed=1):
+        print(prompt + tokenizer.decode(ids))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} RUN_DIR PROMPT")
+    main(*sys.argv[1:])

@@ -1,0 +1,226 @@
+"""The model of the tutorial, examples/pretrain_decoder.py: in every layout the same, saved on one and resumed on another."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.pretrain_decoder import layer_list
+from megatron import get_args
+from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+from megatron.tokenizer import load_tokenizer
+from megatron.training import pretrain
+from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineModule, seeded_layers
+from tests.support import RankFailure, command, losses, on_ranks, train
+
+SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
+# ranks, stages, model-parallel ranks, gas, more
+LAYOUTS = [
+    (1, 0, 1, 4, ""),
+    (2, 0, 1, 2, "--zero-stage 2"),
+    (2, 0, 2, 4, ""),
+    (4, 2, 2, 4, ""),
+    (4, 2, 1, 2, "--zero-stage 1"),
+    (2, 2, 1, 4, "--pipeline-schedule zb-h1"),
+]
+
+
+def _flags(data: str, vocab: str, stages: int, model: int, gas: int, iterations: int, more: str = "") -> list[str]:
+    shape = [str(word) for item in SHAPE.items() for word in item]
+    given = (
+        f"--batch-size 2 --gas {gas} --lr 0.01 --lr-decay-iters 6 --train-iters {iterations} --save-interval 3 --log-interval 1 "
+        f"--split 90,10,0 --precision fp32 --eval-iters 1 --pipe-parallel-size {stages} --model-parallel-size {model} {more}"
+    )
+    return ["--data-path", data, "--vocab-file", vocab, *shape, *given.split()]
+
+
+def _train(folder: Path, layout: tuple[int, int, int, int, str], iterations: int, *given: str) -> list[float]:
+    ranks, *rest, more = layout
+    rows = train("examples.pretrain_decoder", ranks, folder, *_flags(*given, *rest, iterations, more))  # type: ignore[arg-type]
+    return losses(rows)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("decoder")
+    return folder, _train(folder, (1, 1, 1, 4, ""), 6, tiny_data, vocab_file)
+
+
+def _by_plain_torch(weights: dict[str, Tensor], text: Tensor, heads: int) -> Tensor:
+    """The mean loss of text [b, s + 1], in textbook form."""
+    tokens, labels = text[:, :-1], text[:, 1:]
+    words = weights["tied_modules.embedding.word_embeddings.weight"]
+    hidden = words[tokens] + weights["tied_modules.embedding.position_embeddings.weight"][: tokens.shape[1]]
+    b, s, h = hidden.shape
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (h,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    for i in range(1, SHAPE["--num-layers"] + 1):
+        mixed = linear(f"{i}.attention.query_key_value", norm(f"{i}.input_layernorm", hidden))
+        query, key, value = mixed.view(b, s, heads, 3, h // heads).permute(3, 0, 2, 1, 4)
+        scores = query @ key.transpose(-1, -2) / (h // heads) ** 0.5
+        scores = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
+        context = (scores.softmax(-1) @ value).transpose(1, 2).reshape(b, s, h)
+        hidden = hidden + linear(f"{i}.attention.dense", context)
+        inner = F.gelu(linear(f"{i}.mlp.dense_h_to_4h", norm(f"{i}.post_attention_layernorm", hidden)))
+        hidden = hidden + linear(f"{i}.mlp.dense_4h_to_h", inner)
+    logits = norm(str(SHAPE["--num-layers"] + 1), hidden) @ words.T
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_the_first_loss_is_that_of_plain_torch(
+    expected: tuple[Path, list[float]], tiny_data: str, vocab_file: str
+) -> None:
+    size = load_tokenizer(vocab_file).vocab_size
+    length = SHAPE["--seq-length"]
+    (samples, _, _), _ = build_train_valid_test_datasets([tiny_data], "90,10,0", length, 1234, size)
+    text = torch.stack([torch.as_tensor(samples[i]["text"]) for i in range(8)]).long()
+    with seeded_layers(1234):
+        model = SequentialModule(layer_list(size, SHAPE["--hidden-size"], 2, SHAPE["--num-layers"], length))
+    weights = {name: p.detach()[:size] if "word" in name else p.detach() for name, p in model.named_parameters()}
+    assert expected[1][0] == pytest.approx(_by_plain_torch(weights, text, 2).item(), rel=1e-6)
+    assert expected[1][-1] < expected[1][0] - 0.2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_has_the_same_losses(
+    layout: tuple[int, int, int, int, str],
+    expected: tuple[Path, list[float]],
+    tmp_path: Path,
+    tiny_data: str,
+    vocab_file: str,
+) -> None:
+    assert _train(tmp_path, layout, 6, tiny_data, vocab_file) == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_saved_on_one_layout_and_resumed_on_another(
+    expected: tuple[Path, list[float]], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    found = _train(tmp_path, (4, 2, 2, 4, ""), 3, tiny_data, vocab_file)
+    for layout, iterations in (((2, 0, 1, 2, "--zero-stage 2"), 4), ((2, 2, 1, 4, ""), 5), ((1, 0, 1, 4, ""), 6)):
+        found = _train(tmp_path, layout, iterations, tiny_data, vocab_file)
+    assert found == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_it_writes(expected: tuple[Path, list[float]]) -> None:
+    done = command("python", "examples/write_with_decoder.py", str(expected[0]), "春天")
+    assert done.returncode == 0, done.stderr
+    assert re.findall("^春天.+", done.stdout, flags=re.MULTILINE)
+
+
+# ------------------------------------------------------------------ models that are stranger
+
+
+def _first_values(stock: bool, stages: int) -> dict[str, Tensor]:
+    import torch.distributed as dist
+
+    specs = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+    with seeded_layers(7):
+        kind: Any = StockPipelineModule if stock else PipelineModule
+        model = kind(specs, num_stages=stages, partition_method="uniform")
+    assert dist.get_world_size() == stages
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["tds", "deepspeed"])
+def test_layers_of_torch_begin_the_same_on_any_stage(stock: bool) -> None:
+    (whole,) = on_ranks(1, _first_values, stock, 1)
+    parts = on_ranks(2, _first_values, stock, 2)
+    together = {name: value for part in parts for name, value in part.items()}
+    assert sorted(together) == sorted(whole) and len(parts[0]) == 4
+    assert all(torch.equal(together[name], whole[name]) for name in whole)
+    assert not torch.equal(whole["0.weight"], whole["2.weight"])
+
+
+class _Odd(nn.Module):
+    """A frozen layer, one that nothing uses, and a number."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(8, 8)
+        self.factor = nn.Parameter(torch.ones(1))
+        self.out = nn.Linear(8, vocab_size)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        hidden: Tensor = self.out(self.factor * self.frozen(self.table(inputs[0].t())))
+        return hidden
+
+
+class _Still(_Odd):
+    """All of it zeros, as memory may be."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        del self.unused
+        self.frozen.weight.data.zero_(), self.table.weight.data.zero_()
+        self.out.requires_grad_(False)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return super().forward(inputs) * 0.0
+
+
+def _run(kind: type[nn.Module], argv: list[str]) -> None:
+    import examples.pretrain_decoder as entry
+
+    pretrain(
+        entry.train_valid_test_datasets_provider,
+        lambda: kind(get_args().vocab_size),
+        entry.forward_step,
+        name="odd",
+        argv=argv,
+        exit=False,
+    )
+
+
+def _losses_of(kind: type[nn.Module], argv: list[str]) -> tuple[str, list[float]]:
+    import contextlib
+    import io
+    import json
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        _run(kind, argv)
+    rows = Path(argv[argv.index("--run-dir") + 1], "metrics.jsonl").read_text().splitlines()
+    return said.getvalue(), losses([json.loads(row) for row in rows])
+
+
+@pytest.mark.parametrize("more", ["", "--zero-stage 1", "--zero-stage 3"], ids=["plain", "ZeRO 1", "ZeRO 3"])
+def test_frozen_and_unused_weights_are_saved_and_resumed(
+    more: str, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    def flags(name: str, iterations: int) -> list[str]:
+        return ["--run-dir", str(tmp_path / name), *_flags(tiny_data, vocab_file, 0, 1, 4, iterations, more)]
+
+    ((said, whole),) = on_ranks(1, _losses_of, _Odd, flags("whole", 6))
+    assert "warning: no gradient reaches unused.weight, unused.bias: the loss does not depend on them" in said
+    on_ranks(1, _losses_of, _Odd, flags("halves", 3))
+    ((_, resumed),) = on_ranks(1, _losses_of, _Odd, flags("halves", 6))
+    assert resumed == whole
+
+
+def test_a_gradient_of_zero_is_said(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
+    ((said, _),) = on_ranks(1, _losses_of, _Still, argv)
+    assert said.count("warning: the gradient of every parameter is 0, so nothing learns") == 1
+
+
+class _Scalar(_Odd):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.factor = nn.Parameter(torch.tensor(1.0))
+
+
+def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
+    with pytest.raises(RankFailure, match="the parameter factor is a single number, which DeepSpeed cannot send"):
+        on_ranks(1, _losses_of, _Scalar, argv)

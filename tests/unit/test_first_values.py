@@ -1,0 +1,97 @@
+"""What a layer begins with: sane without any help, the same in every layout, and never touched where it is not ours."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.model.layers import Layer, LayerStack
+from megatron.mpu.mesh import Axis
+from tds.pipe import LayerSpec, SequentialModule, TiedLayerSpec, seeded_layers
+
+
+def _built(rank: int, ranks: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    axis = Axis(None, tuple(range(ranks)), rank)
+    layers = {
+        "embedding": mpu.VocabParallelEmbedding(50, 64, multiple=8, axis=axis),
+        "column": mpu.ColumnParallelLinear(64, 96, axis=axis),
+        "row": mpu.RowParallelLinear(96, 64, axis=axis, init_method=nn.init.xavier_normal_),
+    }
+    return {f"{key}.{name}": p.detach() for key, layer in layers.items() for name, p in layer.named_parameters()}
+
+
+def test_layers_draw_their_own_values() -> None:
+    values = _built(0, 1)
+    for name, std in (("embedding", 0.02), ("column", 0.02), ("row", math.sqrt(2 / (64 + 96)))):
+        weight = values[f"{name}.weight"][:50]
+        assert weight.std().item() == pytest.approx(std, rel=0.1)
+        assert abs(weight.mean().item()) < 0.2 * std
+    assert not values["column.bias"].any() and not values["row.bias"].any()
+    assert not values["embedding.weight"][50:].any(), "padding is zero"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_of_ranks_make_up_the_whole(ranks: int) -> None:
+    whole, parts = _built(0, 1), [_built(rank, ranks) for rank in range(ranks)]
+    for name, dim in (("embedding.weight", 0), ("column.weight", 0), ("row.weight", 1)):
+        joined = torch.cat([part[name] for part in parts], dim)
+        rows = 50 if "embedding" in name else whole[name].shape[dim]
+        assert torch.equal(joined.narrow(dim, 0, rows), whole[name].narrow(dim, 0, rows))
+
+
+class _Mixed(nn.Module):
+    """Layers of torch, parameters of its own, and one of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.embedding = nn.Linear(8, 8), nn.LayerNorm(8), nn.Embedding(5, 8)
+        self.rms, self.factor = nn.RMSNorm(8), nn.Parameter(torch.tensor(3.0))
+        self.ours = mpu.ColumnParallelLinear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_is_not_ours_is_left_alone_and_follows_the_seed() -> None:
+    layers = [Layer(f"layers.{i}", _Mixed) for i in range(3)]
+    first, again, other = (dict(LayerStack(layers, seed).named_parameters()) for seed in (5, 5, 6))
+    for i in range(3):
+        assert first[f"layers.{i}.factor"] == 3.0
+        assert torch.equal(first[f"layers.{i}.norm.weight"], torch.ones(8))
+        assert torch.equal(first[f"layers.{i}.rms.weight"], torch.ones(8))
+        for name in ("linear.weight", "linear.bias", "embedding.weight", "ours.weight"):
+            name = f"layers.{i}.{name}"
+            assert first[name].count_nonzero() == first[name].numel()
+            assert torch.equal(first[name], again[name])
+            assert not torch.equal(first[name], other[name])
+    alone = dict(LayerStack(layers[2:], 5).named_parameters())
+    assert all(torch.equal(alone[name], first[name]) for name in alone), "it matters what was built before"
+
+
+def _words(module: nn.Module, x: Tensor) -> Tensor:
+    return x @ module.weight.T  # type: ignore[operator,union-attr]
+
+
+def test_a_list_in_one_process_computes_ties_and_names_as_a_pipeline_does() -> None:
+    specs = [
+        TiedLayerSpec("words", nn.Embedding, 11, 8),
+        LayerSpec(nn.Linear, 8, 8),
+        torch.tanh,
+        nn.Linear(8, 8),
+        TiedLayerSpec("words", nn.Embedding, 11, 8, forward_fn=_words),
+    ]
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    with seeded_layers(1):
+        model = SequentialModule(specs)
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = dict(model.named_parameters())
+    assert sorted(weights) == ["1.bias", "1.weight", "3.bias", "3.weight", "tied_modules.words.weight"]
+    words = torch.tensor([[1, 10]])
+    table = weights["tied_modules.words.weight"]
+    hidden = torch.tanh(table[words] @ weights["1.weight"].T + weights["1.bias"])
+    hidden = hidden @ weights["3.weight"].T + weights["3.bias"]
+    torch.testing.assert_close(model(words), hidden @ table.T)
