@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .boundary import BoundaryError, refuse_what_cannot_travel
@@ -75,6 +76,26 @@ class Batches:
             until += 1
         return until
 
+    def end_of_any(self, replicas: Any) -> DataEnded | None:
+        """None if there are data for this step, else what to raise. replicas: a group that asks together.
+
+        If the data of one replica have ended, all leave this step out, so a loop may go on with the next epoch.
+        """
+        end = None
+        try:
+            self.read_to(1)
+        except DataEnded as error:
+            end = error
+        if replicas is None:
+            return end
+        ended = torch.tensor(float(end is not None), device=self._device)
+        dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=replicas)
+        if not ended.item():
+            return None
+        return end or DataEnded(
+            f"the data of another replica of stage {self._stage} ended, so this step is left out here, too"
+        )
+
     def read_to(self, needed: int, wanted: int = 0) -> None:
         """Read until there are `wanted` micro-batches, at least `needed`, or the data end; raises DataEnded."""
         while not self._ended and self.count < min(max(needed, wanted), self._total):
@@ -91,6 +112,8 @@ class Batches:
 
     def _keep(self, micro: int, batch: Any) -> None:
         where = f"stage {self._stage}, inputs of micro-batch {micro}"
+        if batch is None:
+            raise BoundaryError(f"{where}: there are no data: give train_batch() or eval_batch() an iterator")
         if not isinstance(batch, (tuple, list)) or not batch:
             raise BoundaryError(f"{where}: a batch is (inputs, labels), but the iterator gave {type(batch).__name__}")
         inputs = as_tuple(batch[0])

@@ -123,8 +123,10 @@ def agree(contracts: Sequence[Contract]) -> None:
                 raise BoundaryError(f"stage {there} expects {expected} of stage {here}, which puts out {got}")
 
 
-def refuse_what_cannot_travel(tensors: Sequence[Any], who: str) -> None:
-    """Raise BoundaryError for what is no tensor, or one that is not a plain block of memory."""
+def refuse_what_cannot_travel(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
+    """Raise BoundaryError for what is no tensor, or one that is not a plain block of memory (on `device`, if given)."""
+    if not tensors:
+        raise BoundaryError(f"{who}: no tensor at all, so there is nothing to pass on")
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise BoundaryError(
@@ -134,11 +136,13 @@ def refuse_what_cannot_travel(tensors: Sequence[Any], who: str) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
             raise BoundaryError(f"{who}: tensor {i} is {kind}; make it dense (to_dense(), to_padded_tensor())")
+        if device is not None and tensor.device.type != device.type:
+            raise BoundaryError(f"{who}: tensor {i} is on {tensor.device}, the stage on {device}; move it there")
 
 
-def check(tensors: tuple[Any, ...], declared: Tensors, who: str) -> None:
+def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.device | None = None) -> None:
     """Raise BoundaryError if what `who` puts out or is given cannot travel, or differs from the declaration."""
-    refuse_what_cannot_travel(tensors, who)
+    refuse_what_cannot_travel(tensors, who, device)
     if declared is None:
         return
     if len(tensors) != len(declared):

@@ -151,8 +151,8 @@ class Channel:
             self._start(self._header([same_until - index, *_words(layout)], what))
         elif layout != run.layout:
             raise BoundaryError(
-                f"{what} puts out other shapes for micro-batch {index} than for the one before, though its inputs have the "
-                f"same; if shapes depend on the data, say PipelineModule(..., dynamic_shape=True)"
+                f"{what} puts out tensors of other number, shapes, dtypes or gradients for micro-batch {index} than for the one "
+                f"before, though its inputs are alike; if they depend on the data, say PipelineModule(..., dynamic_shape=True)"
             )
         if run.word_is_due(index):
             more = max(same_until - run.end, 0)

@@ -22,14 +22,14 @@ from .boundary import check
 from .channel import Parcel, layout_of
 from .diagnose import Watchdog, describe
 from .losses import Losses
-from .memory import alias, handed
+from .memory import alias, handed, plain
 from .nested import as_tuple, unwrap
 from .progress import Progress
 from .reductions import Reductions
 from .saving import Checkpoints
 from .schedule import At, Instruction
 from .split_backward import Rest, backward_input
-from .start import checked_schedule, shake_hands
+from .start import checked_schedule, refuse_idle_stages, shake_hands
 
 
 class Outputs(NamedTuple):
@@ -56,6 +56,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         default_to_non_reentrant(**kwargs)
+        refuse_idle_stages(**kwargs)
         super().__init__(*args, **kwargs)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
@@ -139,12 +140,13 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         the last stage. bcast_loss: without it, the last stage alone gets the loss. return_logits: return `(that,
         outputs of the last micro-batch)`, the latter None on other stages. Raises ValueError for another `reduce_output`.
         """
-        evaluation.check_reduction(reduce_output)
-        micros = num_micro_batches or self.micro_batches
+        micros = self.micro_batches if num_micro_batches is None else num_micro_batches
+        evaluation.check_arguments(reduce_output, micros)
         training, self.data_iterator = self.data_iterator, data_iter
         self.module.eval()
         try:
-            with torch.no_grad(), self._watched():
+            # Buffers made in inference mode could not be used for training again.
+            with torch.inference_mode(False), torch.no_grad(), self._watched():
                 self._begin(micros, compute_loss)
                 self._run(list(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks)), micros)
                 loss = self._share_losses() if compute_loss else None
@@ -190,12 +192,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         if self._borders.inwards(at[1]):
             parcels = self._received[at] if self.module.training else self._received.pop(at)
             return unwrap(tuple(handed(p.tensor) for p in parcels))
-        try:
-            inputs = self._batches.inputs(at[0])
-        except DataEnded as end:
-            if at[0] == 0:
-                self._tell_the_end(end)
-            raise
+        inputs = self._batches.inputs(at[0])
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
             # or the first checkpoint would not learn
             inputs = tuple(handed(t.requires_grad_(t.is_floating_point())) for t in inputs)
@@ -216,7 +213,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     def _keep(self, at: At, outputs: tuple[Any, ...]) -> None:
         """Hold on to what goes to the next stage."""
         declared = self._contract.puts_out[at[1]]
-        check(outputs, declared, f"stage {self.stage_id} puts out what it should not")
+        check(outputs, declared, f"stage {self.stage_id} puts out what it should not", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
         learns = torch.is_grad_enabled()  # a weight among the outputs says that it wants a gradient even in evaluation
         parcels = [Parcel(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)]
@@ -304,7 +301,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         due = [p for p in self._received.pop(at) if p.grad]
         grads = [p.tensor.grad if p.tensor.grad is not None else torch.zeros_like(p.tensor) for p in due]
         if due:
-            self._borders.up.send([Parcel(g, split=p.split) for g, p in zip(grads, due, strict=True)])
+            self._borders.up.send([Parcel(plain(g), split=p.split) for g, p in zip(grads, due, strict=True)])
 
     def _recv_grad(self, at: At) -> None:
         if self._outputs[at].edges:
@@ -330,25 +327,22 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         self._batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
         self._losses.begin(micros * replicas)
+        count = getattr(self.module.loss_fn, "count_targets", None) if last else None
+        group = self.grid.get_data_parallel_group()
+        if first or count:
+            self._at("reading its first micro-batch")
+            end = self._batches.end_of_any(group if replicas > 1 else None)
+            if end and first:
+                self._tell_the_end(end)
+                raise end
+            if end:
+                return  # as stage 0 will say
+        if count:
+            self._at("reading its micro-batches, whose targets are counted")
+            self._losses.count(count, self._batches.all_labels(), group)
         if last:
-            self._count_targets()
             # Gradients are averaged over the replicas afterwards, hence the product with their number.
             self._scale = torch.tensor(replicas / self.num_targets, dtype=torch.float64, device=self.device)
-
-    def _count_targets(self) -> None:
-        count = getattr(self.module.loss_fn, "count_targets", None)
-        if count is None:
-            return
-        self._at("reading its micro-batches, whose targets are counted")
-        try:
-            labels = self._batches.all_labels()
-        except DataEnded as end:
-            if self._batches.count == 0 and self.num_stages > 1:
-                return  # as stage 0 will say
-            if self._batches.count == 0:
-                self._tell_the_end(end)
-            raise
-        self._losses.count(count, labels, self.grid.get_data_parallel_group())
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """The data ended before a step had begun: so say all stages, and nobody waits."""

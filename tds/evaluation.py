@@ -9,7 +9,10 @@ from torch import Tensor
 from .nested import as_tuple, unwrap
 
 
-def check_reduction(reduce_output: str | None) -> None:
+def check_arguments(reduce_output: str | None, micros: int) -> None:
+    """Raise ValueError for what cannot be."""
+    if micros < 1:
+        raise ValueError(f"num_micro_batches {micros}: there is nothing to evaluate; give 1 or more")
     if reduce_output not in (None, "avg"):
         raise ValueError(
             f"reduce_output {reduce_output!r} is neither 'avg', the mean, nor None, the list of all micro-batches"

@@ -10,6 +10,16 @@ from torch import Tensor
 MOST = 16  # named and additional losses
 
 
+def _check(named: Mapping[str, Any]) -> None:
+    """Raise TypeError unless there is something to learn from."""
+    if not named:
+        raise TypeError("loss_fn returns an empty dict: there is nothing to learn from")
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"loss_fn returns {found} for {name!r}: return a tensor of one number, or a dict of such")
+
+
 class Losses:
     """Sums in fp64, by name. A loss that is not a dict has the name `loss`."""
 
@@ -41,6 +51,7 @@ class Losses:
     def add(self, loss: Any, aside: Mapping[str, Any]) -> Tensor:
         """The loss of a micro-batch, a scalar or a dict of scalars; returns what to learn from. aside: additional losses."""
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
+        _check(named)
         if len(named) + len(aside) > MOST:
             raise ValueError(f"loss_fn returns {len(named) + len(aside)} named losses; there is room for {MOST}")
         for sums, given in ((self._sums, named), (self._aside, aside)):

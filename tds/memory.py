@@ -16,17 +16,19 @@ def users(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor without history: no base, no gradient, a version counter of its own.
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor as its memory has it: a conjugate or negative view is computed, since the bit that says so is no part of it."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
-    A conjugate or negative view is computed, since the bit that says so is no part of the memory.
-    """
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.new_empty(0).set_(
-        plain.untyped_storage(),  # type: ignore[call-overload]
-        plain.storage_offset(),
-        plain.size(),
-        plain.stride(),
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor without history: no base, no gradient, a version counter of its own."""
+    bare = plain(tensor)
+    return bare.new_empty(0).set_(
+        bare.untyped_storage(),  # type: ignore[call-overload]
+        bare.storage_offset(),
+        bare.size(),
+        bare.stride(),
     )
 
 

@@ -54,8 +54,9 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         first, end = self.stretches[chunk]
         funcs = self.forward_funcs[first:end]
         interval = self.activation_checkpoint_interval
-        for at in range(0, len(funcs), interval or len(funcs)):
-            part = funcs[at : at + (interval or len(funcs))]
+        length = interval or len(funcs) or 1  # a chunk may be empty
+        for at in range(0, len(funcs), length):
+            part = funcs[at : at + length]
             if interval and torch.is_grad_enabled() and self._is_checkpointable(part):
                 inputs = self.activation_checkpoint_func(lambda *x, part=part: _run(part, x), *as_tuple(inputs))
             else:

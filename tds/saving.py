@@ -1,8 +1,11 @@
 """DeepSpeed's own checkpoints, with a note of how the layers were cut: its optimizer states are kept by place."""
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
-NOTE = "tds_layout"
+NOTE = "tds_layout.json"
 
 
 def layout_of(module: Any) -> dict[str, Any]:
@@ -13,27 +16,37 @@ def layout_of(module: Any) -> dict[str, Any]:
 class Checkpoints:
     """What the engine does otherwise than DeepSpeed's when it saves and loads."""
 
-    def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, **more: Any) -> Any:
-        state = {**(client_state or {}), NOTE: layout_of(self.module)}
-        return super().save_checkpoint(save_dir, tag, client_state=state, **more)  # type: ignore[misc]
+    def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
+        tag = str(tag or f"global_step{self.global_steps}")
+        if self.global_rank == 0:
+            folder = Path(save_dir, tag)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{NOTE}.tmp").write_text(json.dumps(layout_of(self.module)), encoding="utf-8")
+            os.replace(folder / f"{NOTE}.tmp", folder / NOTE)
+        return super().save_checkpoint(save_dir, tag, *args, **more)  # type: ignore[misc]
 
     def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
-        """As DeepSpeed's. Raises ValueError if the optimizer states are those of a model that was cut in another way."""
-        path, state = super().load_checkpoint(load_dir, tag, *args, **more)  # type: ignore[misc]
-        if path is None or not isinstance(state, dict):
-            return path, state
-        here, there = layout_of(self.module), state.pop(NOTE, None)
-        states = not more.get("load_module_only") and more.get(
-            "load_optimizer_states", args[1] if len(args) > 1 else True
-        )
-        if states and here != there and (there or here["chunks"] > 1):
-            was = (
-                f"cut at {there['cuts']} with {there['chunks']} chunks a stage"
-                if there
-                else "written by DeepSpeed itself"
-            )
-            raise ValueError(
-                f"the checkpoint {path} was {was}, this model is cut at {here['cuts']} with {here['chunks']}, so the states of "
-                f"the optimizer would go to other layers: cut it the same way, or load with load_module_only=True"
-            )
-        return path, state
+        """As DeepSpeed's. Raises ValueError, before anything is loaded, if the optimizer states are those of another cut."""
+        states = more.get("load_optimizer_states", args[1] if len(args) > 1 else True)
+        alone = more.get("load_module_only", args[3] if len(args) > 3 else False)
+        if states and not alone:
+            _refuse_another_cut(Path(load_dir), tag, layout_of(self.module))
+        return super().load_checkpoint(load_dir, tag, *args, **more)  # type: ignore[misc]
+
+
+def _refuse_another_cut(folder: Path, tag: Any, here: dict[str, Any]) -> None:
+    latest = folder / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    path = folder / str(tag)
+    if tag is None or not path.is_dir():
+        return  # DeepSpeed has its own words for that
+    note = path / NOTE
+    there = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
+    if here == there or (there is None and here["chunks"] == 1):
+        return
+    was = f"cut at {there['cuts']} with {there['chunks']} chunks a stage" if there else "written by DeepSpeed itself"
+    raise ValueError(
+        f"the checkpoint {path} was {was}, this model is cut at {here['cuts']} with {here['chunks']}, so the states of "
+        f"the optimizer would go to other layers: cut it the same way, or load with load_module_only=True"
+    )

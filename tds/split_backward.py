@@ -3,11 +3,13 @@
 Autograd's graph is a tree of operations whose edges lead back to inputs and weights. An operation
 is a fork where some of its edges lead to an input and others to weights alone, as a matrix product's
 do. The first pass follows the ways to the inputs and notes what arrives at each fork; the second
-starts from these notes and goes down the edges that were left out. Nothing is computed twice.
+starts from these notes and goes down the edges that were left out. Nothing is computed twice, but by a custom
+`autograd.Function` that does not look at `ctx.needs_input_grad`; hooks on activations are called in both.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +34,19 @@ class Rest:
         """Add the gradients of the weights to their `.grad`; once."""
         for fork, grads in self._noted:
             arrived = [(GradientEdge(fork.node, i), g) for i, g in enumerate(grads) if g is not None]
-            torch.autograd.backward(  # type: ignore[call-overload]
-                [edge for edge, _ in arrived], [g for _, g in arrived], retain_graph=True, inputs=fork.weights
-            )
+            # Hooks on the tensors of this node run again before it; what they gave the first time is what counts.
+            handle = fork.node.register_prehook(partial(_instead, tuple(grads)))
+            try:
+                torch.autograd.backward(  # type: ignore[call-overload]
+                    [edge for edge, _ in arrived], [g for _, g in arrived], retain_graph=True, inputs=fork.weights
+                )
+            finally:
+                handle.remove()
         self._noted = []
+
+
+def _instead(noted: tuple[Tensor | None, ...], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return noted
 
 
 def backward_input(

@@ -65,6 +65,23 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
         )
 
 
+def refuse_idle_stages(model: Any = None, config_class: Any = None, **_: Any) -> None:
+    """Before an engine is made: raise ValueError, on all ranks, where ZeRO or half precision would find nothing to cut."""
+    half = (
+        getattr(getattr(config_class, f"{kind}_config", None), "enabled", False) for kind in ("float16", "bfloat16")
+    )
+    if not (getattr(config_class, "zero_optimization_stage", 0) or any(half)) or not dist.is_initialized():
+        return
+    learns: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(learns, any(p.requires_grad for p in model.parameters()))
+    idle = [rank for rank, value in enumerate(learns) if not value]
+    if idle:
+        raise ValueError(
+            f"the stage of rank {idle[0]} has no weight that learns, which DeepSpeed's ZeRO and half precision cannot do with: "
+            f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
+        )
+
+
 def shake_hands(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
     """Tell all stages of this pipeline what this one puts out and takes in; raises alike on all where it does not fit."""
     told: dict[str, Any] = {key: settings.get(key) for key in ("schedule", "extra_warmup")}

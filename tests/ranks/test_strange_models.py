@@ -1,0 +1,265 @@
+"""Models and loops that people outside of this project wrote for the engine; each against plain torch or as a sentence."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support import RankFailure, on_ranks
+
+WIDTH, MICROS, STEPS = 6, 3, 3
+Layers = Callable[[], list[nn.Module]]
+
+
+class Conjugate(nn.Module):
+    """Complex inside; what it gives back for the border before it is a conjugate view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.conj()
+
+
+class Split(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x.sin())
+
+
+class Join(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.real + 2 * x.imag
+
+
+class Hooked(nn.Module):
+    """Halves the gradient of an activation by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * 0.5)
+        return hidden.tanh()
+
+
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
+
+
+def loss_fn(out: Tensor, labels: Tensor) -> Tensor:
+    return (out - labels).square().mean()
+
+
+def batch(step: int, micro: int, replica: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + replica)
+    x, y = torch.randn(2, 4, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def build(
+    make: Layers, stages: int, schedule: str = "1f1b", loss: Any = loss_fn, config: Any = None, **how: Any
+) -> Any:
+    import tds
+
+    torch.manual_seed(3)
+    model = tds.PipelineModule(make(), num_stages=stages, loss_fn=loss, **{"partition_method": "uniform", **how})
+    replicas = dist.get_world_size() // stages
+    settings = {
+        "train_batch_size": 4 * MICROS * replicas, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0,
+        "steps_per_print": 10**9, "pipeline": {"schedule": schedule, "timeout": 60}, "zero_allow_untested_optimizer": True,
+        **(config or {}),
+    }  # fmt: skip
+    weights = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]
+    engine = tds.initialize(model=model, optimizer=torch.optim.SGD(weights, lr=0.1), config=settings)[0]
+    if not config:
+        engine.module.double()
+        engine._config.communication_data_type = torch.float64
+    return engine
+
+
+def steps(engine: Any, step: int, count: int = MICROS) -> Iterator[tuple[Tensor, Tensor]]:
+    return (batch(step, micro, engine.grid.data_parallel_id) for micro in range(count))
+
+
+def _train(make: Layers, stages: int, schedule: str, how: dict[str, Any]) -> list[float]:
+    engine = build(make, stages, schedule, **how)
+    return [engine.train_batch(steps(engine, step)).item() for step in range(STEPS)]
+
+
+def plain(make: Layers) -> list[float]:
+    torch.manual_seed(3)
+    model = nn.Sequential(*make()).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(STEPS):
+        losses = [loss_fn(model(x), y) for x, y in (batch(step, micro) for micro in range(MICROS))]
+        total = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        found.append(total.item())
+    return found
+
+
+def complex_layers() -> list[nn.Module]:
+    return [*linears(1), Split(), Conjugate(), Join(), *linears(1)]
+
+
+def hooked_layers() -> list[nn.Module]:
+    return [Hooked() for _ in range(4)]
+
+
+def four() -> list[nn.Module]:
+    return linears(4)
+
+
+RIGHT: dict[str, tuple[Layers, int, str, dict[str, Any]]] = {
+    "conjugate gradients": (complex_layers, 3, "1f1b", {"partition_method": "0,2,3,5"}),
+    "hooks, 1f1b": (hooked_layers, 2, "1f1b", {}),
+    "hooks, zb-h1": (hooked_layers, 2, "zb-h1", {}),
+    "an empty stage": (four, 3, "1f1b", {"partition_method": "0,2,2,4"}),
+    "an empty chunk": (four, 2, "interleaved", {"partition_method": "0,1,1,3,4", "chunks": 2}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_it_learns_as_one_process_does(name: str) -> None:
+    make, stages, schedule, how = RIGHT[name]
+    for found in on_ranks(stages, _train, make, stages, schedule, how):
+        assert found == pytest.approx(plain(make), rel=1e-12)
+
+
+# ------------------------------------------------------------------------ loops
+
+
+class Counted:
+    """A loss that counts its targets, for which the last stage reads ahead."""
+
+    def __call__(self, out: Tensor, labels: Tensor) -> Tensor:
+        return (out - labels).square().sum()
+
+    def count_targets(self, labels: Tensor) -> Tensor:
+        return torch.tensor(float(labels.numel()))
+
+
+def _uneven(stages: int, loss: Any) -> list[Any]:
+    import tds
+
+    engine = build(four, stages, loss=loss)
+    epoch = steps(engine, 0, MICROS * (2 if engine.grid.data_parallel_id == 0 else 1))
+    found: list[Any] = []
+    try:
+        while True:
+            found.append(engine.train_batch(epoch).item())
+    except tds.DataEnded as end:
+        found.append(end.everywhere)
+    return [*found, engine.train_batch(steps(engine, 1)).item()]
+
+
+@pytest.mark.parametrize("loss", [loss_fn, Counted()], ids=["mean", "counted"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_all_replicas_end_an_epoch_at_the_same_step(stages: int, loss: Any) -> None:
+    found = on_ranks(2 * stages, _uneven, stages, loss)
+    assert all(each == found[0] for each in found)
+    assert len(found[0]) == 3 and found[0][1] is True
+
+
+def _inference_mode() -> list[float]:
+    engine = build(four, 2)
+    engine.train_batch(steps(engine, 0))
+    with torch.inference_mode():
+        engine.eval_batch(steps(engine, 7))
+    return [engine.train_batch(steps(engine, 1)).item()]
+
+
+def test_evaluation_in_inference_mode_leaves_training_as_it_was() -> None:
+    for found in on_ranks(2, _inference_mode):
+        assert found == pytest.approx(plain(four)[1:2], rel=1e-12)
+
+
+# -------------------------------------------------------------------- refusals
+
+
+class Elsewhere(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to("meta")
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
+def _refused(what: str) -> None:
+    losses: dict[str, Any] = {
+        "no loss": lambda out, labels: None,
+        "a tuple": lambda out, labels: (out.sum(), labels),
+        "an empty dict": lambda out, labels: {},
+        "a number": lambda out, labels: {"a": out.sum(), "b": 0.5},
+        "a vector": lambda out, labels: out.sum(1),
+    }
+    last = {"meta": Elsewhere(), "nothing": Nothing()}.get(what)
+    frozen = what == "nothing learns"
+
+    def make() -> list[nn.Module]:
+        first = linears(1)
+        if frozen:
+            first[0].requires_grad_(False)
+        return [*first, *([last] if last else []), *linears(2 if last else 1)]
+
+    config = {"zero_optimization": {"stage": 1}} if frozen else None
+    cuts = "0,2,4" if last else "uniform"
+    engine = build(make, 2, loss=losses.get(what, loss_fn), config=config, partition_method=cuts)
+    if what == "no micro-batches":
+        engine.eval_batch(steps(engine, 0), num_micro_batches=0)
+    engine.train_batch(None if what == "no data" else steps(engine, 0))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no loss", "loss_fn returns NoneType for 'loss': return a tensor of one number, or a dict of such"),
+        ("a tuple", "loss_fn returns tuple for 'loss'"),
+        ("an empty dict", "loss_fn returns an empty dict"),
+        ("a number", "loss_fn returns float for 'b'"),
+        ("a vector", r"loss_fn returns a tensor of shape \[4\] for 'loss'"),
+        ("meta", "stage 0 puts out what it should not: tensor 0 is on meta, the stage on cpu; move it there"),
+        ("nothing", "stage 0 puts out what it should not: no tensor at all"),
+        ("nothing learns", "the stage of rank 0 has no weight that learns, which DeepSpeed's ZeRO"),
+        ("no micro-batches", "num_micro_batches 0: there is nothing to evaluate"),
+        ("no data", "there are no data: give train_batch"),
+    ],
+)
+def test_it_is_refused_in_a_sentence(what: str, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        on_ranks(2, _refused, what)
+
+
+def _save(folder: Path) -> None:
+    engine = build(four, 2)
+    engine.train_batch(steps(engine, 0))
+    engine.save_checkpoint(folder)
+
+
+def _load(folder: Path, stages: int, more: dict[str, Any]) -> list[Tensor]:
+    engine = build(four, stages)
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    try:
+        engine.load_checkpoint(folder, **more)
+    except ValueError as error:
+        assert all(torch.equal(p, old) for p, old in zip(engine.module.parameters(), before, strict=True))
+        assert "was cut at [0, 2, 4] with 1 chunks a stage, this model is cut at [0, 2, 3, 4]" in str(error)
+        return []
+    return [p.detach() for p in engine.module.parameters()]
+
+
+def test_a_checkpoint_of_other_stages_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    on_ranks(2, _save, tmp_path)
+    assert on_ranks(3, _load, tmp_path, 3, {}) == [[], [], []]
+    (whole,) = on_ranks(1, _load, tmp_path, 1, {"load_module_only": True})
+    parts = on_ranks(2, _load, tmp_path, 2, {})
+    assert all(torch.equal(a, b) for a, b in zip(whole, [*parts[0], *parts[1]], strict=True))
