@@ -31,7 +31,7 @@ def split_tensor_along_last_dim(
 
     Raises ValueError if they do not divide n.
     """
-    chunks = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    chunks: tuple[Tensor, ...] = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
 
 
