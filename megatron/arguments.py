@@ -80,11 +80,11 @@ def read_json(path: str) -> dict[str, Any]:
     return content
 
 
-def _from_file(path: str) -> Translation:
-    """What a JSON file sets whose keys are sections, settings, or both mixed; settings may have a name of another project."""
+def _named(content: Mapping[str, Any], where: str) -> Translation:
+    """What is set by sections, settings, or both mixed; settings may have a name of another project."""
     values: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
-    for key, value in read_json(path).items():
+    for key, value in content.items():
         here = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
         names = [f.name for f in fields(SECTIONS[key])] if here is value else list(HOME)
         for name, each in here.items():
@@ -93,9 +93,9 @@ def _from_file(path: str) -> Translation:
             elif other := flag_of(name):
                 foreign[other] = each
             elif here is value:
-                raise ConfigError(f"{path}: section {key!r} has no setting {name!r}{nearest(name, names)}")
+                raise ConfigError(f"{where}: section {key!r} has no setting {name!r}{nearest(name, names)}")
             else:
-                raise ConfigError(f"{path}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
+                raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
     for name, value in foreign.items():
         if value is not False and value is not None:  # written down by a program, and not asked for
@@ -120,13 +120,14 @@ def parse(
     flags_given = vars(found)
     flags_given.pop("local_rank", None)
     problems, notes = _unknown(unknown), []
-    values = dict(defaults or {})
+    values: dict[str, Any] = {}
     foreign = flags_given.pop("foreign", {})
-    for path in flags_given.pop("config", []):
-        file = _from_file(path)
-        values |= file.values
-        notes += [f"{path}: {note}" for note in file.notes]
-        problems += [f"{path}: {problem}" for problem in file.problems]
+    sources = [(path, read_json(path)) for path in flags_given.pop("config", [])]
+    for where, content in [("args_defaults", defaults or {}), *sources]:
+        source = _named(content, where)
+        values |= source.values
+        notes += [f"{where}: {note}" for note in source.notes]
+        problems += [f"{where}: {problem}" for problem in source.problems]
     line = Translation(flags_given)
     for name, value in foreign.items():
         line.add(name, value)
@@ -161,7 +162,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def from_file(path: str) -> Config:
     """The configuration that a run wrote to its folder. Raises ConfigError."""
-    return with_values(Config(), _from_file(path).values)
+    return with_values(Config(), _named(read_json(path), path).values)
 
 
 class Args:

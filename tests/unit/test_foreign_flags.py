@@ -8,6 +8,7 @@ import pytest
 
 from megatron.arguments import HOME, Args, parse
 from megatron.config import Config
+from megatron.ds_config import resolve
 from megatron.foreign_flags import FLAGS, ROWS, ByValue, Means, NoEffect, Refused
 from megatron.optim import lr_at
 from megatron.options import ConfigError, flag
@@ -71,7 +72,7 @@ def test_every_flag_of_the_original_is_known() -> None:
     assert ours.isdisjoint(FLAGS)
 
 
-def test_the_original_run_scripts_start() -> None:
+def test_the_original_run_scripts_start(tmp_path: Path) -> None:
     config, notes = taken(GPT2, 4)
     assert (config.train.precision, config.train.deepspeed_config) == ("fp16", "ds_config.json")
     assert (config.train_batch_size(4), config.model.hidden_bias) == (64, True)
@@ -83,8 +84,13 @@ def test_the_original_run_scripts_start() -> None:
         "--deepspeed has no effect: every run is DeepSpeed's",
         "--deepspeed_config ds_config.json taken for --deepspeed-config ds_config.json",
     ]
-    config, _ = taken(T5, 4)
-    assert (config.data.enc_seq_length, config.data.dec_seq_length, config.train_batch_size(4)) == (1024, 384, 128)
+    fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16}
+    path = tmp_path / "ds_config_t5.json"
+    path.write_text(json.dumps({"train_batch_size": 128, "train_micro_batch_size_per_gpu": 4, "fp16": fp16}))
+    config, _ = taken(T5.replace("ds_config.json", str(path)), 4)
+    assert (config.data.enc_seq_length, config.data.dec_seq_length) == (1024, 384)
+    resolved = resolve(config, 4, fast_bf16=False)
+    assert (resolved.precision, resolved.zero_stage, resolved.deepspeed["train_batch_size"]) == ("fp16", 1, 128)
 
 
 def test_all_that_is_refused_is_said_together() -> None:
@@ -174,6 +180,14 @@ def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
         "--micro-batch-size 4 means --batch-size 4, against --batch-size 2; leave one of them out",
         "--global-batch-size depends on other settings; give it as a flag",
     ]
+
+
+def test_defaults_of_a_script_may_use_the_names_too() -> None:
+    notes: list[str] = []
+    config = parse(["--gas", "2"], {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 3}, tell=notes.append)
+    assert (config.data.tokenizer_type, config.train.batch_size, len(notes)) == ("auto", 3, 2)
+    with pytest.raises(ConfigError, match="args_defaults: unknown setting 'hiden_size'; did you mean hidden_size?"):
+        parse([], {"hiden_size": 3})
 
 
 VALUE = {int: "12", float: "0.9", str: "full", list: "1 2", None: ""}
