@@ -10,7 +10,7 @@ from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.data.gpt2_dataset import AnyDataset, build_train_valid_test_datasets
 from megatron.model import GPT2Model
 from megatron.training import pretrain
-from megatron.utils import get_ltor_masks_and_position_ids
+from megatron.utils import get_ltor_documents_and_position_ids
 
 Batch = dict[str, Tensor]
 
@@ -34,23 +34,23 @@ def get_batch_pipe(data: Batch | None) -> tuple[tuple[Tensor, ...], tuple[Tensor
     args = get_args()
     text = mpu.broadcast_data(["text"], data, torch.int64)["text"]  # [b, s + 1]
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    attention_mask, loss_mask, position_ids = get_ltor_masks_and_position_ids(
+    document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
         tokens, get_tokenizer().eod, args.reset_position_ids, args.reset_attention_mask, args.eod_mask_loss
     )
-    return (tokens, position_ids, attention_mask), (labels, loss_mask)
+    return (tokens, position_ids, document_ids), (labels, loss_mask)
 
 
 def get_batch(data_iterator: Iterator[Batch] | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The next micro-batch: tokens, labels, loss mask, attention mask, position ids."""
+    """The next micro-batch: tokens, labels, loss mask, document ids, position ids."""
     data = next(data_iterator) if data_iterator is not None else None
-    (tokens, position_ids, attention_mask), (labels, loss_mask) = get_batch_pipe(data)
-    return tokens, labels, loss_mask, attention_mask, position_ids
+    (tokens, position_ids, document_ids), (labels, loss_mask) = get_batch_pipe(data)
+    return tokens, labels, loss_mask, document_ids, position_ids
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Tensor]:
     """(sum of the loss over the target tokens, their number); used without a pipeline."""
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
-    losses = model(tokens, position_ids, attention_mask, labels=labels)  # [b, s]
+    tokens, labels, loss_mask, document_ids, position_ids = get_batch(data_iterator)
+    losses = model(tokens, position_ids, document_ids, labels=labels)  # [b, s]
     return (losses * loss_mask).sum(), loss_mask.sum()
 
 

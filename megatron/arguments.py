@@ -3,12 +3,13 @@
 import argparse
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from .config import SECTIONS, Config, settings
 from .options import ConfigError, flag, types_of
+from .translate import Translation, add_to, flag_of, settings_for
 
 HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
 
@@ -61,6 +62,7 @@ def build_parser(script: str | None = None) -> argparse.ArgumentParser:
             groups[name].add_argument(flag(f.name), metavar=metavar, help=text, **many)
     # Launchers hand this to every process they start; ranks are read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add_to(parser)
     return parser
 
 
@@ -78,40 +80,75 @@ def read_json(path: str) -> dict[str, Any]:
     return content
 
 
-def _from_file(path: str) -> dict[str, Any]:
-    """Settings by name from a JSON file whose keys are sections, settings, or both mixed."""
+def _named(content: Mapping[str, Any], where: str) -> Translation:
+    """What is set by sections, settings, or both mixed; settings may have a name of another project."""
     values: dict[str, Any] = {}
-    for key, value in read_json(path).items():
-        if key in SECTIONS and isinstance(value, Mapping):
-            names = [f.name for f in fields(SECTIONS[key])]
-            for name in value:
-                if name not in names:
-                    raise ConfigError(f"{path}: section {key!r} has no setting {name!r}{nearest(name, names)}")
-            values |= value
-        elif key in HOME:
-            values[key] = value
-        else:
-            raise ConfigError(f"{path}: unknown setting {key!r}{nearest(key, [*HOME, *SECTIONS])}")
-    return values
+    foreign: dict[str, Any] = {}
+    for key, value in content.items():
+        here = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
+        names = [f.name for f in fields(SECTIONS[key])] if here is value else list(HOME)
+        for name, each in here.items():
+            if name in names:
+                values[name] = each
+            elif other := flag_of(name):
+                foreign[other] = each
+            elif here is value:
+                raise ConfigError(f"{where}: section {key!r} has no setting {name!r}{nearest(name, names)}")
+            else:
+                raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
+    found = Translation(values)
+    for name, value in foreign.items():
+        if value is not False and value is not None:  # written down by a program, and not asked for
+            found.add(name, value)
+    found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
+    return found
 
 
-def parse(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Config:
+def parse(
+    argv: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+    ranks: int = 1,
+    tell: Callable[[str], None] = lambda note: None,
+) -> Config:
     """The configuration that `argv` describes.
 
-    defaults: settings of the entry script that differ from the fields' own.
-    Raises ConfigError in one sentence.
+    defaults: settings of the entry script that differ from the fields' own. ranks: of the run, from which a flag of
+    another project may follow. tell: is called with each note on what was taken for what.
+    Raises ConfigError in one sentence, or in a line for each argument that cannot be taken.
     """
-    parser = build_parser()
-    found, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0].split('=')[0], flags)}")
+    found, unknown = build_parser().parse_known_args(list(argv))
     flags_given = vars(found)
     flags_given.pop("local_rank", None)
-    values = dict(defaults or {})
-    for path in flags_given.pop("config", []):
-        values |= _from_file(path)
-    return with_values(Config(), {**values, **flags_given})
+    problems, notes = _unknown(unknown), []
+    values: dict[str, Any] = {}
+    foreign = flags_given.pop("foreign", {})
+    sources = [(path, read_json(path)) for path in flags_given.pop("config", [])]
+    for where, content in [("args_defaults", defaults or {}), *sources]:
+        source = _named(content, where)
+        values |= source.values
+        notes += [f"{where}: {note}" for note in source.notes]
+        problems += [f"{where}: {problem}" for problem in source.problems]
+    line = Translation(flags_given)
+    for name, value in foreign.items():
+        line.add(name, value)
+    try:
+        config = line.settle(with_values(Config(), {**values, **line.values}), ranks, with_values)
+    except ConfigError as error:
+        line.problems.append(str(error))
+    problems += line.problems
+    if problems:
+        many = f"{len(problems)} things cannot be taken as they are:"
+        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+    for note in notes + line.notes:
+        tell(note)
+    return config
+
+
+def _unknown(words: Sequence[str]) -> list[str]:
+    """A sentence for each unknown flag among the words that the parser left over; the others are their values."""
+    known = ["--config", *(flag(name) for name in HOME)]
+    names = [word.split("=")[0] for word in words if word.startswith("--")] or list(words[:1])
+    return [f"unknown argument {name}{nearest(name, known)}" for name in names]
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -125,7 +162,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def from_file(path: str) -> Config:
     """The configuration that a run wrote to its folder. Raises ConfigError."""
-    return with_values(Config(), _from_file(path))
+    return with_values(Config(), _named(read_json(path), path).values)
 
 
 class Args:
@@ -143,7 +180,9 @@ class Args:
     def __getattr__(self, name: str) -> Any:
         if name in HOME:
             return getattr(getattr(self.config, HOME[name]), name)
-        raise AttributeError(f"there is no setting {name!r}{nearest(name, HOME)}")
+        ours = settings_for(name)
+        instead = f"; it is {' and '.join(f'args.{each}' for each in ours)} here" if ours else nearest(name, HOME)
+        raise AttributeError(f"there is no setting {name!r}{instead}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")

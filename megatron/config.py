@@ -72,7 +72,6 @@ class ModelConfig(Section):
                 f"--hidden-size {self.hidden_size} cannot be split among --num-attention-heads "
                 f"{self.num_attention_heads}; choose a multiple or give --kv-hidden-size"
             )
-
         if self.scale_tied_logits and not self.tie_embeddings:
             raise ConfigError("--scale-tied-logits is for a tied output layer; leave it out with --no-tie-embeddings")
 
@@ -280,6 +279,7 @@ class CheckpointConfig(Section):
     keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
     keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
     exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
+    exit_interval: int | None = opt(None, "save and end after every so many iterations of the run", at_least(1))
 
     def __post_init__(self) -> None:
         super().__post_init__()

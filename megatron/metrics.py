@@ -3,19 +3,85 @@
 import json
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from tqdm import tqdm
 
 from .config import Config
 
 
+class Timer:
+    """One named part: `with timer: ...`, or `timer.start()` and `timer.stop()`. Raises RuntimeError out of turn.
+
+    device: see `Timers`; None for the process's own time.
+    """
+
+    def __init__(self, name: str, device: torch.device | None) -> None:
+        self.name, self._device = name, device
+        self._begun: float | torch.Event | None = None
+        self.reset()
+
+    def _now(self) -> float | torch.Event:
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        if self._begun is not None:
+            raise RuntimeError(f"the timer {self.name!r} runs already; stop() it before it starts again")
+        self._begun = self._now()
+
+    def stop(self) -> None:
+        if self._begun is None:
+            raise RuntimeError(f"the timer {self.name!r} does not run; start() it before it stops")
+        self._marks.append((self._begun, self._now()))
+        self._begun, self.used = None, True
+        if self._device is None:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for begun, ended in self._marks:
+            if isinstance(begun, float) and isinstance(ended, float):
+                self._spent += ended - begun
+            else:
+                ended.synchronize()  # type: ignore[union-attr]
+                self._spent += begun.elapsed_time(ended) / 1e3  # type: ignore[union-attr,arg-type]
+        self._marks.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Seconds since the last reset; a timer that runs goes on running."""
+        runs = self._begun is not None
+        if runs:
+            self.stop()
+        self._add_up()
+        spent = self._spent
+        if reset:
+            self.reset()
+        if runs:
+            self.start()
+        return spent
+
+    def reset(self) -> None:
+        """Forget what was measured, and a start() without its stop()."""
+        self._begun = None
+        self._spent, self.used = 0.0, False
+        self._marks: list[tuple[float | torch.Event, float | torch.Event]] = []
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
 class Timers:
-    """Seconds spent in named parts: `with timers("forward"): ...`.
+    """Seconds spent in named parts: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
 
     device: where they are spent. An accelerator computes after the call that asked for it, so there it is the device that
     notes when it begins and ends a part, and nobody waits for it before `take`.
@@ -23,35 +89,22 @@ class Timers:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device if device is not None and device.type != "cpu" else None
-        self._spent: defaultdict[str, float] = defaultdict(float)
-        self._marks: list[tuple[str, torch.Event, torch.Event]] = []
+        self._timers: dict[str, Timer] = {}
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        if self._device is not None:
-            begun, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-            begun.record()
-            try:
-                yield
-            finally:
-                ended.record()
-                self._marks.append((name, begun, ended))
-            return
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spent[name] += time.perf_counter() - begin
+    def __call__(self, name: str) -> Timer:
+        if name not in self._timers:
+            self._timers[name] = Timer(name, self._device)
+        return self._timers[name]
 
     def take(self) -> dict[str, float]:
         """Seconds of each part since this was last asked for."""
-        for name, begun, ended in self._marks:
-            ended.synchronize()
-            self._spent[name] += begun.elapsed_time(ended) / 1e3
-        spent = dict(self._spent)
-        self._spent.clear()
-        self._marks.clear()
-        return spent
+        return {name: timer.elapsed() for name, timer in self._timers.items() if timer.used}
+
+    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
+        """A line on rank 0 with the milliseconds of these parts, each divided by `normalizer`."""
+        spent = {name: self(name).elapsed(reset) * 1e3 / normalizer for name in names}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            tqdm.write("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in spent.items()))
 
 
 def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:

@@ -34,7 +34,7 @@ from .initialize import initialize_megatron, world_size
 from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.layers import global_parameters
 from .optim import lr_at
-from .options import describe
+from .options import ConfigError, describe
 from .runtime import RunError, is_rank_0, leave, print_rank_0, start, together
 from .stopping import Wish, Wishes
 from .tokenizer import Tokenizer, load_tokenizer
@@ -101,7 +101,7 @@ def pretrain(
         build_parser(Path(sys.argv[0]).name).parse_args(["--help"])
     code = 2
     try:
-        config = parse(argv, args_defaults)
+        config = parse(argv, args_defaults, world_size(), _tell)
         resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
         code = 1
         providers = (train_valid_test_datasets_provider, model_provider, forward_step, count_targets)
@@ -120,12 +120,19 @@ def pretrain(
     dist.destroy_process_group()
 
 
+def _tell(note: str) -> None:
+    """A line from rank 0, before the ranks know each other."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {note}", flush=True)
+
+
 def _complain(error: Exception, everywhere: bool) -> None:
-    """One sentence on stderr, from rank 0 alone if all ranks know of it."""
+    """One sentence (of settings a line each) on stderr, from rank 0 alone if all ranks know of it."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
-        print(f"{Path(sys.argv[0]).name}{where}: {describe(error)}", file=sys.stderr)
+        text = str(error) if isinstance(error, ConfigError) else describe(error)
+        print(f"{Path(sys.argv[0]).name}{where}: {text}", file=sys.stderr)
     else:
         # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
         time.sleep(10)
@@ -282,6 +289,8 @@ def train(run: Run) -> None:
                 evaluate(run, "valid")
                 window.restart()
             wish, written = wishes.agree(run.saver.pending and not run.saver.busy)
+            if due(state.iteration, config.checkpoint.exit_interval or 0):
+                wish = Wish.SAVE_AND_STOP
             if run.saver.pending and written:
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:

@@ -9,15 +9,15 @@ from torch import Tensor
 from megatron import mpu
 
 
-def get_ltor_masks_and_position_ids(
+def get_ltor_documents_and_position_ids(
     tokens: Tensor, eod: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a left-to-right model needs beside its tokens [b, s].
+    """What our left-to-right models take beside their tokens [b, s].
 
     An end-of-document token belongs to the document that it ends.
-    Returns (attention mask, loss mask, position ids):
-    the attention mask as document numbers, int32 [b, s] (`megatron.model.attention` makes the
-    s x s mask of them where it is used), empty unless `reset_attention_mask`;
+    Returns (document ids, loss mask, position ids):
+    the number of each token's document, int32 [b, s] (`megatron.model.masks` makes the s x s mask of them where it is
+    used), empty unless `reset_attention_mask`;
     the loss mask, fp32 [b, s], 0 where `eod_mask_loss` and the input is end of document;
     positions, int64 [b, s], counted anew in each document if `reset_position_ids`.
     """
@@ -30,13 +30,29 @@ def get_ltor_masks_and_position_ids(
         begins = torch.zeros_like(tokens)
         begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
         positions = positions - begins.cummax(dim=1).values
-    attention_mask = (
-        documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
-    )
+    document_ids = documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
     loss_mask = torch.ones(b, s, dtype=torch.float32, device=tokens.device)
     if eod_mask_loss:
         loss_mask.masked_fill_(is_eod, 0.0)
-    return attention_mask, loss_mask, positions
+    return document_ids, loss_mask, positions
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for a model with a mask as an input, as in Megatron-LM and CPM-Pretrain. Our models do not take it.
+
+    Returns (attention mask, loss mask, position ids): the mask is bool, True where a query (row) may not look at a key
+    (column), [b, 1, s, s] if `reset_attention_mask`, else [1, 1, s, s]; the others as above.
+    """
+    documents, loss_mask, positions = get_ltor_documents_and_position_ids(
+        data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss
+    )
+    s = data.shape[1]
+    hidden = torch.ones(1, s, s, dtype=torch.bool, device=data.device).triu(1)
+    if reset_attention_mask:
+        hidden = hidden | (documents.unsqueeze(2) != documents.unsqueeze(1))
+    return hidden.unsqueeze(1), loss_mask, positions
 
 
 def reduce_losses(losses: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.model.masks import document_mask
 from megatron.tokenizer import Tokenizer
-from megatron.utils import get_ltor_masks_and_position_ids
+from megatron.utils import get_ltor_documents_and_position_ids
 
 Columns = dict[str, list[Any]]
 
@@ -26,10 +26,10 @@ def gpt2_view(
     text = sample["text"]
     tokens, labels = text[None, :-1], text[1:]
     data = config.data
-    _, loss_mask, positions = get_ltor_masks_and_position_ids(
+    _, loss_mask, positions = get_ltor_documents_and_position_ids(
         tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
-    documents, _, _ = get_ltor_masks_and_position_ids(tokens, tokenizer.eod, True, True, False)
+    documents, _, _ = get_ltor_documents_and_position_ids(tokens, tokenizer.eod, True, True, False)
     seen = documents if data.reset_attention_mask else torch.ones_like(documents)
     table: Columns = {
         "place": list(range(tokens.shape[1])),

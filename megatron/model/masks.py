@@ -17,9 +17,15 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
 
     keys None: the queries themselves. causal: and at nothing behind itself. A query that would see
     nothing, which padding may bring about, sees everything: what it computes is not used.
+    Raises ValueError for a mask in the place of the ids.
     """
     if not queries.numel():
         return None
+    if queries.dim() != 2 or queries.dtype == torch.bool:
+        raise ValueError(
+            f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
+            f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
+        )
     same = queries.unsqueeze(2) == (queries if keys is None else keys).unsqueeze(1)
     if causal:
         same = same.tril()

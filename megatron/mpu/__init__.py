@@ -24,6 +24,17 @@ from .mappings import (
     scatter_to_model_parallel_region,
 )
 from .mesh import Axis, Mesh
+from .original import (
+    LayerNorm,
+    checkpoint,
+    divide,
+    get_cuda_rng_tracker,
+    is_unitialized,
+    model_parallel_cuda_manual_seed,
+    set_model_parallel_rank,
+    set_model_parallel_world_size,
+    split_tensor_along_last_dim,
+)
 from .parameters import (
     InitMethod,
     declare,
@@ -37,7 +48,7 @@ from .parameters import (
     put,
     zeros,
 )
-from .random import RngStreams, checkpoint, derive_seed, seeded
+from .random import RngStreams, derive_seed, seeded
 from .reducer import GradReducer
 from .sequence import (
     gather_from_sequence_parallel_region,
@@ -135,20 +146,38 @@ def get_pipe_parallel_group() -> dist.ProcessGroup:
     return _group(_mesh.current().pipe)
 
 
-_ALONE: dict[int, dist.ProcessGroup] = {}
+def get_io_parallel_group() -> dist.ProcessGroup:
+    """The ranks that read data: the first model-parallel rank of each replica, of a pipeline on its first and last stage.
+
+    All of them must call it the first time. Without a pipeline it is the data-parallel group of every rank. Raises
+    RuntimeError on a rank of a pipeline that reads nothing.
+    """
+    grid = get_topology()
+    if grid.pipe == 1:
+        return get_data_parallel_group()
+    ranks = sorted({*grid.filter_match(pipe=0, model=0), *grid.filter_match(pipe=grid.pipe - 1, model=0)})
+    if dist.get_rank() not in ranks:
+        raise RuntimeError(f"rank {dist.get_rank()} reads no data, so it has no io group; ranks {ranks} do")
+    return _of_these(tuple(ranks))
+
+
+_MADE: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
     """The process group of `axis`; DeepSpeed wants one even where a rank is alone."""
     if axis.group is not None:
         return axis.group
-    me = dist.get_rank()
     if dist.get_world_size() == 1:
         return dist.group.WORLD  # type: ignore[return-value]
-    if me not in _ALONE:
-        # Made without the others, so that only ranks that ask for it take part.
-        _ALONE[me] = dist.new_group([me], use_local_synchronization=True)
-    return _ALONE[me]
+    return _of_these((dist.get_rank(),))
+
+
+def _of_these(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group made when it is first asked for, without the others, so that only ranks that ask for it take part."""
+    if ranks not in _MADE:
+        _MADE[ranks] = dist.new_group(ranks, use_local_synchronization=True)
+    return _MADE[ranks]
 
 
 __all__ = [
@@ -156,6 +185,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Coord",
     "GradReducer",
+    "LayerNorm",
     "InitMethod",
     "Mesh",
     "RngStreams",
@@ -170,14 +200,17 @@ __all__ = [
     "declare",
     "derive_seed",
     "destroy_model_parallel",
+    "divide",
     "fill",
     "filled_later",
     "full_shape",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
+    "get_cuda_rng_tracker",
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
+    "get_io_parallel_group",
     "get_mesh",
     "get_model_parallel_group",
     "get_model_parallel_rank",
@@ -190,6 +223,10 @@ __all__ = [
     "grad_norm",
     "initialize_model_parallel",
     "is_asked_for",
+    "is_unitialized",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_is_initialized",
+    "onednn_is_there",
     "local_shape",
     "model_parallel_is_initialized",
     "normal",
@@ -204,8 +241,11 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
+    "set_model_parallel_rank",
+    "set_model_parallel_world_size",
     "seeded",
     "shared_along_sequence",
+    "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",
     "whole_length",
     "zeros",

@@ -26,7 +26,7 @@ def broadcast_data(
     Raises ValueError for a missing key or another dtype, on every rank.
     """
     axis = axis or current().model
-    device = torch.device(device) if device is not None else _default_device(axis)
+    device = torch.device(device) if device is not None else default_device(axis)
     if axis.size == 1:
         problem = _problem(keys, data, datatype)
         if problem or data is None:
@@ -73,7 +73,8 @@ def _problem(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: t
     return ""
 
 
-def _default_device(axis: Axis) -> torch.device:
+def default_device(axis: Axis) -> torch.device:
+    """Where the ranks of a line compute: on the CPU if they talk over gloo or there is nothing else."""
     if axis.group is not None and dist.get_backend(axis.group) == "gloo":
         return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -99,7 +99,7 @@ class RngStreams:
         return nullcontext(), self._replay(dict(self._states), self.iteration)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams) -> Any:
+def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` keeping only its inputs; run it again in the backward pass.
 
     The repeat draws the very dropout masks of the first run (Chen et al. 2016, with the

@@ -9,7 +9,7 @@ from megatron.arguments import parse
 from megatron.config import Config
 from megatron.model import GPT2Model, T5Model, global_parameters, offload
 from megatron.model.layers import init_weights
-from megatron.utils import get_ltor_masks_and_position_ids
+from megatron.utils import get_ltor_documents_and_position_ids, get_ltor_masks_and_position_ids
 from tests.parity import reference
 
 EOD = 1
@@ -84,7 +84,7 @@ def test_logits_and_masks_equal_the_plain_reference(by_document: bool) -> None:
     tokens = torch.randint(2, 100, (3, 24), generator=torch.Generator().manual_seed(1))
     tokens[0, [3, 4, 23]] = EOD
     tokens[1, 0] = EOD
-    document_ids, loss_mask, position_ids = get_ltor_masks_and_position_ids(tokens, EOD, *[by_document] * 3)
+    document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(tokens, EOD, *[by_document] * 3)
     positions, allowed, expected_loss_mask = reference.masks(tokens, EOD, by_document)
     assert torch.equal(position_ids, positions)
     assert torch.equal(loss_mask, expected_loss_mask)
@@ -93,8 +93,39 @@ def test_logits_and_masks_equal_the_plain_reference(by_document: bool) -> None:
     torch.testing.assert_close(model(tokens, position_ids, document_ids), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("flags", [(p, a, e) for p in (False, True) for a in (False, True) for e in (False, True)])
+def test_the_masks_of_the_original_say_where_nobody_may_look(flags: tuple[bool, bool, bool]) -> None:
+    tokens = torch.randint(2, 100, (3, 12), generator=torch.Generator().manual_seed(1))
+    tokens[0, [3, 4, 11]] = EOD
+    tokens[1, 0] = EOD
+    mask, loss_mask, position_ids = get_ltor_masks_and_position_ids(tokens, EOD, *flags)
+    by_position, by_document, mask_loss = flags
+    assert mask.dtype == torch.bool and mask.shape == (3 if by_document else 1, 1, 12, 12)
+    for b, row in enumerate(tokens.tolist()):
+        document = [sum(t == EOD for t in row[:i]) for i in range(12)]
+        for q in range(12):
+            for k in range(12):
+                hidden = k > q or (by_document and document[q] != document[k])
+                assert mask[b if by_document else 0, 0, q, k] == hidden
+        begin = [document.index(document[i]) if by_position else 0 for i in range(12)]
+        assert position_ids[b].tolist() == [i - at for i, at in enumerate(begin)]
+        assert loss_mask[b].tolist() == [0.0 if mask_loss and t == EOD else 1.0 for t in row]
+
+
+@pytest.mark.parametrize("recompute", [[], ["--checkpoint-activations"]])
+def test_a_mask_in_the_place_of_document_ids_is_refused(recompute: list[str]) -> None:
+    model = GPT2Model(config(*recompute))
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    mask, _, position_ids = get_ltor_masks_and_position_ids(tokens, EOD, False, False, False)
+    for wrong in (mask, mask.float(), torch.ones(2, 5, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="not a mask, .*get_ltor_documents_and_position_ids gives what GPT-2"):
+            model(tokens, position_ids, wrong)
+
+
 def test_without_flags_no_mask_is_made() -> None:
-    document_ids, _, _ = get_ltor_masks_and_position_ids(torch.zeros(2, 5, dtype=torch.long), EOD, True, False, True)
+    document_ids, _, _ = get_ltor_documents_and_position_ids(
+        torch.zeros(2, 5, dtype=torch.long), EOD, True, False, True
+    )
     assert document_ids.numel() == 0
 
 

@@ -1,0 +1,108 @@
+"""What tutorials of Megatron-LM and CPM-Pretrain call of mpu and our own layers do not need, on our grid.
+
+Shapes: ... any leading dimensions, n last dimension.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import mesh as _mesh
+from .data import default_device
+from .parameters import declare, ones, zeros
+from .random import RngStreams, checkpoint_with, derive_seed
+from .sequence import shared_along_sequence
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The quotient. Raises ValueError where something is left over."""
+    if numerator % denominator:
+        raise ValueError(f"{numerator} cannot be divided by {denominator} without a rest")
+    return numerator // denominator
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """[..., n] -> `num_partitions` tensors [..., n/num_partitions]: views, unless they are asked to be contiguous.
+
+    Raises ValueError if they do not divide n.
+    """
+    chunks: tuple[Tensor, ...] = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
+    return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's (Ba et al. 2016), with weights that know they are copies on the model-parallel ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for weight, init_method in ((self.weight, ones), (self.bias, zeros)):
+            if weight is not None:
+                shared_along_sequence(declare(weight, init_method))
+
+
+def is_unitialized() -> bool:
+    """Whether `initialize_model_parallel` is still to be called; spelled as in the original."""
+    return not _mesh.is_initialized()
+
+
+def set_model_parallel_rank(rank: int) -> None:
+    """Does nothing where `rank` is the rank of this process. Raises RuntimeError for another."""
+    _same("set_model_parallel_rank", rank, _mesh.current().model.rank)
+
+
+def set_model_parallel_world_size(world_size: int) -> None:
+    """Does nothing where it is the size already. Raises RuntimeError for another."""
+    _same("set_model_parallel_world_size", world_size, _mesh.current().model.size)
+
+
+def _same(name: str, wanted: int, there: int) -> None:
+    if wanted != there:
+        raise RuntimeError(
+            f"mpu.{name}({wanted}): it is {there} in this run and cannot be set by hand; lay the ranks out with "
+            f"mpu.initialize_model_parallel, or build a layer for another place with axis=mpu.Axis(None, ranks, rank)"
+        )
+
+
+class RngTracker:
+    """The dropout streams of this rank under the original's name; where its states are kept, ours are computed."""
+
+    def fork(self, name: str = "model-parallel-rng") -> AbstractContextManager[None]:
+        """Draw inside the block from a stream that differs on each model-parallel rank, as a layer that is split wants it.
+
+        Layers that use the same name draw from it in turn, so that their masks depend on which of them are on this
+        rank; with a name for each (`fork(f"layers.{i}.mlp")`) all layouts drop the same.
+        """
+        mesh = _mesh.current()
+        return mesh.rng.fork(name, default_device(mesh.replica), split=True)
+
+    def add(self, name: str, seed: int) -> None:
+        """Raises RuntimeError: nothing needs to be added."""
+        raise RuntimeError(
+            f"get_cuda_rng_tracker().add({name!r}, {seed}): a stream is there when fork({name!r}) first asks for it, and "
+            f"begins where --seed and the iteration put it; leave the call out"
+        )
+
+
+def get_cuda_rng_tracker() -> RngTracker:
+    return RngTracker()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Start torch's own generators, alike on all ranks, and the dropout streams, each rank's own, from `seed` again."""
+    torch.manual_seed(seed)
+    rng = _mesh.current().rng
+    rng.seed = derive_seed(seed, "dropout")
+    rng.begin(rng.iteration)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:
+    """Run `function(*args)` keeping only its inputs; run it again in the backward pass.
+
+    rng: the streams whose dropout masks the repeat draws again; this rank's if not given.
+    """
+    return checkpoint_with(rng or _mesh.current().rng, function, *args)

@@ -1,0 +1,251 @@
+"""Command lines of CPM-Pretrain and Megatron-LM: what is taken for what, and what is refused, all at once."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import HOME, Args, parse
+from megatron.config import Config
+from megatron.ds_config import resolve
+from megatron.foreign_flags import FLAGS, ROWS, ByValue, Means, NoEffect, Refused
+from megatron.optim import lr_at
+from megatron.options import ConfigError, flag
+from tests.support import ROOT
+from tests.unit import flags_table
+
+# Every flag that CPM-Pretrain's parser knows, DeepSpeed's among them.
+CPM_PRETRAIN = """
+--num-layers --num-unique-layers --param-sharing-style --hidden-size --kv-hidden-size --ff-hidden-size
+--num-attention-heads --max-position-embeddings --make-vocab-size-divisible-by --layernorm-epsilon
+--apply-residual-connection-post-layernorm --openai-gelu --onnx-safe
+--attention-dropout --hidden-dropout --weight-decay --clip-grad --adam-beta1 --adam-beta2 --adam-eps
+--batch-size --gas --checkpoint-activations --distribute-checkpointed-activations --checkpoint-num-layers
+--train-iters --log-interval --exit-interval --tensorboard-dir --scaled-upper-triang-masked-softmax-fusion
+--scaled-masked-softmax-fusion --bias-gelu-fusion --bias-dropout-fusion --hidden-bias --cpu-optimizer --cpu_torch_adam
+--seed --init-method-std --lr --lr-decay-style --lr-decay-iters --min-lr --warmup --override-lr-scheduler
+--use-checkpoint-lr-scheduler --save --save-interval --no-save-optim --no-save-rng --load --no-load-optim --no-load-rng
+--finetune --fp16 --apply-query-key-layer-scaling --attention-softmax-in-fp32 --fp32-allreduce --hysteresis
+--loss-scale --loss-scale-window --min-scale --fp16-lm-cross-entropy --model-parallel-size --pipe-parallel-size
+--distributed-backend --DDP-impl --local_rank --lazy-mpu-init --use-cpu-initialization --eval-iters --eval-interval
+--data-path --split --vocab-file --merge-file --seq-length --enc-seq-length --dec-seq-length --mask-prob
+--short-seq-prob --mmap-warmup --num-workers --tokenizer-type --data-impl --reset-position-ids --reset-attention-mask
+--eod-mask-loss --adlr-autoresume --adlr-autoresume-interval --ict-head-size --ict-load --bert-load --titles-data-path
+--query-in-block-prob --use-one-sent-docs --report-topk-accuracies --faiss-use-gpu --block-data-path
+--indexer-batch-size --indexer-log-interval --zero-stage --zero-reduce-scatter --zero-contigious-gradients
+--zero-reduce-bucket-size --zero-allgather-bucket-size --deepspeed-activation-checkpointing --partition-activations
+--contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer --profile-backward
+--deepspeed --deepspeed_config --deepscale --deepscale_config --deepspeed_mpi
+"""
+
+# What its run scripts start, with their values.
+COMMON = """
+--model-parallel-size 2 --num-layers 2 --kv-hidden-size 16 --max-position-embeddings 1024 --batch-size 4 --gas 16
+--train-iters 320000 --lr-decay-iters 320000 --save checkpoints/a --data-path data/a --data-impl mmap
+--vocab-file vocab --split 949,50,1 --distributed-backend nccl --lr 1.5e-4 --lr-decay-style cosine --min-lr 1.0e-5
+--weight-decay 1e-2 --clip-grad 1.0 --warmup 0.01 --log-interval 1 --save-interval 500 --eval-interval 100
+--eval-iters 10 --fp16 --tensorboard-dir logs/a --deepspeed --deepspeed_config ds_config.json
+"""
+GPT2 = f"{COMMON} --pipe-parallel-size 2 --hidden-size 256 --num-attention-heads 16 --ff-hidden-size 1024 --seq-length 1024 --checkpoint-activations --hidden-bias"
+T5 = f"{COMMON} --pipe-parallel-size 1 --hidden-size 128 --num-attention-heads 8 --ff-hidden-size 256 --enc-seq-length 1024 --dec-seq-length 384"
+CHECKPOINTING = "--checkpoint-num-layers 1 --partition-activations --synchronize-each-layer --contigious-checkpointing --profile-backward"
+MEGATRON = """
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 24 --hidden-size 1024
+--num-attention-heads 16 --ffn-hidden-size 4096 --micro-batch-size 2 --global-batch-size 16 --seq-length 1024
+--max-position-embeddings 1024 --train-samples 1600000 --lr-decay-samples 800000 --lr-warmup-samples 16000 --lr 1.5e-4
+--min-lr 1.0e-5 --lr-decay-style cosine --data-path my --vocab-file v/vocab.json --merge-file v/merges.txt
+--data-impl mmap --split 949,50,1 --bf16 --accumulate-allreduce-grads-in-fp32 --DDP-impl local --clip-grad 1.0
+--num-layers-per-virtual-pipeline-stage 3 --recompute-granularity selective --tokenizer-type GPT2BPETokenizer
+--log-interval 10 --save-interval 1000 --eval-interval 100 --eval-iters 10 --exit-interval 500
+"""
+
+
+def taken(line: str, ranks: int = 1) -> tuple[Config, list[str]]:
+    notes: list[str] = []
+    return parse(line.split(), None, ranks, notes.append), notes
+
+
+def test_every_flag_of_the_original_is_known() -> None:
+    ours = {flag(name) for name in HOME} | {"--no-load-optim", "--no-load-rng", "--local_rank"}
+    assert [name for name in CPM_PRETRAIN.split() if name not in ours and name not in FLAGS] == []
+    assert ours.isdisjoint(FLAGS)
+
+
+def test_the_original_run_scripts_start(tmp_path: Path) -> None:
+    config, notes = taken(GPT2, 4)
+    assert (config.train.precision, config.train.deepspeed_config) == ("fp16", "ds_config.json")
+    assert (config.train_batch_size(4), config.model.hidden_bias) == (64, True)
+    assert notes == [
+        "--data-impl mmap has no effect: pairs of .bin and .idx are always mapped",
+        "--distributed-backend nccl has no effect: the device decides: NCCL between GPUs, gloo between CPUs",
+        "--fp16 taken for --precision fp16",
+        "--tensorboard-dir logs/a taken for --tensorboard (events go to tensorboard/ in --run-dir)",
+        "--deepspeed has no effect: every run is DeepSpeed's",
+        "--deepspeed_config ds_config.json taken for --deepspeed-config ds_config.json",
+    ]
+    fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16}
+    path = tmp_path / "ds_config_t5.json"
+    path.write_text(json.dumps({"train_batch_size": 128, "train_micro_batch_size_per_gpu": 4, "fp16": fp16}))
+    config, _ = taken(T5.replace("ds_config.json", str(path)), 4)
+    assert (config.data.enc_seq_length, config.data.dec_seq_length) == (1024, 384)
+    resolved = resolve(config, 4, fast_bf16=False)
+    assert (resolved.precision, resolved.zero_stage, resolved.deepspeed["train_batch_size"]) == ("fp16", 1, 128)
+
+
+def test_all_that_is_refused_is_said_together() -> None:
+    with pytest.raises(ConfigError) as error:
+        taken(f"{GPT2} {CHECKPOINTING} --num-unique-layers 1 --hiden-size 3 --xyzzy")
+    assert str(error.value).splitlines() == [
+        "5 things cannot be taken as they are:",
+        "  unknown argument --hiden-size; did you mean --hidden-size?",
+        "  unknown argument --xyzzy",
+        "  --partition-activations is not taken: with --sequence-parallel each model-parallel rank keeps its own stretch",
+        '  --profile-backward is not taken: write "wall_clock_breakdown": true in --deepspeed-config',
+        "  --num-unique-layers 1 is not taken: layers do not share weights",
+    ]
+
+
+def test_megatrons_line_is_ours() -> None:
+    found, notes = taken(MEGATRON, 8)
+    ours, none = taken(
+        "--model-parallel-size 2 --pipe-parallel-size 2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
+        "--ff-hidden-size 4096 --batch-size 2 --gas 4 --seq-length 1024 --max-position-embeddings 1024 "
+        "--train-iters 100000 --lr-decay-iters 50000 --warmup 0.02 --lr 1.5e-4 --min-lr 1.0e-5 --data-path my "
+        "--vocab-file v/vocab.json --split 949,50,1 --precision bf16 --clip-grad 1.0 --pipeline-schedule interleaved "
+        "--virtual-pipeline-size 4 --checkpoint-attention --log-interval 10 --save-interval 1000 --eval-interval 100 "
+        "--eval-iters 10 --exit-interval 500"
+    )
+    assert found == ours and none == []
+    assert "--global-batch-size 16 taken for --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
+    assert "--merge-file v/merges.txt has no effect: it is read where it is, beside --vocab-file" in notes
+    assert "--tokenizer-type GPT2BPETokenizer taken for --tokenizer-type auto" in notes
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "message"),
+    [
+        ("--micro-batch-size 4 --batch-size 8", 1, "--micro-batch-size 4 means --batch-size 4, against --batch-size 8; leave one of them out"),
+        ("--fp16 --bf16", 1, "--bf16 means --precision bf16, against --fp16; leave one of them out"),
+        ("--global-batch-size 8 --gas 3", 1, "--global-batch-size 8 means --gas 2, against --gas 3; leave one"),
+        ("--global-batch-size 30", 4, "it must be a multiple of 16 = --batch-size 4 x 4 replicas"),
+        ("--global-batch-size 16 --model-parallel-size 2", 3, "3 ranks cannot be divided into replicas"),
+        ("--train-samples 3", 1, "it is less than one global batch of 4 samples"),
+        ("--lr-warmup-iters 30 --train-iters 20", 1, "between 0 and the 20 iterations of the decay"),
+        ("--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2", 2, "--num-layers 12 must be 2 or more times --pipe-parallel-size 2 x 5"),
+        ("--data-impl fast", 1, "--data-impl fast is not taken: it may be mmap, infer, lazy, cached"),
+        ("--merge-file a/b --vocab-file v/vocab.json", 1, "copy the file there"),
+        ("--fp32-allreduce --fp16", 1, '"communication_data_type": "fp32" in --deepspeed-config'),
+        ("--sgd-momentum 0.5", 1, "the momentum of --optimizer sgd is 0.9"),
+        ("--micro-batch-size x", 1, "argument --micro-batch-size: invalid int value: 'x'"),
+        ("--micro-batch-size 0", 1, "--batch-size 0 must be at least 1"),
+        ("3 --lr 1", 1, "unknown argument 3"),
+    ],
+)  # fmt: skip
+def test_contradictions_and_remainders_are_refused(line: str, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        taken(line, ranks)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_both_ways_to_write_a_value_and_the_last_one_wins() -> None:
+    assert taken("--micro-batch-size=3")[0] == taken("--micro-batch-size 7 --micro-batch-size 3")[0]
+    assert taken("--micro-batch-size 8 --batch-size 8")[0].train.batch_size == 8
+    assert taken("--pipeline-model-parallel-size 1")[0].parallel.pipe_parallel_size == 0
+
+
+@pytest.mark.parametrize("total", [7, 100, 300, 1000])
+def test_a_warmup_in_iterations_is_one(total: int) -> None:
+    for rising in range(total + 1):
+        config, _ = taken(f"--lr-warmup-iters {rising} --lr-decay-iters {total} --lr 1 --lr-decay-style constant")
+        rates = [lr_at(i, config) for i in range(total)]
+        assert rates == pytest.approx([min(1.0, (i + 1) / rising) if rising else 1.0 for i in range(total)])
+        if total > 100 and rising > 50:
+            break
+
+
+def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"fp16": True, "bf16": False, "train": {"micro_batch_size": 2}, "ffn_hidden_size": 96}))
+    config, notes = taken(f"--config {path} --gas 2")
+    assert (config.train.precision, config.train.batch_size, config.model.ff_hidden_size) == ("fp16", 2, 96)
+    assert f"{path}: --micro-batch-size 2 taken for --batch-size 2" in notes
+    assert taken(f"--config {path} --batch-size 6")[0].train.batch_size == 6, "a flag wins over a file"
+    path.write_text(json.dumps({"global_batch_size": 8, "num_experts": 2, "micro_batch_size": 4, "batch_size": 2}))
+    with pytest.raises(ConfigError) as error:
+        taken(f"--config {path}")
+    assert [line.split(f"{path}: ")[-1] for line in str(error.value).splitlines()[1:]] == [
+        "--num-experts 2 is not taken: there are no experts; every token passes the same MLP",
+        "--micro-batch-size 4 means --batch-size 4, against --batch-size 2; leave one of them out",
+        "--global-batch-size depends on other settings; give it as a flag",
+    ]
+
+
+def test_defaults_of_a_script_may_use_the_names_too() -> None:
+    notes: list[str] = []
+    config = parse(["--gas", "2"], {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 3}, tell=notes.append)
+    assert (config.data.tokenizer_type, config.train.batch_size, len(notes)) == ("auto", 3, 2)
+    with pytest.raises(ConfigError, match="args_defaults: unknown setting 'hiden_size'; did you mean hidden_size?"):
+        parse([], {"hiden_size": 3})
+
+
+VALUE = {int: "12", float: "0.9", str: "full", list: "1 2", None: ""}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_row_does_what_it_says(name: str) -> None:
+    row = FLAGS[name]
+    values = list(row.outcome.values) if isinstance(row.outcome, ByValue) else [VALUE[row.takes]]
+    for value in values:
+        outcome = row.outcome.values[value] if isinstance(row.outcome, ByValue) else row.outcome
+        notes: list[str] = []
+        argv, defaults = [name, *value.split()], {"num_layers": 24, "pipe_parallel_size": 2, "batch_size": 2}
+        if isinstance(outcome, Refused):
+            with pytest.raises(ConfigError, match=f"^{name}.* is not taken: {re.escape(outcome.advice)}$"):
+                parse(argv, defaults, 2)
+        else:
+            try:
+                parse(argv, defaults, 2, notes.append)
+            except ConfigError as error:
+                assert not isinstance(outcome, (Means, NoEffect)), error
+            else:
+                assert len(notes) == 1 and notes[0].startswith(name)
+
+
+def test_args_name_the_setting_that_takes_the_place() -> None:
+    args = Args(Config())
+    with pytest.raises(AttributeError, match="there is no setting 'micro_batch_size'; it is args.batch_size here"):
+        _ = args.micro_batch_size
+    with pytest.raises(AttributeError, match="there is no setting 'fp16'; it is args.precision here"):
+        _ = args.fp16
+    with pytest.raises(AttributeError, match="there is no setting 'deepspeed'; did you mean deepspeed_config?"):
+        _ = args.deepspeed
+
+
+def test_what_the_table_says_names_our_own_flags() -> None:
+    known = {flag(name) for name in HOME} | {"--config", "--no-load-optim"}
+    text = "\n".join(flags_table._outcome(row.outcome) for row in ROWS)
+    assert {name for name in re.findall(r"--[a-z][a-z0-9-]+", text)} - known <= {
+        "--no-hidden-bias",
+        "--no-tie-embeddings",
+    }
+
+
+@pytest.mark.parametrize(("page", "tables"), [("migration.md", "english"), ("migration_zh.md", "chinese")])
+def test_the_documents_show_the_tables(page: str, tables: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for table in getattr(flags_table, tables)():
+        assert table in text, "python -m tests.unit.flags_table prints the tables"
+
+
+def test_defaults_in_the_documents_are_ours() -> None:
+    """The column of our defaults in the table of those that differ."""
+    for page in ("migration.md", "migration_zh.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        rows = re.findall(r"^\| `--([a-z-]+)` \| [^|]+ \| `([^`|]+)`", text, flags=re.MULTILINE)
+        assert len(rows) >= 10
+        for name, ours in rows:
+            setting = name.replace("-", "_")
+            section = getattr(Config(), HOME[setting])
+            assert str(getattr(section, setting)) == ours, name
