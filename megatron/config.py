@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from .options import ConfigError, Section, at_least, between, each_of, one_of, opt
 
 # What is computed in another way than a textbook writes it down; the loss is the same but for rounding.
+ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu")
 FUSED = ("biased-attention", "cross-entropy", "gated-gelu", "relative-positions", "rms-norm")
 
 
@@ -24,13 +25,15 @@ class ModelConfig(Section):
         None, "layers of T5's decoder; --num-layers, which are those of its encoder, if not given", at_least(1)
     )
     normalization: str = opt("layernorm", "layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
-    activation: str = opt("gelu", "inside the MLP: gelu, relu or gated-gelu", one_of("gelu", "relu", "gated-gelu"))
+    activation: str = opt("gelu-tanh", f"inside the MLP: {', '.join(ACTIVATIONS)}", one_of(*ACTIVATIONS))
     position_embedding: str = opt("learned", "learned, or (T5) relative", one_of("learned", "relative"))
     relative_attention_num_buckets: int = opt(32, "distances that relative positions tell apart", at_least(4))
     relative_attention_max_distance: int = opt(128, "distance from which on all are one bucket", at_least(2))
     scale_attention: bool = opt(True, "divide the scores by the root of the head's width; T5 does not")
     tie_embeddings: bool = opt(True, "the output layer uses the matrix of the embedding")
-    scale_tied_logits: bool = opt(False, "multiply logits of a tied matrix by hidden size ** -0.5, as T5 of 2019 does")
+    scale_tied_logits: bool = opt(
+        False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix"
+    )
     ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", at_least(1))
     hidden_bias: bool = opt(True, "biases in the linear layers")
     max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
@@ -58,9 +61,7 @@ class ModelConfig(Section):
         each_of(*FUSED),
     )
     kernels: str = opt(
-        "auto",
-        "of norms and Adam: torch's, apex's; auto takes apex's on a GPU where it is",
-        one_of("auto", "torch", "apex"),
+        "auto", "of norms and Adam: torch's, apex's; auto takes apex's where it is", one_of("auto", "torch", "apex")
     )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0))
@@ -72,8 +73,6 @@ class ModelConfig(Section):
                 f"--hidden-size {self.hidden_size} cannot be split among --num-attention-heads "
                 f"{self.num_attention_heads}; choose a multiple or give --kv-hidden-size"
             )
-        if self.scale_tied_logits and not self.tie_embeddings:
-            raise ConfigError("--scale-tied-logits is for a tied output layer; leave it out with --no-tie-embeddings")
 
     @property
     def decoder_layers(self) -> int:

@@ -198,7 +198,7 @@ ROWS = (
     Row("--norm-epsilon", _as("layernorm_epsilon"), float),
     Row("--disable-bias-linear", Means({"hidden_bias": False})),
     Row("--untie-embeddings-and-output-weights", Means({"tie_embeddings": False})),
-    Row("--openai-gelu", Means({"activation": "gelu"}, "it is the form with tanh")),
+    Row("--openai-gelu", Means({"activation": "gelu-tanh"})),
     Row("--num-unique-layers", Refused("layers do not share weights"), int),
     Row("--param-sharing-style", Refused("layers do not share weights"), str),
     Row("--num-experts", Refused("there are no experts; every token passes the same MLP"), int),

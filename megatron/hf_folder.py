@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,20 @@ from . import mpu
 from .arguments import with_values
 from .checkpointing.files import open_tensors
 from .checkpointing.stream import Entry, write_entries
-from .config import Config, ModelConfig
+from .config import Config
+from .hf_config import read_config, settings_of
 from .hf_names import gpt2_matches, t5_matches
+from .model import GPT2Model, T5Model
 from .model.layers import global_parameters
-from .options import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD = "lm_head.weight"
+# Names of one matrix, of which a file may hold any.
+EMBEDDINGS = (
+    "transformer.wte.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
+)  # fmt: skip
+CONSTANT = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
@@ -49,6 +58,7 @@ class FolderReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._opened: dict[str, Any] = {}
+        self._asked: set[str] = set()
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             self._where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -65,12 +75,30 @@ class FolderReader:
             self._opened[name] = open_tensors(self.folder / name)
         return self._opened[name]
 
+    def _name(self, name: str) -> str | None:
+        """What `name` is called in these files: without a prefix where the model has no head, or after one of its ties."""
+        for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
+            for found in (str(each), each.removeprefix("transformer.")):
+                if found in self._where:
+                    return found
+        return None
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is there under this very name, but for a prefix."""
+        return name in self._where or name.removeprefix("transformer.") in self._where
+
+    def unread(self) -> list[str]:
+        """Tensors that nobody has asked for, without copies of the embedding and GPT-2's constant masks."""
+        known = {*EMBEDDINGS, *(name.removeprefix("transformer.") for name in EMBEDDINGS)}
+        left = sorted(set(self._where) - self._asked - known)
+        return [name for name in left if not CONSTANT.fullmatch(name)]
+
     def _find(self, name: str) -> tuple[Any, str]:
         """The file that holds a tensor, and its name there."""
-        short = name.removeprefix("transformer.")  # GPT-2's without its head are saved without the prefix
-        found = name if name in self._where else short
-        if found not in self._where:
+        found = self._name(name)
+        if found is None:
             raise ValueError(f"{self.folder} holds no tensor {name}")
+        self._asked.add(found)
         return self._open(self._where[found]), found
 
     def shape(self, name: str) -> list[int]:
@@ -99,83 +127,6 @@ def publish(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
-    for wrong, setting in what:
-        if wrong:
-            raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")
-
-
-def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
-    """config.json of GPT2LMHeadModel. Raises ConfigError for what it cannot be."""
-    _refuse([
-        (m.normalization != "layernorm", f"--normalization {m.normalization}"),
-        (m.activation != "gelu", f"--activation {m.activation}"),
-        (not m.hidden_bias, "--no-hidden-bias"),
-        (not m.scale_attention, "--no-scale-attention"),
-        (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
-    ], "GPT-2")  # fmt: skip
-    return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_positions": positions,
-        "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ff_size,
-        "activation_function": "gelu_new", "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
-        "embd_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout, "bos_token_id": eod, "eos_token_id": eod,
-        "tie_word_embeddings": m.tie_embeddings, "dtype": str(DTYPES[dtype]).removeprefix("torch."),
-    }  # fmt: skip
-
-
-def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
-    """config.json of T5ForConditionalGeneration. Raises ConfigError for what it cannot be."""
-    _refuse([
-        (m.position_embedding != "relative", "learned positions (the cpm variant)"),
-        (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
-        (m.activation == "gelu", "--activation gelu"),
-        (m.hidden_bias, "--hidden-bias"),
-        (m.scale_attention, "--scale-attention"),
-    ], "T5")  # fmt: skip
-    return {
-        "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": m.vocab_size,
-        "d_model": m.hidden_size, "d_kv": m.head_size, "d_ff": m.ff_size, "num_layers": m.num_layers,
-        "num_decoder_layers": m.decoder_layers, "num_heads": m.num_attention_heads,
-        "relative_attention_num_buckets": m.relative_attention_num_buckets,
-        "relative_attention_max_distance": m.relative_attention_max_distance, "dropout_rate": m.hidden_dropout,
-        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": m.activation, "is_encoder_decoder": True,
-        "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.tie_embeddings and m.scale_tied_logits,
-        "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": str(DTYPES[dtype]).removeprefix("torch."),
-    }  # fmt: skip
-
-
-def settings_of(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Our settings, by their flat names, for a config.json of theirs. Raises ValueError for other models."""
-    kind = content.get("model_type")
-    if kind == "gpt2":
-        activation = content.get("activation_function", "gelu_new")
-        if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-            raise ValueError(f"{where}: GPT-2 with the activation {activation} is not known here")
-        return {
-            "num_layers": content["n_layer"], "hidden_size": content["n_embd"], "num_attention_heads": content["n_head"],
-            "ff_hidden_size": content.get("n_inner"), "vocab_size": content["vocab_size"],
-            "max_position_embeddings": content["n_positions"], "seq_length": content["n_positions"],
-            "layernorm_epsilon": content.get("layer_norm_epsilon", 1e-5), "hidden_dropout": content.get("resid_pdrop", 0.1),
-            "attention_dropout": content.get("attn_pdrop", 0.1),
-            "tie_embeddings": content.get("tie_word_embeddings", True),
-        }  # fmt: skip
-    if kind in ("t5", "mt5"):
-        tied = content.get("tie_word_embeddings", True)
-        return {
-            "num_layers": content["num_layers"], "num_decoder_layers": content.get("num_decoder_layers"),
-            "hidden_size": content["d_model"], "num_attention_heads": content["num_heads"],
-            "kv_hidden_size": content["d_kv"], "ff_hidden_size": content["d_ff"], "vocab_size": content["vocab_size"],
-            "relative_attention_num_buckets": content.get("relative_attention_num_buckets", 32),
-            "relative_attention_max_distance": content.get("relative_attention_max_distance", 128),
-            "layernorm_epsilon": content.get("layer_norm_epsilon", 1e-6), "hidden_dropout": content.get("dropout_rate", 0.1),
-            "activation": content.get("feed_forward_proj", "relu"), "tie_embeddings": tied,
-            "scale_tied_logits": tied and content.get("scale_decoder_outputs", True), "position_embedding": "relative",
-            "normalization": "rmsnorm", "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512,
-            "span_convention": "t5",
-        }  # fmt: skip
-    raise ValueError(f"{where} describes a model of type {kind!r}; gpt2, t5 and mt5 can be converted")
-
-
 def entries_of(
     matches: Iterator[Any], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
 ) -> list[Entry]:
@@ -199,18 +150,65 @@ def is_hf_folder(folder: Path) -> bool:
     return path.is_file() and "model_type" in json.loads(path.read_text(encoding="utf-8"))
 
 
-def load_hf_config(folder: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
-    """The settings of a folder of theirs."""
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    layout = {"model_parallel_size": model_parallel_size, "pipe_parallel_size": pipe_parallel_size}
-    return with_values(Config(), {**settings_of(content, folder / "config.json"), **layout})
+class Folder:
+    """A model of theirs, looked at as a whole: settings, tensors, and that they belong to each other.
 
+    values: config.json with their defaults. config: our settings. notes: what is to be said of them.
+    Raises ValueError for what cannot be converted, what the files contradict each other in, and what nobody would read.
+    """
 
-@torch.no_grad()
-def load_hf_weights(folder: Path, config: Config, model: Any) -> None:
-    """Fill what this process holds of a model of ours from a folder of theirs."""
-    theirs = FolderReader(folder)
-    matches = {match.ours: match for match in (t5_matches if config.is_t5 else gpt2_matches)(config.model)}
-    for name, parameter in global_parameters(model):
-        match = matches[name]
-        mpu.put(parameter, parameter, match.join([theirs.read(each) for each in match.theirs]))
+    def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
+        self.path, where = path, path / "config.json"
+        if not where.is_file():
+            raise ValueError(f"{where} does not exist: {path} is not a model of Hugging Face")
+        self.given = json.loads(where.read_text(encoding="utf-8"))
+        self.values = read_config(self.given, where)
+        self.tensors = FolderReader(path)
+        settings, self.notes = settings_of(self.values, self._tied(), where)
+        layout = {"model_parallel_size": model_parallel_size, "pipe_parallel_size": pipe_parallel_size}
+        self.config = with_values(Config(), {**settings, **layout})
+        self.matches = list((t5_matches if self.config.is_t5 else gpt2_matches)(self.config.model))
+        self._check_tensors()
+
+    def _tied(self) -> bool:
+        """Whether the output matrix is that of the embedding: the tensors say it, not the setting."""
+        there = [name for name in EMBEDDINGS if self.tensors.holds(name)]
+        first = next((name for name in there if name != HEAD), None)
+        for name in there:
+            if first and name != HEAD and not torch.equal(self.tensors.read(name), self.tensors.read(first)):
+                raise ValueError(f"{self.path}: {name} and {first} differ, but a model here has one embedding")
+        if first and HEAD in there:
+            return torch.equal(self.tensors.read(HEAD), self.tensors.read(first))
+        if not self.values["tie_word_embeddings"]:
+            raise ValueError(
+                f"{self.path}/config.json says tie_word_embeddings false, but there is "
+                f"{'no ' + HEAD if first else 'no embedding'} among the tensors"
+            )
+        return True
+
+    def _check_tensors(self) -> None:
+        """Every tensor that is needed is there with its shape, and every one that is there is needed."""
+        with torch.device("meta"), mpu.filled_later():
+            model: Any = (T5Model if self.config.is_t5 else GPT2Model)(with_values(self.config, ALONE))
+        shapes = {name: mpu.full_shape(parameter) for name, parameter in global_parameters(model)}
+        for match in self.matches:
+            for name, part in zip(
+                match.theirs, match.split(torch.empty(*shapes[match.ours], device="meta")), strict=True
+            ):
+                found = self.tensors.shape(name)
+                if found != list(part.shape):
+                    raise ValueError(f"{self.path}: {name} has shape {found}, by config.json it has {list(part.shape)}")
+        extra = self.tensors.unread()
+        if extra:
+            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            raise ValueError(
+                f"{self.path} holds tensors that are no part of the model that config.json describes: {shown}"
+            )
+
+    @torch.no_grad()
+    def load(self, model: Any) -> None:
+        """Fill what this process holds of a model of ours."""
+        matches = {match.ours: match for match in self.matches}
+        for name, parameter in global_parameters(model):
+            match = matches[name]
+            mpu.put(parameter, parameter, match.join([self.tensors.read(each) for each in match.theirs]))

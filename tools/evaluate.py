@@ -16,6 +16,7 @@ from megatron.harness import Harness, evaluate_tasks
 from megatron.model import GPT2Model
 from megatron.scoring import Logits, Score, completes, nats_of
 from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer.load import folder_has_one, refuse_other_ids
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
@@ -55,6 +56,10 @@ def hugging_face(args: argparse.Namespace) -> Subject:
     model: Any = AutoModelForCausalLM.from_pretrained(args.hf, dtype=torch.float32)
     model.eval()
     tokenizer = load_tokenizer(args.vocab_file or args.hf)
+    if args.vocab_file and folder_has_one(Path(args.hf)):
+        refuse_other_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
     return Subject(lambda tokens: model(tokens).logits, tokenizer, model.config.max_position_embeddings)
 
 

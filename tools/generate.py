@@ -14,7 +14,7 @@ from _cli import Parser, run
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config import Config
 from megatron.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
-from megatron.hf_folder import is_hf_folder, load_hf_config, load_hf_weights
+from megatron.hf_folder import Folder, is_hf_folder
 from megatron.initialize import initialize_megatron
 from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers, vocab_size_of
@@ -94,18 +94,20 @@ def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
 
 def load(args: argparse.Namespace) -> Writer:
     sizes = args.model_parallel_size, args.pipe_parallel_size
-    theirs = Path(args.load) if is_hf_folder(Path(args.load)) else None
+    theirs = Folder(Path(args.load), *sizes) if is_hf_folder(Path(args.load)) else None
     if theirs:
-        path, config = None, load_hf_config(theirs, *sizes)
+        path, config = None, theirs.config
     else:
         path = find_checkpoint(args.load)
         config = plain_config(CheckpointReader(path), *sizes)
-    vocab_file = args.vocab_file or (str(theirs) if theirs else config.data.vocab_file)
+    vocab_file = args.vocab_file or (str(theirs.path) if theirs else config.data.vocab_file)
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, "auto" if theirs else config.data.tokenizer_type)
     if config.is_t5 and theirs:
-        raise ValueError(f"{theirs} is a T5: make it a checkpoint first, with tools/convert_checkpoint.py --from-hf")
+        raise ValueError(
+            f"{theirs.path} is a T5: make it a checkpoint first, with tools/convert_checkpoint.py --from-hf"
+        )
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     if args.model_parallel_size > 1 or args.pipe_parallel_size > 1:
@@ -117,7 +119,7 @@ def load(args: argparse.Namespace) -> Writer:
     if path:
         load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     elif theirs:
-        load_hf_weights(theirs, config, model)
+        theirs.load(model)
     return Writer(model, tokenizer, config, stages)
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
-FORMAT = 2
+FORMAT = 3
 WEIGHT = "weight"  # of the keys `weight.<parameter>`, beside the optimizer's moments
 _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 

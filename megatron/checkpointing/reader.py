@@ -26,11 +26,13 @@ class CheckpointReader:
         try:
             content = json.loads((path / INDEX).read_text(encoding="utf-8"))
             version = content["format"]
-            if version != FORMAT:
-                raise CheckpointError(f"{path} has format {version}; this version reads format {FORMAT}")
+            if version not in (2, FORMAT):
+                raise CheckpointError(f"{path} has format {version}; this version reads format 2 and {FORMAT}")
             self.state, self.optimizer, self.rng_seed = content["state"], content["optimizer"], content["rng_seed"]
             self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
             self.tokenizer = content["tokenizer"]
+            if version == 2 and self.config["model"]["activation"] == "gelu":
+                self.config["model"]["activation"] = "gelu-tanh"  # its name before there was the one by erf
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{path / INDEX} cannot be read: {type(error).__name__} {error}") from None
         self._open: dict[str, Any] = {}

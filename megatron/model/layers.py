@@ -150,5 +150,5 @@ def init_weights(model: Any, seed: int) -> None:
     So they depend neither on the layout nor on the order of building. Others keep what their module gave them.
     """
     for name, parameter in global_parameters(model):
-        if hasattr(parameter, "init_method"):
+        if hasattr(parameter, "init_method") and not parameter.is_meta:
             mpu.fill(parameter, mpu.derive_seed(seed, "weights", name))

@@ -3,6 +3,7 @@
 Shapes: s sequence, b batch, h hidden, f inside the MLP, t model-parallel ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +55,12 @@ def _unfused_gated_gelu(x: Tensor) -> Tensor:
     return gelu(x[..., ::2]) * x[..., 1::2]
 
 
-ACTIVATIONS = {"gelu": gelu, "relu": torch.relu, "gated-gelu": gated_gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": gelu,
+    "relu": torch.relu,
+    "gated-gelu": gated_gelu,
+}
 
 
 class ParallelMLP(nn.Module):

@@ -47,7 +47,7 @@ class Head:
     """Called on the output matrix: (hidden [q, b, h], ...) -> logits [q, b, v/t]."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.factor = config.hidden_size**-0.5 if config.scale_tied_logits and config.tie_embeddings else 1.0
+        self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
 
     def __call__(self, embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Tensor:
         hidden = inputs[0] * self.factor if self.factor != 1.0 else inputs[0]

@@ -52,7 +52,7 @@ def declare(
     parameter.partition_dim = dim  # type: ignore[attr-defined]
     parameter.full_size = full_size  # type: ignore[attr-defined]
     parameter.model_rank = axis.rank if axis and dim is not None else 0  # type: ignore[attr-defined]
-    if not _filled_later.get():
+    if not _filled_later.get() and not parameter.is_meta:
         fill(parameter)
     return parameter
 

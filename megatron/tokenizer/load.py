@@ -5,6 +5,9 @@ from pathlib import Path
 from .base import Tokenizer, TokenizerError
 
 KINDS = ("auto", "sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
+PROBES = (
+    "春天来了，花都开了。老人坐在树下。", "The river runs slowly to the sea.", " a  b ", "2024年1,234.5元", "\n\n1234 \t", "é, Ａﬁ①",
+)  # fmt: skip
 IN_FOLDER = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
@@ -25,6 +28,22 @@ def load_tokenizer(vocab_file: str, kind: str = "auto", segmenter: str = "auto")
     if not path.is_file():
         raise TokenizerError(f"there is no vocabulary file {vocab_file}; tools/train_tokenizer.py makes one")
     return _OPEN[_recognize(path) if kind == "auto" else kind](path, segmenter)
+
+
+def folder_has_one(folder: Path) -> bool:
+    """Whether `load_tokenizer` finds a tokenizer in this folder."""
+    return any((folder / name).is_file() for name in IN_FOLDER)
+
+
+def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
+    """Raise TokenizerError unless both give the same ids, as far as sizes, ends and a few texts tell."""
+    if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
+        raise TokenizerError(
+            f"{what}: {found.vocab_size} tokens, of which {found.eod} ends a text, not {expected.vocab_size} and {expected.eod}"
+        )
+    for text in PROBES:
+        if found.encode(text) != expected.encode(text):
+            raise TokenizerError(f"{what}: for {text!r} it gives other ids")
 
 
 def _recognize(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Sentencepiece on raw text (Kudo and Richardson 2018): BPE or unigram, with bytes for what the vocabulary lacks."""
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,9 +50,16 @@ class SentencePieceTokenizer(Tokenizer):
             for i in range(self.vocab_size)
             if self._sp.is_control(i) or self._sp.is_unknown(i)
         }
+        # mT5's sentinels are pieces of their own, with the mark of a space in front.
+        for i in itertools.takewhile(lambda i: self._piece(f"{MARK}<extra_id_{i}>") is not None, itertools.count()):
+            self.specials[f"<extra_id_{i}>"] = self._sp.piece_to_id(f"{MARK}<extra_id_{i}>")
         # Pieces would turn a mark in the text into a space; bytes keep it.
         spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
         self._mark = np.array(spelled if self._sp.is_byte(spelled[0]) else [], dtype=np.int32)
+
+    def _piece(self, name: str) -> int | None:
+        id_: int = self._sp.piece_to_id(name)
+        return id_ if self._sp.id_to_piece(id_) == name else None
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A tokenizer with the special tokens of T5 behind its own: padding, and a sentinel for each masked span."""
+"""A tokenizer with the special tokens of T5: padding, and a sentinel for each masked span."""
 
 import re
 from collections.abc import Sequence
@@ -9,20 +9,26 @@ MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
 
 
 class SentinelTokenizer(Tokenizer):
-    """`tokenizer`'s ids, then one for padding, then `count` sentinels.
+    """`tokenizer`'s ids with padding and `count` sentinels: its own, if it has them by name, else behind its last id.
 
     convention `t5`: the first sentinel has the last id and they descend, as in Hugging Face;
     `cpm`: they ascend. In text they are `<extra_id_0>` or `<s_0>`, and either is understood. The
     fingerprint is that of the tokenizer: corpora hold none of these ids.
+    Raises ValueError if the tokenizer has sentinels of its own, but fewer than `count`.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int, convention: str) -> None:
         self.base, self.count, self.convention = tokenizer, count, convention
         self.name, self.fingerprint, self.eod = tokenizer.name, tokenizer.fingerprint, tokenizer.eod
-        self.pad = tokenizer.vocab_size
-        self.vocab_size = tokenizer.vocab_size + 1 + count
-        ids = range(self.pad + 1, self.vocab_size)
-        self.sentinels = tuple(reversed(ids)) if convention == "t5" else tuple(ids)  # of span 0, 1, ...
+        self._prefix = "extra_id_" if convention == "t5" else "s_"
+        size, own = tokenizer.vocab_size, own_sentinels(tokenizer, convention)
+        self.pad = tokenizer.specials.get("<pad>", size)
+        size = max(size, self.pad + 1)
+        if own and len(own) < count:
+            raise ValueError(f"the tokenizer has {len(own)} sentinels of its own: say --num-sentinels {len(own)}")
+        behind = range(size, size + count)
+        self.sentinels = own[:count] or (tuple(reversed(behind)) if convention == "t5" else tuple(behind))
+        self.vocab_size = size if own else size + count
         self.specials = {**tokenizer.specials, "<pad>": self.pad}
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
 
@@ -40,15 +46,23 @@ class SentinelTokenizer(Tokenizer):
         return ids + (self.base.encode(text[at:]) if at < len(text) else [])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with sentinels in it; padding is left out."""
-        name = "extra_id_" if self.convention == "t5" else "s_"
+        """Text with sentinels in it; padding and ids that no token has (rows that fill a table) are left out."""
         parts: list[str] = []
         run: list[int] = []
         for id_ in [*map(int, ids), self.pad]:
-            if id_ < self.pad:
-                run.append(id_)
+            if id_ != self.pad and id_ not in self._number:
+                run += [id_] if id_ < self.base.vocab_size else []
                 continue
             parts += [self.base.decode(run)] if run else []
-            parts += [f"<{name}{self._number[id_]}>"] if id_ in self._number else []
+            parts += [f"<{self._prefix}{self._number[id_]}>"] if id_ in self._number else []
             run = []
         return "".join(parts)
+
+
+def own_sentinels(tokenizer: Tokenizer, convention: str) -> tuple[int, ...]:
+    """Ids of the sentinels 0, 1, ... that a tokenizer has by name, as those of Hugging Face's T5 and of CPM-2 do."""
+    name = "<extra_id_{}>" if convention == "t5" else "<s_{}>"
+    found: list[int] = []
+    while name.format(len(found)) in tokenizer.specials:
+        found.append(tokenizer.specials[name.format(len(found))])
+    return tuple(found)

@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, flags: list[str], damage:
     [
         (["--hidden-size", "32"], "--hidden-size is 16 there and 32 here"),
         (["--num-layers", "3"], "--num-layers is 2 there and 3 here"),
-        (["--activation", "relu"], "--activation is gelu there and relu here"),
+        (["--activation", "relu"], "--activation is gelu-tanh there and relu here"),
         (["--seq-length", "8"], "--max-position-embeddings is 16 there and 8 here"),
         (["--seq-length", "8", "--max-position-embeddings", "16"], "--seq-length is 16 there and 8 here"),
         (["--optimizer", "sgd"], "has the state of --optimizer adam, this run uses sgd"),
