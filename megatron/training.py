@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,20 +303,27 @@ def due(iteration: int, interval: int) -> bool:
 
 
 def evaluate(run: Run, part: str) -> float | None:
-    """Mean loss per target token over --eval-iters global batches, always the same ones. None where the part is empty."""
+    """Mean loss per target token over --eval-iters global batches, always the same ones. None where the part is empty.
+
+    Where the model tells them apart, loss and share of right guesses of text tokens are reported, too.
+    """
     dataset = run.datasets[("train", "valid", "test").index(part)]
     iterations = run.config.train.eval_iters
     if dataset is None or not iterations:
         return None
     batches = data_iterator(run, dataset, 0)
-    total = targets = 0.0
+    sums: defaultdict[str, float] = defaultdict(float)
     for _ in range(iterations):
-        batch_total, batch_targets = run.engine.eval_batch(batches)
-        total, targets = total + batch_total, targets + batch_targets
-    loss = total / targets
-    ppl = math.exp(min(loss, 700))
-    print_rank_0(f"iteration {run.state.iteration:7d} | {part} loss {loss:.4f} | ppl {ppl:.2f}")
-    run.metrics.write({"split": part, "iteration": run.state.iteration, "lm_loss": loss, "ppl": ppl})
+        for name, value in run.engine.eval_batch(batches).items():
+            sums[name] += value
+    loss = sums["loss"] / sums["targets"]
+    row = {"split": part, "iteration": run.state.iteration, "lm_loss": loss, "ppl": math.exp(min(loss, 700))}
+    line = f"iteration {run.state.iteration:7d} | {part} loss {loss:.4f} | ppl {row['ppl']:.2f}"
+    if tokens := sums["text_tokens"]:
+        row |= {"text_loss": sums["text_loss"] / tokens, "text_accuracy": sums["text_right"] / tokens}
+        line += f" | text loss {row['text_loss']:.4f} | text accuracy {row['text_accuracy']:.1%}"
+    print_rank_0(line)
+    run.metrics.write(row)
     return loss
 
 

@@ -7,7 +7,7 @@ built and never look it up again. Everything takes numbers, nothing takes a conf
 import torch.distributed as dist
 
 from . import mesh as _mesh
-from .cross_entropy import vocab_parallel_cross_entropy
+from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_right
 from .data import broadcast_data
 from .grads import clip_grad_norm, counts_here, grad_norm
 from .layers import (
@@ -185,5 +185,6 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "shared_along_sequence",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_right",
     "whole_length",
 ]
