@@ -22,7 +22,7 @@ KEYS = ["encoder", "decoder", "labels", "encoder_documents", "decoder_documents"
 DEFAULTS = {"enc_seq_length": 512}
 
 
-def tokenizer_provider(config: Config, tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer_provider(config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:
     """Padding and sentinels behind the tokens of the text."""
     return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
