@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config import Config
 from megatron.data.corpora import parse_blend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
@@ -50,13 +51,11 @@ def of_text(config: dict[str, Any]) -> float | None:
     return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
 
 
-def of_targets(config_file: Path, samples: int) -> OfTargets | None:
+def of_targets(config: Config, samples: int) -> OfTargets | None:
     """Over the labels of the first `samples` validation samples of a T5. None as in `of_text`, and for masked corpora."""
     import pretrain_t5  # torch, which other reports are spared
-    from megatron.arguments import from_file
     from megatron.tokenizer import load_tokenizer
 
-    config = from_file(str(config_file))
     tokenizer = pretrain_t5.tokenizer_provider(
         config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type)
     )

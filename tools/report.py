@@ -11,6 +11,8 @@ from typing import Any
 from _cli import Parser, run
 from _unigram import of_targets, of_text
 
+from megatron.arguments import from_file
+
 EXAMPLES = """\
   python tools/report.py --run-dir runs/gpt2"""
 Row = dict[str, Any]
@@ -31,7 +33,7 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
     if not train:
         return {}
     batch = train[-1]["consumed_samples"] // train[-1]["iteration"]
-    both = of_targets(run_dir / "config.json", batch * config["train"]["eval_iters"])
+    both = of_targets(from_file(str(run_dir / "config.json")), batch * config["train"]["eval_iters"])
     return {} if both is None else {"targets": both.targets, "masked text": both.text}
 
 
