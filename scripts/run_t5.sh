@@ -33,4 +33,6 @@ fi
 
 prepare_corpus
 train "$@"
+# The end of a gap is one token, what may stand in it thousands: drawn more sharply, a young model would leave most gaps empty.
+SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8}
 if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天来了，${gap}都开了。" "老人坐在${gap}。" "The river runs ${gap} the sea."; fi

@@ -62,7 +62,7 @@ def draw(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
     axes.set_ylabel("nats per token")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
