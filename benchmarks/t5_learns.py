@@ -155,11 +155,13 @@ def draw(found: dict[str, Any], out: str) -> None:
     axes.axhline(
         found["unigram"], color="#525252", linestyle="--", linewidth=1.2, label="unigram entropy of the masked text"
     )
+    lowest = min(min(run["text_loss"]) for run in found["runs"].values())
+    axes.set_ylim(lowest - 0.15, found["unigram"] + 1.5)  # what starts far above comes in from there
     axes.set_xlabel("iteration")
     axes.set_ylabel("validation, nats per masked text token")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
     figure.savefig(out)
 
 

@@ -130,7 +130,6 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.activation == "gelu", "--activation gelu"),
         (m.hidden_bias, "--hidden-bias"),
-        (m.scale_attention, "--scale-attention"),
     ], "T5")  # fmt: skip
     return {
         "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": m.vocab_size,
