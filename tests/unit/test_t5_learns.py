@@ -32,12 +32,12 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
     """Documents count 1 to 12 again and again; what is missing has to be copied from around each gap, and counted on."""
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "count", np.uint16) as builder:
-        for _ in range(4):
+        for _ in range(16):
             builder.add_document(np.append((rng.integers(12) + np.arange(4000)) % 12 + 1, EOD))
     sentinels = tuple(range(TEXT + 1, TEXT + 1 + COUNT))
     specials = Specials(EOD, TEXT, sentinels[::-1] if variant == "t5" else sentinels)
     objective = Objective("span-corruption", variant, 0.15, 1.0)
-    parts, _ = build_train_valid_test_datasets(str(tmp_path / "count"), "3,1", objective, 32, None, specials, 1)
+    parts, _ = build_train_valid_test_datasets(str(tmp_path / "count"), "15,1", objective, 32, None, specials, 1)
     data, valid, _ = parts
     assert data is not None
     assert valid is not None
@@ -60,8 +60,8 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
     found = {name: float(value) for name, value in model.get_additional_losses().items()}
     assert found["text_tokens"] > 300
     assert found["text_loss"] / found["text_tokens"] < np.log(12) - 2
-    assert found["text_right"] / found["text_tokens"] > 0.9
-    assert np.mean([_filled(model, valid[n]) for n in range(10)]) > 0.9
+    assert found["text_right"] / found["text_tokens"] > 0.8
+    assert np.mean([_filled(model, valid[n]) for n in range(10)]) > 0.8
 
 
 def _is_text(labels: torch.Tensor) -> torch.Tensor:
