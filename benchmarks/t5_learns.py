@@ -155,8 +155,10 @@ def draw(found: dict[str, Any], out: str) -> None:
     axes.axhline(
         found["unigram"], color="#525252", linestyle="--", linewidth=1.2, label="unigram entropy of the masked text"
     )
-    lowest = min(min(run["text_loss"]) for run in found["runs"].values())
-    axes.set_ylim(lowest - 0.15, found["unigram"] + 1.5)  # what starts far above comes in from there
+    losses = [loss for run in found["runs"].values() for loss in run["text_loss"]]
+    axes.set_ylim(
+        min(losses) - 0.15, min(max(losses) + 0.15, found["unigram"] + 1.5)
+    )  # what starts far above comes in from there
     axes.set_xlabel("iteration")
     axes.set_ylabel("validation, nats per masked text token")
     axes.grid(alpha=0.25)
