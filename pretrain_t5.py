@@ -1,6 +1,7 @@
 """Pretrain T5. `bash scripts/run_t5.sh` calls this; `python pretrain_t5.py --help` lists every setting."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,27 +22,27 @@ KEYS = ["encoder", "decoder", "labels", "encoder_documents", "decoder_documents"
 DEFAULTS = {"enc_seq_length": 512}
 
 
-def tokenizer_provider(config: Config, tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer_provider(config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:
     """Padding and sentinels behind the tokens of the text."""
     return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
 
+def datasets_of(config: Config, tokenizer: SentinelTokenizer) -> tuple[Datasets, list[str]]:
+    """The three parts of the corpus, and notes on them."""
+    data, seed = config.data, config.train.seed
+    lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
+    specials = Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels)
+    if all(map(cpm_triples.is_triple, prefixes_of(data.paths))):
+        return cpm_triples.build_train_valid_test_datasets(
+            data.paths, data.split, *lengths, specials, seed, tokenizer.pad
+        )
+    objective = Objective(data.objective, data.span_convention, data.noise_density, data.mean_span_length)
+    return build_train_valid_test_datasets(data.paths, data.split, objective, *lengths, specials, seed, tokenizer.pad)
+
+
 def train_valid_test_datasets_provider() -> Datasets:
     """The three parts of the corpus."""
-    args = get_args()
-    tokenizer = cast(SentinelTokenizer, get_tokenizer())
-    paths = args.config.data.paths
-    lengths = args.enc_seq_length or args.seq_length, args.dec_seq_length
-    specials = Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels)
-    if all(map(cpm_triples.is_triple, prefixes_of(paths))):
-        datasets, notes = cpm_triples.build_train_valid_test_datasets(
-            paths, args.split, *lengths, specials, args.seed, tokenizer.pad
-        )
-    else:
-        objective = Objective(args.objective, args.span_convention, args.noise_density, args.mean_span_length)
-        datasets, notes = build_train_valid_test_datasets(
-            paths, args.split, objective, *lengths, specials, args.seed, tokenizer.pad
-        )
+    datasets, notes = datasets_of(get_args().config, cast(SentinelTokenizer, get_tokenizer()))
     for note in notes:
         print_rank_0(f"note: {note}")
     return datasets
@@ -52,7 +53,8 @@ def get_batch_pipe(data: Batch | None) -> tuple[tuple[Tensor, ...], tuple[Tensor
 
     data is read by the first rank of a model-parallel group and None on the others. Masks are not
     made here: where documents or padding are to be kept apart, their numbers go along. What follows
-    the last token of a decoder is seen by none and needs no number (1 stands for it).
+    the last token of a decoder is seen by none and needs no number (1 stands for it). A label that does
+    not count becomes padding.
     """
     args = get_args()
     batch = mpu.broadcast_data(KEYS, data, torch.int64)
@@ -62,6 +64,7 @@ def get_batch_pipe(data: Batch | None) -> tuple[tuple[Tensor, ...], tuple[Tensor
     labels, loss_mask = batch["labels"], batch["loss_mask"].float()
     if args.eod_mask_loss:
         loss_mask = loss_mask.masked_fill(labels == get_tokenizer().eod, 0.0)
+    labels = labels.masked_fill(loss_mask == 0, pad)
     theirs, ours = batch["encoder_documents"].short(), batch["decoder_documents"].short()
     if not args.reset_attention_mask:
         # One document, and padding where there is any. It is rare: without it no ids need to travel.
@@ -91,14 +94,21 @@ def count_targets(data: Batch | None) -> Tensor:
     return loss_mask.sum(dtype=torch.float64)
 
 
+def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
+    """Which labels are masked text: neither sentinels nor ends nor padding."""
+    marks = torch.tensor([tokenizer.pad, tokenizer.eod, *tokenizer.sentinels], device=labels.device)
+    return ~torch.isin(labels, marks)
+
+
 def model_provider() -> nn.Module:
     """The model: whole, or this stage's part of it."""
     args = get_args()
+    looks = partial(is_text, cast(SentinelTokenizer, get_tokenizer()))
     if args.pipe_parallel_size == 0:
-        return T5Model(args.config)
+        return T5Model(args.config, is_text=looks)
     from megatron.model import T5ModelPipe
 
-    model: nn.Module = T5ModelPipe(args.config)
+    model: nn.Module = T5ModelPipe(args.config, looks)
     model._megatron_batch_fn = get_batch_pipe  # type: ignore[assignment]
     return model
 

@@ -4,6 +4,7 @@ Losses are sums over target tokens, divided by the number of targets in the whol
 That number is counted before the first backward pass, so gradients come out right at once.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -44,8 +45,8 @@ class Engine(Protocol):
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step: ...
 
-    def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
-        """(sum of the loss over a global batch, number of its targets)"""
+    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        """Of a global batch: `loss`, its sum; `targets`, their number; sums of what the model looks at apart, by name."""
         ...
 
 
@@ -116,9 +117,12 @@ class PipeEngine:
         self.deepspeed.set_dataiterator(None)  # or it would keep worker processes alive
         return _result(self.deepspeed, self._exact_loss(), self.deepspeed.get_global_grad_norm())
 
-    def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
-        self.deepspeed.eval_batch(batches)
-        return self._exact_loss().item() * self.deepspeed.num_targets, self.deepspeed.num_targets
+    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        ds = self.deepspeed
+        ds.eval_batch(batches)
+        micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
+        aside = {name: mean.item() * micros for name, mean in ds.additional_losses.items()}
+        return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aside}
 
     def _exact_loss(self) -> Tensor:
         """In fp64, as it was added up."""
@@ -183,16 +187,18 @@ class PlainEngine:
         return _result(ds, self._sum(total) / targets, ds.get_global_grad_norm() if norm is None else norm)
 
     @torch.no_grad()
-    def eval_batch(self, batches: Batches | None) -> tuple[float, float]:
+    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval()
         read = self._read(batches)
         targets = self._count(read)
-        total = torch.zeros((), dtype=torch.float64, device=ds.device)
+        sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=ds.device))
         for batch in read:
             loss, _ = self.forward_step(self._feed(batches, batch), ds.module)
-            total += loss.double()
-        return self._sum(total).item(), targets.item()
+            sums["loss"] += loss.double()
+            for name, value in (getattr(ds.module, "get_additional_losses", dict)() or {}).items():
+                sums[name] += value
+        return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
 
     def _read(self, batches: Batches | None) -> list[dict[str, Tensor] | None]:
         return [next(batches) if batches is not None else None for _ in range(self.gas)]

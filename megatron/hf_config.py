@@ -296,7 +296,6 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.hidden_bias, "--hidden-bias"),
-        (m.scale_attention, "--scale-attention"),
     ], "T5")  # fmt: skip
     return {
         "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": m.vocab_size,

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .checkpointing.files import open_tensors
 from .checkpointing.stream import Entry, write_entries
 from .config import Config
 from .hf_config import read_config, settings_of
-from .hf_names import gpt2_matches, t5_matches
+from .hf_names import Match, gpt2_matches, t5_matches
 from .model import GPT2Model, T5Model
 from .model.layers import global_parameters
 
@@ -128,7 +128,7 @@ def publish(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def entries_of(
-    matches: Iterator[Any], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
+    matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
 ) -> list[Entry]:
     """What to write for Hugging Face, from our tensors."""
     found = []

@@ -90,17 +90,31 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
+def _query_scaled(match: Match, m: ModelConfig) -> Match:
+    """T5's scores are not divided, so where ours are, their queries (the first of `theirs`) have to be smaller by as much."""
+    if not m.scale_attention:
+        return match
+    factor = m.head_size**-0.5
+
+    def split(t: Tensor) -> list[Tensor]:
+        query, *rest = match.split(t)
+        return [query * factor, *rest]
+
+    return Match(match.ours, match.theirs, split, lambda ts: match.join([ts[0] / factor, *ts[1:]]))
+
+
 def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
     at, its, heads = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer", m.num_attention_heads
     norms = ["input_layernorm", *(["cross_layernorm"] if stack == "decoder" else []), "post_attention_layernorm"]
     for j, norm in enumerate(norms):
         yield Match(f"{at}.{norm}.weight", (f"{its}.{j}.layer_norm.weight",))
     own = f"{its}.0.SelfAttention"
-    yield _interleaved(f"{at}.attention.query_key_value.weight", tuple(f"{own}.{x}.weight" for x in "qkv"), heads)
+    fused = _interleaved(f"{at}.attention.query_key_value.weight", tuple(f"{own}.{x}.weight" for x in "qkv"), heads)
+    yield _query_scaled(fused, m)
     yield Match(f"{at}.attention.dense.weight", (f"{own}.o.weight",))
     if stack == "decoder":
         cross = f"{its}.1.EncDecAttention"
-        yield Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",))
+        yield _query_scaled(Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",)), m)
         yield _interleaved(f"{at}.cross_attention.key_value.weight", tuple(f"{cross}.{x}.weight" for x in "kv"), heads)
         yield Match(f"{at}.cross_attention.dense.weight", (f"{cross}.o.weight",))
     mlp = f"{its}.{len(norms) - 1}.DenseReluDense"

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from .engine import Batches, CountTargets, Engine, ForwardStep, Step, build_engi
 from .gradient_watch import GradientWatch
 from .initialize import initialize_megatron, world_size
 from .metrics import MetricsWriter, Timers, flops_per_token
-from .model.layers import global_parameters
+from .model.layers import count_parameters
 from .optim import lr_at
 from .options import ConfigError, describe
 from .runtime import RunError, is_rank_0, leave, print_rank_0, start, together
@@ -231,16 +232,6 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device) -> 
         print_rank_0(note)
 
 
-def count_parameters(model: Any) -> int:
-    """Parameters of the whole model over all stages, tied ones once, padding left out."""
-    line = mpu.get_mesh().pipe
-    sizes: list[Any] = [{name: math.prod(mpu.full_shape(p)) for name, p in global_parameters(model)}]
-    if line.group is not None:
-        mine, sizes = sizes[0], [None] * line.size
-        dist.all_gather_object(sizes, mine, line.group)
-    return sum(dict(item for stage in sizes for item in stage.items()).values())
-
-
 def data_iterator(run: Run, dataset: Any, consumed_samples: int) -> Batches | None:
     """Micro-batches for this rank; None where it gets its data from another rank or needs none."""
     mesh = mpu.get_mesh()
@@ -314,20 +305,27 @@ def due(iteration: int, interval: int) -> bool:
 
 
 def evaluate(run: Run, part: str) -> float | None:
-    """Mean loss per target token over --eval-iters global batches, always the same ones. None where the part is empty."""
+    """Mean loss per target token over --eval-iters global batches, always the same ones. None where the part is empty.
+
+    Where the model tells them apart, loss and share of right guesses of text tokens are reported, too.
+    """
     dataset = run.datasets[("train", "valid", "test").index(part)]
     iterations = run.config.train.eval_iters
     if dataset is None or not iterations:
         return None
     batches = data_iterator(run, dataset, 0)
-    total = targets = 0.0
+    sums: defaultdict[str, float] = defaultdict(float)
     for _ in range(iterations):
-        batch_total, batch_targets = run.engine.eval_batch(batches)
-        total, targets = total + batch_total, targets + batch_targets
-    loss = total / targets
-    ppl = math.exp(min(loss, 700))
-    print_rank_0(f"iteration {run.state.iteration:7d} | {part} loss {loss:.4f} | ppl {ppl:.2f}")
-    run.metrics.write({"split": part, "iteration": run.state.iteration, "lm_loss": loss, "ppl": ppl})
+        for name, value in run.engine.eval_batch(batches).items():
+            sums[name] += value
+    loss = sums["loss"] / sums["targets"]
+    row = {"split": part, "iteration": run.state.iteration, "lm_loss": loss, "ppl": math.exp(min(loss, 700))}
+    line = f"iteration {run.state.iteration:7d} | {part} loss {loss:.4f} | ppl {row['ppl']:.2f}"
+    if tokens := sums["text_tokens"]:
+        row |= {"text_loss": sums["text_loss"] / tokens, "text_accuracy": sums["text_right"] / tokens}
+        line += f" | text loss {row['text_loss']:.4f} | text accuracy {row['text_accuracy']:.1%}"
+    print_rank_0(line)
+    run.metrics.write(row)
     return loss
 
 

@@ -77,7 +77,8 @@ look() {
     python tools/report.py --run-dir "$RUN_DIR"
     echo
     for prompt in "$@"; do
-        python tools/generate.py --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 | tr '\n' ' '; echo
+        # shellcheck disable=SC2086
+        python tools/generate.py --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-} | tr '\n' ' '; echo
     done
     echo
     echo "settings     $RUN_DIR/config.json"

@@ -164,6 +164,11 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         return self._losses.means
 
     @property
+    def additional_losses(self) -> dict[str, Tensor]:
+        """Means over the micro-batches of the last batch of what the model's `get_additional_losses()` gave, on every rank."""
+        return self._losses.additional
+
+    @property
     def num_targets(self) -> float:
         """Targets of the last batch, over the whole global batch; of micro-batches, if nothing counts targets."""
         return self._losses.targets

@@ -18,7 +18,7 @@ from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.hf_config import FAMILIES, check_special_tokens, gpt2_config, t5_config
 from megatron.hf_folder import DTYPES, Folder, FolderReader, entries_of, publish, write_tensors
-from megatron.hf_names import gpt2_matches, t5_matches
+from megatron.hf_names import Match, gpt2_matches, t5_matches
 from megatron.hf_tokenizer import as_theirs
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.rank_files import RankFiles
@@ -57,8 +57,8 @@ def export(args: argparse.Namespace) -> None:
         entry = reader.tensors[f"{WEIGHT}.{name}"]
         return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
 
-    matches = (t5_matches if t5 else gpt2_matches)(config.model)
-    entries = entries_of(matches, read, shape, args.dtype)
+    by_name = {match.ours: match for match in (t5_matches if t5 else gpt2_matches)(config.model)}
+    entries = entries_of(by_name.values(), read, shape, args.dtype)
 
     def fill(folder: Path) -> None:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
@@ -71,10 +71,15 @@ def export(args: argparse.Namespace) -> None:
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
         _write_tokenizer(folder, config, tokenizer, args.vocab_file)
         if args.verify:  # before the folder gets its name
-            compare(config, lambda name: read(name).to(DTYPES[args.dtype]).float(), folder)
+            compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
 
     publish(Path(args.output), fill)
     print(f"{len(entries)} tensors -> {args.output}")
+
+
+def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """One of our weights with the numbers that it has in a file of `dtype`."""
+    return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
 def _tokenizer(config: Config, vocab_file: str | None) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""A page about a run: loss curve, perplexity and a unigram baseline, as report.html and loss.png in its folder."""
+"""A page about a run: loss curve, perplexity and unigram baselines, as report.html and loss.png in its folder."""
 
 import argparse
 import base64
@@ -8,49 +8,36 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _cli import Parser, run
+from _unigram import of_targets, of_text
 
-from megatron.data.corpora import parse_blend
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.splits import parse_split, split_documents
+from megatron.arguments import from_file
 
 EXAMPLES = """\
   python tools/report.py --run-dir runs/gpt2"""
-AT_MOST = 20_000_000  # tokens looked at for the baseline
+Row = dict[str, Any]
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[Row]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def unigram_loss(data_path: list[str] | None, split: str, vocab_size: int) -> float | None:
-    """Nats per token that a model of token frequencies alone has on the validation part.
-
-    Frequencies are counted in the training part, one added to each. None without validation documents,
-    and for several corpora.
-    """
-    corpora = parse_blend(data_path or [])
-    if len(corpora) != 1:
-        return None
-    indexed = IndexedDataset(corpora[0][1])
-    train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
-    ends = np.concatenate([[0], indexed.document_ends()])
-
-    def counts(part: range) -> np.ndarray[Any, np.dtype[np.int64]]:
-        tokens = indexed.tokens[ends[part.start] : ends[part.stop]][:AT_MOST]
-        return np.bincount(tokens, minlength=vocab_size)
-
-    seen, asked = counts(train) + 1, counts(valid)
-    if not asked.sum():
-        return None
-    return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
+def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
+    """Unigram entropies in nats per token, by what they are of; none where there is no validation text."""
+    if config["data"]["enc_seq_length"] is None:
+        text = of_text(config)
+        return {} if text is None else {"validation text": text}
+    if not train:
+        return {}
+    batch = train[-1]["consumed_samples"] // train[-1]["iteration"]
+    both = of_targets(from_file(str(run_dir / "config.json")), batch * config["train"]["eval_iters"])
+    return {} if both is None else {"targets": both.targets, "masked text": both.text}
 
 
-def draw(rows: list[dict[str, Any]], baseline: float | None, path: Path) -> None:
+def draw(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
     """The loss curves as a picture. Raises ValueError without matplotlib."""
     try:
         import matplotlib
@@ -60,19 +47,22 @@ def draw(rows: list[dict[str, Any]], baseline: float | None, path: Path) -> None
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
-    for split, colour, marker in (("train", "#9db7d5", None), ("valid", "#c2410c", "o")):
-        chosen = [row for row in rows if row.get("split") == split]
+    for split, key, label, colour, marker in (
+        ("train", "lm_loss", "training loss", "#9db7d5", None),
+        ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
+        ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
+    ):
+        chosen = [row for row in rows if row.get("split") == split and key in row]
         if chosen:
-            x, y = [row["iteration"] for row in chosen], [row["lm_loss"] for row in chosen]
-            axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.8, label=f"{split}ing loss"
-                      if split == "train" else "validation loss")  # fmt: skip
-    if baseline is not None:
-        axes.axhline(baseline, color="#525252", linestyle="--", linewidth=1.2, label="unigram entropy")
+            x, y = [row["iteration"] for row in chosen], [row[key] for row in chosen]
+            axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.8, label=label)
+    for (of, nats), style in zip(baselines.items(), (":", "--") if len(baselines) > 1 else ("--",), strict=True):
+        axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {of}")
     axes.set_xlabel("iteration")
     axes.set_ylabel("nats per token")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
@@ -95,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     train = [row for row in rows if row.get("split") == "train"]
     valid = [row for row in rows if row.get("split") == "valid"]
-    baseline = unigram_loss(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
+    baselines = baselines_of(run_dir, config, train)
     facts = [("iterations", str(max((row["iteration"] for row in rows), default=0)))]
     if train:
         speeds = sorted(row["tokens_per_second"] for row in train)
@@ -110,17 +100,18 @@ def main(args: argparse.Namespace) -> None:
             ("validation loss, first and last", f"{valid[0]['lm_loss']:.3f}, {valid[-1]['lm_loss']:.3f} nats/token"),
             ("best", f"{best['lm_loss']:.3f} at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"),
         ]
-    if baseline is not None:
-        facts.append(
-            (
-                "unigram entropy of the validation text",
-                f"{baseline:.3f} nats/token (perplexity {math.exp(baseline):.1f})",
-            )
-        )
+    if valid and "text_loss" in valid[-1]:
+        text = [row["text_loss"] for row in valid]
+        facts += [
+            ("masked text alone, first and last", f"{text[0]:.3f}, {text[-1]:.3f} nats/token"),
+            ("masked text guessed right", f"{valid[-1]['text_accuracy']:.1%}"),
+        ]
+    for of, nats in baselines.items():
+        facts.append((f"unigram entropy of the {of}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})"))
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         print(f"{name:{width}}  {value}")
-    draw(rows, baseline, run_dir / "loss.png")
+    draw(rows, baselines, run_dir / "loss.png")
     (run_dir / "report.html").write_text(page(run_dir, facts, run_dir / "loss.png"), encoding="utf-8")
 
 

@@ -23,7 +23,9 @@ def mask_document(
     spans = min(max(round(noise / mean_span), 1), noise, max(len(text) - noise, 1))
     ends = np.arange(len(text)) == len(text) - 1
     rng = np.random.default_rng(list(seed))
-    masked, first, _ = draw_spans_to_borders(rng, SpanPlan(len(text), noise, spans, 0, 0), ends)
+    masked, first, _ = draw_spans_to_borders(
+        rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), ends
+    )  # unbounded
     context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
     lengths = np.diff(at, append=len(target))
     return context, target, np.stack([at, lengths], axis=1).ravel()

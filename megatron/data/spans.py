@@ -83,21 +83,27 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
 def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
     """As `draw_spans`, but every end of a document (ends [l]) is the last token of a span, as CPM wants it.
 
-    Returns the number of tokens that are used, too: fewer than l where the window has more
-    documents than the plan has spans, the rest is left out.
+    Returns the number of tokens that are used, too: fewer than l where the window has more documents than
+    the plan has spans, or too little in front of their ends to mask all that should be; the rest is left out.
     """
     borders = np.flatnonzero(ends)
     used = plan.tokens
     if len(borders) > plan.spans:
         borders = borders[: plan.spans]
         used = int(borders[-1]) + 1
-    stops = borders + 1 if len(borders) and borders[-1] == used - 1 else np.append(borders + 1, used)
-    sizes = np.diff(stops, prepend=0)
-    must = np.ones(len(sizes), dtype=np.int64)
-    if len(stops) > len(borders):
-        must[-1] = 0  # a document that goes on behind the window
-    spans = _share(sizes // 2, min(plan.spans, used), must)
-    noise = _share(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
+    while True:
+        stops = borders + 1 if len(borders) and borders[-1] == used - 1 else np.append(borders + 1, used)
+        sizes = np.diff(stops, prepend=0)
+        must = np.ones(len(sizes), dtype=np.int64)
+        if len(stops) > len(borders):
+            must[-1] = 0  # a document that goes on behind the window
+        spans = _share(sizes // 2, min(plan.spans, used), must)
+        noise = _share(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
+        excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
+        if excess <= 0:
+            break
+        used -= excess
+        borders = borders[borders < used]
     masked, first = np.zeros(plan.tokens, dtype=np.bool_), np.zeros(plan.tokens, dtype=np.bool_)
     begin = 0
     for size, count, hidden, ended in zip(sizes, spans, noise, must, strict=True):

@@ -3,11 +3,13 @@
 Names are global: `layers.3.attention.dense.weight` is the same parameter in every layout.
 """
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -152,3 +154,13 @@ def init_weights(model: Any, seed: int) -> None:
     for name, parameter in global_parameters(model):
         if hasattr(parameter, "init_method") and not parameter.is_meta:
             mpu.fill(parameter, mpu.derive_seed(seed, "weights", name))
+
+
+def count_parameters(model: Any) -> int:
+    """Parameters of the whole model over all stages, tied ones once, padding left out."""
+    line = mpu.get_mesh().pipe
+    sizes: list[Any] = [{name: math.prod(mpu.full_shape(p)) for name, p in global_parameters(model)}]
+    if line.group is not None:
+        mine, sizes = sizes[0], [None] * line.size
+        dist.all_gather_object(sizes, mine, line.group)
+    return sum(dict(item for stage in sizes for item in stage.items()).values())

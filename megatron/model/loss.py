@@ -3,11 +3,15 @@
 Shapes: s sequence, b batch, v vocabulary, t model-parallel ranks.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
+
+IsText = Callable[[Tensor], Tensor]
 
 
 class TokenLoss:
@@ -15,18 +19,32 @@ class TokenLoss:
 
     A mean per micro-batch would weigh every micro-batch the same whatever its number of
     targets, and the loss would depend on how the global batch is cut.
+
+    is_text: labels -> which of them are text, and not marks between it; their loss is looked at apart in evaluation.
     """
 
-    def __init__(self, vocab_size: int, fused: bool = True) -> None:
-        self.vocab_size, self.fused = vocab_size, fused
+    def __init__(self, vocab_size: int, fused: bool = True, is_text: IsText | None = None) -> None:
+        self.vocab_size, self.fused, self.is_text = vocab_size, fused, is_text
         self.axis = mpu.get_mesh().model
+        self.aside: dict[str, Tensor] = {}  # sums over the text of the last micro-batch, filled without gradients alone
 
     def per_token(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, v/t], labels [b, s] -> loss [b, s] in nats, fp32 (fp64 for fp64 logits)."""
-        if not self.fused:
-            return self._gathered(logits, labels)
-        losses = mpu.vocab_parallel_cross_entropy(logits, labels.t().contiguous(), self.vocab_size, axis=self.axis)
-        return losses.t()
+        if self.fused:
+            across = labels.t().contiguous()
+            losses = mpu.vocab_parallel_cross_entropy(logits, across, self.vocab_size, axis=self.axis).t()
+        else:
+            losses = self._gathered(logits, labels)
+        looks = self.is_text is not None and not torch.is_grad_enabled()
+        self.aside = self._of_text(logits, labels, losses) if looks else {}
+        return losses
+
+    def _of_text(self, logits: Tensor, labels: Tensor, losses: Tensor) -> dict[str, Tensor]:
+        assert self.is_text is not None
+        text = self.is_text(labels)
+        right = mpu.vocab_parallel_right(logits, labels.t(), self.vocab_size, axis=self.axis).t()
+        found = {"text_loss": losses * text, "text_right": right & text, "text_tokens": text}
+        return {name: each.sum(dtype=torch.float64) for name, each in found.items()}
 
     def _gathered(self, logits: Tensor, labels: Tensor) -> Tensor:
         """By torch, from a copy of all logits on every rank."""

@@ -15,7 +15,7 @@ from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
 from .layers import Layer, init_weights, run
-from .loss import TokenLoss
+from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
 
@@ -117,10 +117,10 @@ class T5ModelPipe(LayerStackPipe):
     """T5 over pipeline stages. Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], document ids of both or empty).
 
     In the encoder travel its hidden states, the decoder's tokens and the document ids (int16); in
-    the decoder the hidden states of both, and the ids.
+    the decoder the hidden states of both, and the ids. is_text: see TokenLoss.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, is_text: IsText | None = None) -> None:
         vocab_size = vocab_size_of(config)
         b, d = config.train.batch_size, config.data
         tokens = torch.zeros(b, d.enc_seq_length or d.seq_length, dtype=torch.int64)
@@ -133,9 +133,14 @@ class T5ModelPipe(LayerStackPipe):
                 "encoder_positions": "weight",
                 "decoder_positions": "weight",
             },
-            loss_fn=TokenLoss(vocab_size, "cross-entropy" not in config.model.unfused),
+            loss_fn=TokenLoss(vocab_size, "cross-entropy" not in config.model.unfused, is_text),
             example=(tokens, wanted, no_documents(tokens.device), no_documents(tokens.device)),
         )
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        """As T5Model's."""
+        aside: dict[str, Tensor] = self.loss_fn.aside
+        return aside
 
 
 def _example(config: Config) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from .block import Caches, Dropout, Encoded, TransformerLayer
 from .embedding import WordEmbedding
 from .gpt2 import output_layer, vocab_size_of
 from .layers import Layer, LayerStack
-from .loss import TokenLoss
+from .loss import IsText, TokenLoss
 from .masks import document_mask, no_documents, positions_in_documents
 from .norm import build_norm
 from .relative import RelativePositions, position_bias
@@ -175,14 +175,24 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
 class T5Model(LayerStack):
     """The whole model (this rank's part of every layer) without a pipeline.
 
-    parallel_output, own: as in GPT2Model.
+    parallel_output, own: as in GPT2Model. is_text: see TokenLoss.
     """
 
-    def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parallel_output: bool = True,
+        own: Container[int] | None = None,
+        is_text: IsText | None = None,
+    ) -> None:
         self.vocab_size = vocab_size_of(config)
         super().__init__(t5_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
         self.parallel_output = parallel_output
-        self.loss_fn = TokenLoss(self.vocab_size, "cross-entropy" not in config.model.unfused)
+        self.loss_fn = TokenLoss(self.vocab_size, "cross-entropy" not in config.model.unfused, is_text)
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        """What was looked at apart from the loss, of the last micro-batch: by the name that DeepSpeed asks pipelines with."""
+        return self.loss_fn.aside
 
     def forward(
         self,

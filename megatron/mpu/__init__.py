@@ -7,7 +7,7 @@ built and never look it up again. Everything takes numbers, nothing takes a conf
 import torch.distributed as dist
 
 from . import mesh as _mesh
-from .cross_entropy import vocab_parallel_cross_entropy
+from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_right
 from .data import broadcast_data
 from .grads import clip_grad_norm, counts_here, grad_norm
 from .layers import (
@@ -247,6 +247,7 @@ __all__ = [
     "shared_along_sequence",
     "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_right",
     "whole_length",
     "zeros",
 ]

@@ -133,3 +133,26 @@ def vocab_parallel_cross_entropy(
         flat, target.reshape(-1), vocab_size, label_smoothing, axis
     )
     return losses.view(target.shape)
+
+
+@torch.no_grad()
+def vocab_parallel_right(
+    logits: Tensor, target: Tensor, vocab_size: int | None = None, axis: Axis | None = None
+) -> Tensor:
+    """Whether each target has the largest logit, [...] bool; one that shares it with another counts as right.
+
+    Arguments as in `vocab_parallel_cross_entropy`.
+    """
+    axis = axis or current().model
+    rows = logits.shape[-1]
+    first = axis.rank * rows
+    real = max(0, min(rows, (vocab_size or rows * axis.size) - first))
+    # The largest logit and that of the target, as far as this rank has them.
+    best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if real:
+        x, local = logits[..., :real], target - first
+        found = x.gather(-1, local.clamp(0, real - 1).unsqueeze(-1)).squeeze(-1)
+        best[0], best[1] = x.amax(-1), torch.where((local >= 0) & (local < real), found, -torch.inf)
+    largest, own = _total(best, axis, dist.ReduceOp.MAX)
+    right: Tensor = own == largest
+    return right

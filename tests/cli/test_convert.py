@@ -173,6 +173,22 @@ def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world
     assert expected[0].tolist() == [ours.pad, *found]
 
 
+def test_t5_with_divided_scores_is_exported_with_smaller_queries(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
+    data = ["--data-path", tiny_data, "--vocab-file", hf_file]
+    train_t5(
+        1, tmp_path / "run", *SMALL, *T5, *data, "--scale-attention", "--no-tie-embeddings", "--init-method-std", "0.3"
+    )
+    convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"))
+    theirs: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
+    path = find_checkpoint(str(tmp_path / "run"))
+    model = T5Model(plain_config(CheckpointReader(path)), parallel_output=False).eval()
+    load_weights(path, model)
+    read, written = torch.randint(2000, (2, 2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(input_ids=read, decoder_input_ids=written).logits
+        torch.testing.assert_close(model(read, written), expected, rtol=1e-4, atol=1e-4)
+
+
 @FULL
 def test_a_model_of_theirs_trains_on(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
     config = transformers.GPT2Config(vocab_size=3000, n_positions=24, n_embd=32, n_layer=2, n_head=4)

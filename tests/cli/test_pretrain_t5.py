@@ -1,10 +1,17 @@
 """`pretrain_t5.py` and its tools as users run them."""
 
 import json
+import math
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import pretrain_t5
+from megatron.arguments import from_file
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tokenizer import load_tokenizer
 from tests.support import FULL, command, losses, train_t5
 
 VARIANTS = {
@@ -59,6 +66,30 @@ def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) ->
     for iterations, (world, argv) in enumerate(layouts, 1):
         found = losses(train_t5(world, tmp_path / "relay", *argv, "--train-iters", str(iterations)))
     assert found == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
+    """Masked text with the unigram entropy of masked text, counted here token by token."""
+    valid = [row for row in train_t5(1, tmp_path, *flags) if row["split"] == "valid"]
+    assert all(row["text_loss"] > 0 and 0 <= row["text_accuracy"] <= 1 for row in valid)
+    config = from_file(str(tmp_path / "config.json"))
+    tokenizer = pretrain_t5.tokenizer_provider(config, load_tokenizer(vocab_file))
+    (_, dataset, _), _ = pretrain_t5.datasets_of(config, tokenizer)
+    assert dataset is not None
+    indexed = IndexedDataset(tiny_data)
+    shown = Counter(indexed.tokens[: indexed.document_ends()[round(0.8 * indexed.num_documents) - 1]].tolist())
+    words = [i for i in range(tokenizer.pad) if i != tokenizer.eod]
+    total = sum(shown[i] + 1 for i in words)
+    asked = [i for n in range(4) for i in dataset[n]["labels"].tolist() if i in words]
+    expected = -sum(math.log((shown[i] + 1) / total) for i in asked) / len(asked)
+    done = command("python", "tools/report.py", "--run-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = dict(re.split("  +", line, maxsplit=1) for line in done.stdout.splitlines())
+    assert said["unigram entropy of the masked text"].startswith(f"{expected:.3f} nats")
+    assert said["masked text alone, first and last"].startswith(
+        f"{valid[0]['text_loss']:.3f}, {valid[-1]['text_loss']:.3f}"
+    )
+    assert float(said["unigram entropy of the targets"].split()[0]) < expected  # sentinels are easier to foretell
 
 
 def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus: Path, vocab_file: str) -> None:

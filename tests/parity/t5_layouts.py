@@ -12,7 +12,7 @@ from megatron import mpu, runtime
 from megatron.arguments import parse, with_values
 from megatron.data.t5_dataset import Objective, Specials, T5Samples, build_train_valid_test_datasets
 from megatron.ds_config import resolve
-from megatron.engine import build_engine
+from megatron.engine import Engine, build_engine
 from megatron.initialize import initialize_megatron
 from megatron.metrics import Timers
 from megatron.model import T5Model, global_parameters
@@ -20,7 +20,7 @@ from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
 
-from .t5_reference import Shape, train
+from .t5_reference import Shape, logits, train
 
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
 LAYERS = {"cpm": 12, "t5": 17}  # of the list, with 2 blocks in the encoder and 3 in the decoder
@@ -88,7 +88,8 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
     return found
 
 
-def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> list[float]:
+def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> tuple[Engine, Any]:
+    """The engine, and this rank's micro-batches of all steps."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     initialize_megatron(config)
@@ -107,8 +108,57 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
             for micro in range(0, share, 2):
                 yield _stack(dataset, step * GLOBAL_BATCH + mesh.data.rank * share + micro, 2)
 
-    source: Any = batches() if reads else None
+    return engine, batches() if reads else None
+
+
+def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> list[float]:
+    engine, source = _start(argv, way, replicas, data, vocab_file)
     return [engine.train_batch(source, 0.1).loss.item() for _ in range(STEPS)]
+
+
+def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
+    """After a step of training without learning, so that evaluation follows another kind of pass."""
+    pp, dp, tp = grid
+    flags = (
+        f"--pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp} --init-method-std 0.3"
+    )
+    engine, source = _start([*_flags(way), *flags.split()], way, dp, data, vocab_file)
+    engine.train_batch(source, 0.0)
+    return [engine.eval_batch(source) for _ in range(STEPS - 1)]
+
+
+def evaluated(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
+    """What `eval_batch` says of each global batch but the first, with weights large enough to guess some tokens apart."""
+    pp, dp, tp = grid
+    by_rank = on_ranks(max(pp, 1) * dp * tp, _evaluate, grid, way, data, vocab_file)
+    assert all(each == by_rank[0] for each in by_rank)
+    return by_rank[0]
+
+
+def expected_evaluation(way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
+    """The same by plain torch, from the logits of the whole vocabulary."""
+    dataset, tokenizer = _data(way, data, vocab_file)
+    config = with_values(
+        parse([*_flags(way), "--init-method-std", "0.3"]),
+        {"vocab_size": tokenizer.vocab_size, "make_vocab_size_divisible_by": 1},
+    )
+    weights = {name: p.detach() for name, p in global_parameters(T5Model(config))}
+    found = []
+    for step in range(1, STEPS):
+        batch = _stack(dataset, step * GLOBAL_BATCH, GLOBAL_BATCH)
+        theirs, ours = batch["encoder_documents"], batch["decoder_documents"]
+        if way.variant == "t5":
+            theirs, ours = torch.ones_like(theirs), torch.ones_like(ours)
+        out = logits(weights, batch["encoder"], batch["decoder"], theirs, ours, Shape(2, 3, 4, way.variant == "t5"))
+        labels, counts = batch["labels"], batch["loss_mask"].bool()
+        nats = -out.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        marks = torch.tensor([tokenizer.eod, tokenizer.pad, *tokenizer.sentinels])
+        text = counts & ~torch.isin(labels, marks)
+        found.append({
+            "loss": nats[counts].sum().item(), "targets": counts.sum().item(), "text_loss": nats[text].sum().item(),
+            "text_right": (out.argmax(-1) == labels)[text].sum().item(), "text_tokens": text.sum().item(),
+        })  # fmt: skip
+    return found
 
 
 def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:

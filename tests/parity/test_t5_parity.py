@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import covering
 
-from .t5_layouts import LAYERS, Way, expected, losses
+from .t5_layouts import LAYERS, Way, evaluated, expected, expected_evaluation, losses
 
 VARIANTS = ("cpm", "t5")
 SCHEDULES = (
@@ -85,3 +85,17 @@ def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str) -> None:
         for cuts in itertools.combinations(range(1, LAYERS[variant]), stages - 1)
     ]
     check((stages, 1, 1), ways, tiny_data, vocab_file)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "grid", [(0, 1, 1), (0, 2, 2), (1, 1, 1), (2, 1, 2), (2, 2, 1)], ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}"
+)
+def test_masked_text_is_looked_at_apart(
+    grid: tuple[int, int, int], variant: str, tiny_data: str, vocab_file: str
+) -> None:
+    """Loss and right guesses of text, and their number, without sentinels, ends and padding."""
+    wanted = expected_evaluation(Way(variant), tiny_data, vocab_file)
+    assert 0 < wanted[0]["text_tokens"] < wanted[0]["targets"]
+    found = evaluated(grid, Way(variant), tiny_data, vocab_file)
+    assert found == [pytest.approx(each, rel=2e-5) for each in wanted]

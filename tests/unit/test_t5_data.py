@@ -170,12 +170,14 @@ def test_compositions_are_even() -> None:
     assert min(seen.values()) > 850
 
 
+@pytest.mark.parametrize("density", [0.15, 0.5])
+@pytest.mark.parametrize("length", [128, 24])
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 17, 200])
-def test_borders_of_any_density_fit(every: int) -> None:
-    """Down to documents of one token."""
-    plan = plan_spans(128, None, 0.15, 3.0, 100, False)
+def test_borders_of_any_density_fit(every: int, length: int, density: float) -> None:
+    """Down to documents of one token, and to a single span that has to end where there is little in front of it."""
+    plan = plan_spans(length, None, density, 3.0, 100, False)
     ends = np.zeros(plan.tokens, dtype=bool)
-    ends[every - 1 :: every] = True
+    ends[min(every, 3) - 1 :: every] = True
     for seed in range(20):
         masked, first, used = draw_spans_to_borders(np.random.default_rng(seed), plan, ends)
         noise, spans = int(masked[:used].sum()), int(first[:used].sum())

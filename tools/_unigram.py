@@ -1,0 +1,91 @@
+"""What a model of token frequencies alone would reach on the validation part: what a loss has to be compared with.
+
+Frequencies are those of the training text, one added to each.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config import Config
+from megatron.data.corpora import parse_blend
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.splits import parse_split, split_documents
+
+AT_MOST = 20_000_000  # tokens looked at
+SHOWN = 2000  # samples that tell how many of T5's targets are sentinels
+Counts = NDArray[np.int64]
+
+
+class OfTargets(NamedTuple):
+    """Nats per token over all targets of T5, and over masked text, which sentinels and ends do not belong to."""
+
+    targets: float
+    text: float
+
+
+def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
+    """How often each token stands in the training and in the validation part. None for no or several corpora."""
+    corpora = parse_blend(data_path or [])
+    if len(corpora) != 1 or not Path(f"{corpora[0][1]}.idx").is_file():
+        return None
+    indexed = IndexedDataset(corpora[0][1])
+    train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
+    ends = np.concatenate([[0], indexed.document_ends()])
+
+    def counts(part: range) -> Counts:
+        tokens = indexed.tokens[ends[part.start] : ends[part.stop]][:AT_MOST]
+        return np.bincount(tokens, minlength=vocab_size)
+
+    return counts(train), counts(valid)
+
+
+def of_text(config: dict[str, Any]) -> float | None:
+    """Nats per token of the validation text. config: that of a run. None where there is none, and for several corpora."""
+    counts = counted(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
+    if counts is None or not counts[1].sum():
+        return None
+    seen, asked = counts[0] + 1, counts[1]
+    return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
+
+
+def of_targets(config: Config, samples: int) -> OfTargets | None:
+    """Over the labels of the first `samples` validation samples of a T5. None as in `of_text`, and for masked corpora."""
+    import pretrain_t5  # torch, which other reports are spared
+    from megatron.tokenizer import load_tokenizer
+
+    tokenizer = pretrain_t5.tokenizer_provider(
+        config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type)
+    )
+    counts = counted(list(config.data.data_path or []), config.data.split, tokenizer.pad)
+    if counts is None:
+        return None
+    (train, valid, _), _ = pretrain_t5.datasets_of(config, tokenizer)
+    if train is None or valid is None:
+        return None
+
+    def labels(dataset: Any, count: int) -> Counts:
+        found = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+        for n in range(count):
+            sample = dataset[n]
+            chosen = sample["labels"][sample["loss_mask"] > 0].numpy()
+            found += np.bincount(chosen, minlength=len(found))
+        return found
+
+    text = np.arange(tokenizer.vocab_size) < tokenizer.pad
+    text[tokenizer.eod] = False
+    frequencies = np.zeros(tokenizer.vocab_size)
+    frequencies[text] = (counts[0] + 1)[text[: tokenizer.pad]]
+    frequencies[text] /= frequencies[text].sum()
+    # Marks are as frequent as in training samples; text has what they leave.
+    shown, asked = labels(train, SHOWN), labels(valid, samples)
+    marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
+    over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)
+    over_all[~text] = marks
+
+    def nats(asked: Counts, probabilities: NDArray[np.float64]) -> float:
+        return float(-(asked * np.log(probabilities)).sum() / max(asked.sum(), 1))
+
+    return OfTargets(nats(asked, over_all), nats(asked[text], frequencies[text]))
