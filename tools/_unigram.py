@@ -59,7 +59,7 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     tokenizer = pretrain_t5.tokenizer_provider(
         config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type)
     )
-    counts = counted(list(config.data.data_path or []), config.data.split, tokenizer.pad)
+    counts = counted(list(config.data.data_path or []), config.data.split, tokenizer.vocab_size)
     if counts is None:
         return None
     (train, valid, _), _ = pretrain_t5.datasets_of(config, tokenizer)
@@ -74,10 +74,10 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
             found += np.bincount(chosen, minlength=len(found))
         return found
 
-    text = np.arange(tokenizer.vocab_size) < tokenizer.pad
-    text[tokenizer.eod] = False
+    text = np.ones(tokenizer.vocab_size, dtype=bool)
+    text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
     frequencies = np.zeros(tokenizer.vocab_size)
-    frequencies[text] = (counts[0] + 1)[text[: tokenizer.pad]]
+    frequencies[text] = (counts[0] + 1)[text]
     frequencies[text] /= frequencies[text].sum()
     # Marks are as frequent as in training samples; text has what they leave.
     shown, asked = labels(train, SHOWN), labels(valid, samples)

@@ -1,0 +1,268 @@
+"""Models of transformers with random weights, of as many configurations as people have: each is right to 1e-5, or refused by name.
+
+The folders are written as transformers 5 writes them and, with other keys and tensors, as transformers 4 did.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.hf_folder import Folder
+from megatron.model import GPT2Model, T5Model
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+GPT2 = {"vocab_size": 61, "n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 4}
+T5 = {"vocab_size": 61, "d_model": 16, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2, "num_decoder_layers": 3}
+KINDS = {
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2),
+    "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, T5),
+    "mt5": (transformers.MT5Config, transformers.MT5ForConditionalGeneration, T5),
+}
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
+
+
+def nothing(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    pass
+
+
+def new_head(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    embedding = tensors.get("transformer.wte.weight", tensors.get("shared.weight"))
+    assert embedding is not None
+    tensors["lm_head.weight"] = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(2))
+
+
+def tied_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """As transformers 4 saved T5: the embedding under every name that it has."""
+    for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors["shared.weight"].clone()
+
+
+def only(name: str) -> Edit:
+    """The embedding under another of its names alone."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for key in ("transformer.wte.weight", "shared.weight"):
+            if key in tensors:
+                tensors[name] = tensors.pop(key)
+
+    return edit
+
+
+def without_prefix(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """As GPT2Model is saved, and as the first files of GPT-2 are, with the constant masks of old versions."""
+    for key in [key for key in tensors if key.startswith("transformer.")]:
+        tensors[key.removeprefix("transformer.")] = tensors.pop(key)
+    for i in range(config["n_layer"]):
+        tensors[f"h.{i}.attn.bias"] = torch.ones(24, 24).tril().view(1, 1, 24, 24)
+        tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    config["architectures"] = ["GPT2Model"]
+
+
+def by_aliases(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    names |= {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    for key, alias in names.items():
+        if key in config:
+            config[alias] = config.pop(key)
+
+
+def old(**keys: Any) -> Edit:
+    """Keys as transformers 4 wrote them; `...` takes one out."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config.update({key: value for key, value in keys.items() if value is not ...})
+        for key in [key for key, value in keys.items() if value is ...]:
+            config.pop(key, None)
+
+    return edit
+
+
+def both(*edits: Edit) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for each in edits:
+            each(config, tensors)
+
+    return edit
+
+
+Case = tuple[str, dict[str, Any], Edit, str]  # family, settings, edit of the files, dtype
+
+
+def right() -> Iterator[Case]:
+    tanh = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate")
+    for activation, inner in itertools.product((*tanh, "gelu", "gelu_python", "relu"), (None, 24)):
+        yield "gpt2", {"activation_function": activation, "n_inner": inner}, nothing, "float32"
+    for scale, eps, heads in itertools.product((True, False), (1e-5, 1e-3), (1, 4)):
+        yield "gpt2", {"scale_attn_weights": scale, "layer_norm_epsilon": eps, "n_head": heads}, nothing, "float32"
+    for dtype in ("float32", "bfloat16", "float16"):
+        for edit in (
+            new_head,
+            without_prefix,
+            only("lm_head.weight"),
+            by_aliases,
+            old(tie_word_embeddings=..., n_ctx=24),
+        ):
+            yield "gpt2", {}, edit, dtype
+    yield "gpt2", {"reorder_and_upcast_attn": True}, nothing, "float32"
+    yield "gpt2", {}, old(torch_dtype="float32", dtype=..., output_past=True, task_specific_params={"x": 1}), "float32"
+    yield "gpt2", {}, old(activation_function=..., layer_norm_epsilon=..., n_inner=..., resid_pdrop=...), "float32"
+    yield "gpt2", {"n_layer": 1, "n_embd": 12, "n_head": 3, "vocab_size": 130}, new_head, "float32"
+    projections = ("relu", "gelu", "gelu_new", "gated-gelu", "gated-gelu_new")
+    for family, project, edit in itertools.product(
+        ("t5", "mt5"), projections, (nothing, new_head, tied_twice, only("encoder.embed_tokens.weight"))
+    ):
+        yield family, {"feed_forward_proj": project}, edit, "float32"
+    for family, dtype in itertools.product(("t5", "mt5"), ("bfloat16", "float16")):
+        for edit in (nothing, new_head, only("lm_head.weight"), by_aliases):
+            yield family, {"feed_forward_proj": "gated-gelu"}, edit, dtype
+    for tied, edit in itertools.product((True, False), (nothing, new_head)):
+        if tied or edit is new_head:
+            yield "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": tied}, edit, "float32"
+    for scaled, edit in itertools.product((True, False), (nothing, new_head)):
+        yield "t5", {"scale_decoder_outputs": scaled}, edit, "float32"
+    # transformers 4 wrote v1.1 with this key and a head of its own, and no key for the scale.
+    four = old(
+        tie_word_embeddings=False, scale_decoder_outputs=..., dense_act_fn=..., is_gated_act=..., n_positions=512
+    )
+    yield "t5", {"feed_forward_proj": "gated-gelu"}, both(new_head, four), "float32"
+    yield (
+        "mt5",
+        {},
+        both(new_head, old(tie_word_embeddings=False, architectures=["MT5ForConditionalGeneration"])),
+        "float32",
+    )
+    for eps, buckets in itertools.product((1e-6, 1e-2), (8, 32)):
+        yield "t5", {"layer_norm_epsilon": eps, "relative_attention_num_buckets": buckets}, nothing, "float32"
+    yield "t5", {"relative_attention_max_distance": 16}, nothing, "float32"
+    yield "t5", {"num_decoder_layers": 1}, nothing, "float32"
+    yield "t5", {"num_decoder_layers": None}, old(num_decoder_layers=None), "float32"
+    yield "t5", {}, old(dense_act_fn="gelu_new", is_gated_act=..., feed_forward_proj="relu"), "float32"
+
+
+CASES = list(right())
+
+
+def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype: str) -> None:
+    make_config, make_model, small = KINDS[family]
+    torch.manual_seed(1)
+    model = make_model(make_config(**{**small, **settings}))
+    for (
+        parameter
+    ) in model.parameters():  # or biases and norms would say nothing, and some differences would be too small
+        parameter.data.normal_(0.0 if parameter.dim() > 1 else 0.5, 0.3)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        edit(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    cast = {name: t.to(getattr(torch, dtype)).contiguous() for name, t in tensors.items()}
+    safetensors_torch.save_file(cast, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def difference(folder: Path, family: str) -> float:
+    """The largest difference of a logit, as a share of what logits reach over."""
+    theirs = KINDS[family][1].from_pretrained(folder, dtype=torch.float32).eval()
+    found = Folder(folder)
+    model: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False).eval()
+    found.load(model)
+    tokens = torch.randint(60, (2, 23), generator=torch.Generator().manual_seed(0))
+    if found.config.is_t5:
+        ours, expected = model(tokens, tokens[:, :11]), theirs(tokens, decoder_input_ids=tokens[:, :11]).logits
+    else:
+        ours, expected = model(tokens), theirs(tokens).logits
+    assert math.isfinite(expected.abs().max())
+    return float((ours - expected).abs().max() / (expected.max() - expected.min()))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_it_is_right(number: int, tmp_path: Path) -> None:
+    family, settings, edit, dtype = CASES[number]
+    write(tmp_path, family, settings, edit, dtype)
+    assert difference(tmp_path, family) <= 1e-5
+
+
+def other_copy(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["decoder.embed_tokens.weight"] = tensors["shared.weight"] + 1
+
+
+def extra(name: str) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[name] = torch.ones(3, 4)
+
+    return edit
+
+
+def gone(name: str) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    return edit
+
+
+REFUSED: list[tuple[str, Edit, str]] = [
+    (
+        "gpt2",
+        old(scale_attn_by_inverse_layer_idx=True),
+        "scale_attn_by_inverse_layer_idx is True; only models with False",
+    ),
+    ("gpt2", old(add_cross_attention=True), "add_cross_attention is True"),
+    ("gpt2", old(activation_function="silu"), "activation_function is silu"),
+    ("gpt2", old(model_type="gpt_neo"), "a model of type 'gpt_neo'"),
+    ("gpt2", old(architectures=["GPT2ForSequenceClassification"]), "is of a GPT2ForSequenceClassification"),
+    ("gpt2", old(rotary_dim=4), "the key rotary_dim (4) is not known here"),
+    ("gpt2", old(quantization_config={"bits": 4}), "the key quantization_config"),
+    ("gpt2", old(hidden_size=32), "n_embd is 16, but hidden_size, the same thing, is 32"),
+    ("gpt2", old(n_embd=32), "by config.json it has"),
+    ("gpt2", old(n_positions=12), "transformer.wpe.weight has shape [24, 16], by config.json it has [12, 16]"),
+    ("gpt2", old(vocab_size=99), "transformer.wte.weight has shape [61, 16], by config.json it has [99, 16]"),
+    ("gpt2", old(n_inner=20), "by config.json it has"),
+    (
+        "gpt2",
+        old(n_layer=1),
+        "holds tensors that are no part of the model that config.json describes: transformer.h.1.",
+    ),
+    ("gpt2", old(n_layer=3), "holds no tensor transformer.h.2."),
+    ("gpt2", old(tie_word_embeddings=False), "says tie_word_embeddings false, but there is no lm_head.weight"),
+    ("gpt2", extra("score.weight"), "describes: score.weight"),
+    ("gpt2", gone("transformer.wte.weight"), "holds no tensor transformer.wte.weight"),
+    ("t5", old(tie_encoder_decoder=True), "tie_encoder_decoder is True"),
+    ("t5", old(is_encoder_decoder=False), "is_encoder_decoder is False, of a t5 it is True"),
+    ("t5", old(feed_forward_proj="gated-silu", dense_act_fn="silu", is_gated_act=True), "feed_forward_proj is silu"),
+    ("t5", old(feed_forward_proj="gated-relu", dense_act_fn="relu", is_gated_act=True), "a gated relu"),
+    ("t5", old(dense_act_fn="gelu", is_gated_act=True), "a gated gelu"),
+    ("t5", old(architectures=["T5EncoderModel"]), "is of a T5EncoderModel"),
+    ("t5", old(d_kv=8), "by config.json it has"),
+    ("t5", old(num_decoder_layers=2), "describes: decoder.block.2."),
+    ("t5", old(relative_attention_num_buckets=16), "relative_attention_bias.weight has shape [32, 2]"),
+    ("t5", old(num_heads=3), "by config.json it has"),
+    ("t5", other_copy, "decoder.embed_tokens.weight and shared.weight differ"),
+    ("t5", extra("classification_head.dense.weight"), "describes: classification_head.dense.weight"),
+    ("mt5", old(model_type="umt5"), "a model of type 'umt5'"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_it_is_refused_by_name(number: int, tmp_path: Path) -> None:
+    family, edit, message = REFUSED[number]
+    write(tmp_path, family, {}, edit, "float32")
+    with pytest.raises(ValueError) as found:
+        Folder(tmp_path)
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f" {len(CASES)} configurations right to 1e-5, {len(REFUSED)} refused by name ", end="")
+    assert len(CASES) + len(REFUSED) >= 130
