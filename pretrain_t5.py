@@ -34,10 +34,12 @@ def datasets_of(config: Config, tokenizer: SentinelTokenizer) -> tuple[Datasets,
     specials = Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels)
     if all(map(cpm_triples.is_triple, prefixes_of(data.paths))):
         return cpm_triples.build_train_valid_test_datasets(
-            data.paths, data.split, *lengths, specials, seed, tokenizer.pad
+            data.paths, data.split, *lengths, specials, seed, tokenizer.base.vocab_size
         )
     objective = Objective(data.objective, data.span_convention, data.noise_density, data.mean_span_length)
-    return build_train_valid_test_datasets(data.paths, data.split, objective, *lengths, specials, seed, tokenizer.pad)
+    return build_train_valid_test_datasets(
+        data.paths, data.split, objective, *lengths, specials, seed, tokenizer.base.vocab_size
+    )
 
 
 def train_valid_test_datasets_provider() -> Datasets:

@@ -173,7 +173,9 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
     settings: dict[str, Any] = {"vocab_file": path}
     tokenizer = found
     if theirs.config.is_t5:
-        settings["num_sentinels"] = len(own_sentinels(found, "t5")) or 100  # as their T5Tokenizer adds
+        # Their T5Tokenizer adds 100 behind a vocabulary without them; a model with fewer rows has fewer.
+        free = theirs.values["vocab_size"] - found.vocab_size - ("<pad>" not in found.specials)
+        settings["num_sentinels"] = len(own_sentinels(found, "t5")) or max(min(100, free), 1)
         tokenizer = SentinelTokenizer(found, settings["num_sentinels"], "t5")
     check_special_tokens(theirs.values, theirs.given, tokenizer, theirs.path / "config.json")
     if tokenizer.vocab_size > theirs.values["vocab_size"]:

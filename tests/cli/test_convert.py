@@ -1,5 +1,6 @@
 """To Hugging Face and back: the same logits, the same bits, from every layout that saved."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -259,3 +260,187 @@ def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_cor
         for text in texts([str(sample_corpus)]):
             assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
             assert theirs.decode(ours.encode(text)) == text
+
+
+# ------------------------------------------------------------- tokens and settings of theirs
+
+
+def their_t5(folder: Path, hf_file: str) -> Any:
+    """A T5 of theirs with a tokenizer of its own: padding and end first, sentinels last, and rows that no token has."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(Path(hf_file).read_text(encoding="utf-8"))
+    pieces = list(content["model"]["vocab"])
+    content["model"]["vocab"] = {"<pad>": 0, "</s>": 1} | {
+        piece: 2 + i for i, piece in enumerate(piece for piece in pieces if piece not in ("<pad>", "</s>"))
+    }
+    content["added_tokens"], content["post_processor"] = [], None
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.add_special_tokens(["<pad>", "</s>", *(f"<extra_id_{i}>" for i in reversed(range(20)))])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"})
+    )
+    size = -(-tokenizer.get_vocab_size() // 64) * 64
+    config = transformers.T5Config(
+        vocab_size=size, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    return tokenizer
+
+
+def test_a_t5_of_theirs_keeps_its_special_tokens(tmp_path: Path, hf_file: str) -> None:
+    tokenizer = their_t5(tmp_path / "theirs", hf_file)
+    said = convert("--from-hf", str(tmp_path / "theirs"), "--output", str(tmp_path / "c"), "--verify")
+    settings = tmp_path / "c" / "settings.json"
+    assert f"--config {settings} --load {tmp_path / 'c'}" in said
+    config = json.loads(settings.read_text())
+    ours = SentinelTokenizer(load_tokenizer(config["data"]["vocab_file"]), config["data"]["num_sentinels"], "t5")
+    assert (ours.pad, ours.eod, config["data"]["num_sentinels"]) == (0, 1, 20)
+    assert ours.sentinels == tuple(tokenizer.token_to_id(f"<extra_id_{i}>") for i in range(20))
+    assert ours.vocab_size == tokenizer.get_vocab_size() < config["model"]["vocab_size"]
+    text = "春天<extra_id_0>花<extra_id_1>开"
+    assert ours.encode(text) == tokenizer.encode(text).ids and ours.decode(ours.encode(text)) == text
+    # The second command trains on, and what comes of it goes back with the same ids and writes text.
+    argv = ["--input", str(ROOT / "corpus/sample.jsonl"), "--vocab-file", str(tmp_path / "theirs"), "--quiet"]
+    done = command("python", "tools/preprocess_data.py", *argv, "--output-prefix", str(tmp_path / "data"))
+    assert done.returncode == 0, done.stderr
+    train = [
+        "--config",
+        str(settings),
+        "--load",
+        str(tmp_path / "c"),
+        "--data-path",
+        str(tmp_path / "data_text_document"),
+    ]
+    more = [
+        "--enc-seq-length",
+        "32",
+        "--batch-size",
+        "2",
+        "--train-iters",
+        "2",
+        "--eval-iters",
+        "0",
+        "--precision",
+        "fp32",
+    ]
+    rows = train_t5(
+        2, tmp_path / "run", *train, *more, "--pipe-parallel-size", "2", "--log-interval", "1", "--lr", "0.001"
+    )
+    assert len(rows) == 2
+    convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "back"), "--verify")
+    described = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert [described[key] for key in ("pad_token_id", "decoder_start_token_id", "eos_token_id")] == [0, 0, 1]
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    convert("--from-hf", str(tmp_path / "back"), "--output", str(tmp_path / "again"), "--verify")
+    done = command(
+        "python", "tools/generate.py", "--load", str(tmp_path / "again"), "--prompt", text, "--max-new-tokens", "5"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_saved_again_by_transformers_it_is_the_same_to_the_bit(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
+    """transformers 5 writes `tie_word_embeddings: true` beside an output matrix of its own."""
+    train_t5(1, tmp_path / "run", *SMALL, *T5, "--data-path", tiny_data, "--vocab-file", hf_file, "--no-tie-embeddings")
+    convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--verify")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is True
+    convert(
+        "--from-hf", str(tmp_path / "saved"), "--output", str(tmp_path / "back"), "--verify", "--vocab-file", hf_file
+    )
+    ours, again = weights(tmp_path / "run"), weights(tmp_path / "back")
+    assert ours.keys() == again.keys() and all(torch.equal(ours[key], again[key]) for key in ours)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"eos_token_id": 7}, "eos_token_id is 7, but the tokenizer ends texts with 1"),
+        ({"pad_token_id": 7}, "pad_token_id is 7, but the tokenizer pads with 0"),
+        ({"decoder_start_token_id": 7}, "decoder_start_token_id is 7; here a decoder begins with the padding, 0"),
+    ],
+    ids=["eos", "pad", "start"],
+)
+def test_other_special_tokens_are_refused(tmp_path: Path, hf_file: str, edit: dict[str, int], message: str) -> None:
+    their_t5(tmp_path / "hf", hf_file)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    done = command(
+        "python", "tools/convert_checkpoint.py", "--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "c")
+    )
+    assert done.returncode == 1 and message in done.stderr
+    assert not (tmp_path / "c").exists()
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path, hf_file: str, vocab_file: str) -> None:
+    their_t5(tmp_path / "hf", hf_file)
+    given = ["--output", str(tmp_path / "c"), "--vocab-file", vocab_file]
+    done = command("python", "tools/convert_checkpoint.py", "--from-hf", str(tmp_path / "hf"), *given)
+    assert done.returncode == 1
+    assert f"{vocab_file} is not the tokenizer of {tmp_path / 'hf'}" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_verifying_fails_where_a_model_is_another(
+    tmp_path: Path, tiny_data: str, hf_file: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import convert_checkpoint
+
+    train_gpt2(1, tmp_path / "run", *SMALL, "--data-path", tiny_data, "--vocab-file", hf_file, "--seq-length", "24")
+    convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", dtype, "--verify")
+    entries = convert_checkpoint.entries_of
+
+    def slightly_wrong(*args: Any) -> Any:
+        found = entries(*args)
+        last = found[-1]
+        wrong = dataclasses.replace(last, make=lambda: last.make() * 1.01)
+        return [*found[:-1], wrong]
+
+    monkeypatch.setattr(convert_checkpoint, "entries_of", slightly_wrong)
+    args = convert_checkpoint.build_parser().parse_args(
+        ["--load", str(tmp_path / "run"), "--output", str(tmp_path / "wrong"), "--dtype", dtype, "--verify"]
+    )
+    with pytest.raises(ValueError, match="is not the same model: its logits differ by"):
+        convert_checkpoint.main(args)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("wrong")] == []
+
+
+def test_gpt2_is_continued_in_two_commands(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=3000, n_positions=48, n_embd=32, n_layer=2, n_head=4, n_inner=40, activation_function="gelu"
+    )
+    torch.manual_seed(5)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    convert("--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "c"), "--vocab-file", hf_file, "--verify")
+    load = ["--config", str(tmp_path / "c" / "settings.json"), "--load", str(tmp_path / "c"), "--data-path", tiny_data]
+    more = [
+        "--batch-size",
+        "2",
+        "--train-iters",
+        "1",
+        "--eval-iters",
+        "0",
+        "--precision",
+        "fp32",
+        "--log-interval",
+        "1",
+    ]
+    rows = train_gpt2(2, tmp_path / "run", *load, *more, "--pipe-parallel-size", "2", "--hidden-dropout", "0", "--attention-dropout", "0")  # fmt: skip
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["activation"] == "gelu"
+    # The first loss is that of their model on the same samples.
+    from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+
+    (samples, _, _), _ = build_train_valid_test_datasets([tiny_data], "949,50,1", 48, 1234, 3000)
+    text = torch.stack([torch.as_tensor(samples[i]["text"]) for i in range(2)]).long()
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        logits = model(text[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    assert rows[0]["lm_loss"] == pytest.approx(expected.item(), rel=1e-5)
