@@ -124,9 +124,15 @@ def _stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
 
 def _merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
     vocab = config.data.vocab_file
-    if vocab is not None and Path(path) in (Path(vocab).with_name("merges.txt"), Path(vocab) / "merges.txt"):
+    if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
         return NoEffect("it is read where it is, beside --vocab-file")
     return Refused("merges are read from merges.txt beside --vocab-file; copy the file there")
+
+
+def _merges_beside(vocab: Path) -> list[Path]:
+    """Where merges are read from: by the name of the vocabulary, or in the folder that --vocab-file is."""
+    own = vocab.name.replace("vocab.json", "merges.txt")
+    return [vocab.with_name("merges.txt"), vocab.with_name(own), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
 
 
 def _fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:

@@ -18,6 +18,8 @@ from megatron.model.layers import Layer
 from megatron.model.masks import no_documents
 from megatron.model.t5 import StackStart
 
+Prompts = Sequence[int] | Sequence[Sequence[int]]
+
 
 class Sampling(NamedTuple):
     """temperature 0 takes the likeliest. top_k keeps the k likeliest (0: all), top_p the fewest that reach p (Holtzman et al. 2020)."""
@@ -28,10 +30,10 @@ class Sampling(NamedTuple):
 
 
 class Stepper(Protocol):
-    """A model that has read something and goes on token by token."""
+    """A model that has read one prompt, or several of the same length, and goes on token by token."""
 
     def first(self, batch: int) -> Tensor:
-        """Start `batch` equal continuations: logits [b, v] of their first token."""
+        """Start `batch` equal continuations of each prompt, one prompt after another: logits [b, v] of their first token."""
         ...
 
     def next(self, tokens: Tensor) -> Tensor:
@@ -120,21 +122,22 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Continues a prompt. Behind the last learned position the window slides, which has to be computed anew each time."""
+    """Continues a prompt, or several of the same length. Behind the last learned position the window slides, which has to be computed anew each time."""
 
     def __init__(
         self,
         model: GPT2Model,
-        prompt: list[int],
+        prompt: Prompts,
         positions: int,
         cached: bool = True,
         stages: "Stages | None" = None,
     ) -> None:
-        self.model, self.prompt, self.positions, self.cached = model, prompt, positions, cached
+        self.model, self.positions, self.cached = model, positions, cached
+        self.prompts = _together(prompt)
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
-        self.tokens = torch.tensor([self.prompt] * batch, device=next(self.model.parameters()).device)
+        self.tokens = _repeated(self.prompts, batch, next(self.model.parameters()).device)
         self.caches = _caches(self.model)
         return self._logits(self.tokens)
 
@@ -171,30 +174,31 @@ class ModelStepper:
         return self._last()
 
     def reorder(self, rows: Tensor) -> None:
-        self.tokens = self.tokens[rows]
+        self.tokens = self.tokens[rows.to(self.tokens.device)]
 
     def _last(self) -> Tensor:
         return self.logits(self.tokens[:, -self.positions :])[:, -1]
 
 
 class T5Stepper(_Stepper):
-    """Writes the decoder's side of a source text. start: the token that the decoder begins with."""
+    """Writes the decoder's side of a source text, or of several of the same length. start: the decoder's first token."""
 
     def __init__(
         self,
         model: T5Model,
-        source: list[int],
+        source: Prompts,
         start: int,
         cached: bool = True,
         stages: "Stages | None" = None,
     ) -> None:
-        self.model, self.source, self.start, self.cached = model, source, start, cached
+        self.model, self.start, self.cached = model, start, cached
+        self.sources = _together(source)
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
         device = next(self.model.parameters()).device
-        self.encoder_tokens = torch.tensor([self.source] * batch, device=device)
-        self.tokens = torch.full((batch, 1), self.start, device=device)
+        self.encoder_tokens = _repeated(self.sources, batch, device)
+        self.tokens = torch.full((len(self.encoder_tokens), 1), self.start, device=device)
         self.caches = _caches(self.model)
         names = [layer.name for layer, _ in self.model.steps]
         self.cut = names.index("decoder.embedding")
@@ -209,6 +213,21 @@ class T5Stepper(_Stepper):
         empty = no_documents(new.device)
         inputs = (self.encoded, new, empty, empty)
         return _whole(self.model, self._run(inputs, self.tokens.shape[1] - new.shape[1], begin=self.cut))
+
+
+def _together(prompt: Prompts) -> list[list[int]]:
+    """Token lists of the same length, from one or several."""
+    rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(
+            f"prompts that are read together must be of one length, not {[len(row) for row in rows]} tokens"
+        )
+    return rows
+
+
+def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor:
+    """[rows * times, s], the same ones one after another; those that a search exchanges are then equal."""
+    return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
@@ -272,57 +291,98 @@ def sample(
     seed: int,
     heard: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
-    """`batch` continuations, each ended by the token `end`, which is its last, or after `max_new_tokens`.
+    """`batch` continuations of each prompt, each ended by the token `end`, which is its last, or after `max_new_tokens`.
 
+    Each prompt has draws of its own, from `seed`: the same ones, whichever prompts it is beside.
     heard: called with each new token of all continuations, to show a text while it is written.
     """
-    generator = torch.Generator().manual_seed(seed)
     logits = stepper.first(batch)
-    ended = torch.zeros(batch, dtype=torch.bool)
+    count = logits.shape[0]
+    generators = [torch.Generator().manual_seed(seed) for _ in range(count // batch)]
+    ended = torch.zeros(count, dtype=torch.bool)
     found: list[Tensor] = []
     while len(found) < max_new_tokens:
-        found.append(choose(logits.float().cpu(), sampling, generator).masked_fill(ended, end))
+        of_prompts = zip(logits.float().cpu().chunk(len(generators)), generators, strict=True)
+        new = torch.cat([choose(own, sampling, generator) for own, generator in of_prompts])
+        found.append(new.masked_fill(ended, end))
         if heard is not None:
             heard(found[-1].tolist())
         ended |= found[-1] == end
         if ended.all() or len(found) == max_new_tokens:
             break
         logits = stepper.next(found[-1].to(logits.device))
-    rows = torch.stack(found, dim=1).tolist() if found else [[] for _ in range(batch)]
+    rows = torch.stack(found, dim=1).tolist() if found else [[] for _ in range(count)]
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
+Found = tuple[float, list[int]]  # log-probability / length ** length_penalty, tokens
+
+
+class _Beam:
+    """The search for one prompt. order, new: which continuation each goes on from, and by which token."""
+
+    def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
+        self.beams, self.longest, self.end, self.length_penalty = beams, max_new_tokens, end, length_penalty
+        self.total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))  # all start alike: one counts
+        self.rows: list[list[int]] = [[] for _ in range(beams)]
+        self.done: list[Found] = []
+        self.unfinished: list[Found] = []
+        self.order, self.new = torch.arange(beams), torch.zeros(beams, dtype=torch.int64)
+        self.over = max_new_tokens < 1
+
+    def step(self, scores: Tensor) -> None:
+        """scores: [beams, v] log-probabilities of the next token."""
+        length = len(self.rows[0]) + 1
+        share = length**self.length_penalty
+        best, at = (self.total.unsqueeze(1) + scores).flatten().topk(2 * self.beams)
+        kept: list[tuple[float, int, int]] = []
+        for rank, (score, flat) in enumerate(zip(best.tolist(), at.tolist(), strict=True)):
+            row, token = divmod(flat, scores.shape[1])
+            if token == self.end and rank < self.beams:
+                self.done.append((score / share, [*self.rows[row], token]))
+            elif token != self.end and len(kept) < self.beams:
+                kept.append((score, row, token))
+        self.done = sorted(self.done, reverse=True)[: self.beams]
+        self.total = torch.tensor([score for score, _, _ in kept])
+        self.order, self.new = torch.tensor([row for _, row, _ in kept]), torch.tensor([token for _, _, token in kept])
+        self.rows = [[*self.rows[row], token] for _, row, token in kept]
+        beaten = len(self.done) == self.beams and self.done[-1][0] >= kept[0][0] / share
+        if length == self.longest or beaten:
+            self.over = True
+            self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
+            # The other prompts go on; what this one's rows do beside them is not looked at.
+            self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
+
+    def found(self) -> list[Found]:
+        return sorted([*self.done, *self.unfinished], reverse=True)[: self.beams]
+
+
 @torch.no_grad()
-def beam_search(
+def beam_searches(
     stepper: Stepper, beams: int, max_new_tokens: int, end: int, length_penalty: float = 1.0
-) -> list[tuple[float, list[int]]]:
-    """The `beams` best continuations, best first: (log-probability / length ** length_penalty, tokens).
+) -> list[list[Found]]:
+    """For each prompt its `beams` best continuations, best first.
 
     A continuation that `end` ends leaves the beam; the search stops when none that is left can
     overtake the worst of as many finished ones (as in Hugging Face with early_stopping=False).
     """
-    scores = stepper.first(beams).float().cpu().log_softmax(-1)
-    total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))  # all start alike: one counts
-    rows: list[list[int]] = [[] for _ in range(beams)]
-    done: list[tuple[float, list[int]]] = []
-    for length in range(1, max_new_tokens + 1):
-        best, at = (total.unsqueeze(1) + scores).flatten().topk(2 * beams)
-        kept: list[tuple[float, int, int]] = []
-        for rank, (score, flat) in enumerate(zip(best.tolist(), at.tolist(), strict=True)):
-            row, token = divmod(flat, scores.shape[1])
-            if token == end and rank < beams:
-                done.append((score / length**length_penalty, [*rows[row], token]))
-            elif token != end and len(kept) < beams:
-                kept.append((score, row, token))
-        done = sorted(done, reverse=True)[:beams]
-        if length == max_new_tokens or (len(done) == beams and done[-1][0] >= kept[0][0] / length**length_penalty):
-            break
-        total = torch.tensor([score for score, _, _ in kept])
-        order, new = torch.tensor([row for _, row, _ in kept]), torch.tensor([token for _, _, token in kept])
-        rows = [[*rows[row], token] for _, row, token in kept]
-        stepper.reorder(order)
-        scores = stepper.next(new).float().cpu().log_softmax(-1)
-    else:
-        kept = []
-    unfinished = [(score / length**length_penalty, [*rows[row], token]) for score, row, token in kept]
-    return sorted([*done, *unfinished], reverse=True)[:beams]
+    logits = stepper.first(beams)
+    device, count = logits.device, logits.shape[0] // beams
+    searches = [_Beam(beams, max_new_tokens, end, length_penalty) for _ in range(count)]
+    while not all(search.over for search in searches):
+        for search, scores in zip(searches, logits.float().cpu().log_softmax(-1).chunk(count), strict=True):
+            if not search.over:
+                search.step(scores)
+        if not all(search.over for search in searches):
+            order = torch.cat([search.order + i * beams for i, search in enumerate(searches)])
+            stepper.reorder(order.to(device))
+            logits = stepper.next(torch.cat([search.new for search in searches]).to(device))
+    return [search.found() for search in searches]
+
+
+def beam_search(
+    stepper: Stepper, beams: int, max_new_tokens: int, end: int, length_penalty: float = 1.0
+) -> list[Found]:
+    """`beam_searches` of a single prompt."""
+    (found,) = beam_searches(stepper, beams, max_new_tokens, end, length_penalty)
+    return found

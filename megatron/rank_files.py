@@ -1,73 +1,125 @@
-"""GPT checkpoints with a pickled file per model-parallel rank: CPM-1's, Megatron-LM's of its time, and plain DeepSpeed's.
+"""GPT checkpoints with a pickled file per model-parallel rank: CPM-1's, CPM-Pretrain's, Megatron-LM's of its time, DeepSpeed's.
 
-    80000/mp_rank_00_model_states.pt            CPM-1 (2-way for CPM-1-large), DeepSpeed: weights under "module"
-    iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under "model"; mp_rank_00_001 is the second pipeline stage
-
-The files are unpickled for tensors and plain values alone (torch's `weights_only`); whatever
-else a file asks for is refused, and nothing in it is run.
+80000/mp_rank_00_model_states.pt            CPM-1 (2-way for CPM-1-large), DeepSpeed: weights under "module"
+iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under "model"; mp_rank_00_001 is the second pipeline stage
+1000/layer_03-model_00-model_states.pt      DeepSpeed over a pipeline: a layer's weights; mp_rank_00_* beside it has none
 """
 
 import argparse
-import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .options import describe
+from .plain_pickle import load_plain
 
 _FILES = (re.compile(r"mp_rank_(\d\d)_model_states\.pt"), re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?/model\w*\.pt"))
+_LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d\d))?-model_states\.pt")
 _COLUMN = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")  # cut along rows
 _ROW = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # cut along columns
-_SKIP = re.compile(r"\.attention\.(bias|masked_bias)$|word_embeddings_for_head|^lm_head\.|rotary|\.inv_freq$")
+_SKIP = re.compile(r"\.attention\.(bias|masked_bias)$|rotary|\.inv_freq$")
+_WORDS = "embedding.word_embeddings.weight"
+
+ORDERS = (
+    "0 (all queries, all keys, all values), 1 (head by head and feature by feature: query, key, value) "
+    "or 2 or 3 (head by head: its query, its key, its value)"
+)
 
 
 class RankFiles:
     """Tensors by our names, joined over the ranks when asked for.
 
-    Raises ValueError for folders, files and names that are not known.
+    version: of the checkpoint, 0 to 3, which says how query, key and value are laid out; for files that do not say it.
+    Raises ValueError for folders, files and names that are not known, and where nothing tells the version.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, version: int | None = None) -> None:
         self.folder = _newest(folder)
-        found = {}
-        for path in sorted(self.folder.glob("mp_rank_*")):
-            for candidate in sorted(path.glob("*.pt")) if path.is_dir() else [path]:
-                for form in _FILES:
-                    match = form.fullmatch(str(candidate.relative_to(self.folder)))
-                    if match:
-                        stage = int(match.groups()[1] or 0) if form.groups > 1 else 0
-                        found[stage, int(match[1])] = candidate
+        found = self._files(_LAYER_FILE, lambda m: (int(m[1]), int(m[2] or 0)))
+        self.by_layer = bool(found)
+        beside = self._files(_FILES[0], lambda m: (0, int(m[1])))
+        if not self.by_layer:
+            found = beside | self._files(_FILES[1], lambda m: (int(m[2] or 0), int(m[1])))
         if not found:
             raise ValueError(
-                f"{self.folder} holds neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt"
+                f"{self.folder} holds neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
+                "nor layer_00-model_00-model_states.pt"
             )
-        self.stages, self.ranks = max(s for s, _ in found) + 1, max(r for _, r in found) + 1
-        for stage in range(self.stages):
+        stages, self.ranks = sorted({stage for stage, _ in found}), 1 + max(rank for _, rank in found)
+        for stage in stages if self.by_layer else range(stages[-1] + 1):
             for rank in range(self.ranks):
                 if (stage, rank) not in found:
-                    raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, stage {stage}")
+                    what = "layer" if self.by_layer else "stage"
+                    raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {what} {stage}")
         contents = {place: load_plain(path) for place, path in found.items()}
-        first = contents[0, 0]
-        self.version = float(first.get("checkpoint_version") or 0)
-        known = first.get("args")
-        self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, dict[int, Tensor]] = {}
+        self._theirs: set[str] = set()
         for rank in range(self.ranks):
-            behind = 0
-            for stage in range(self.stages):
-                behind = self._take(contents[stage, rank], found[stage, rank], behind)
+            blocks: dict[int, int] = {}  # stage or layer file: blocks up to its end
+            for stage in stages:
+                behind = max(blocks.values(), default=0)
+                top = self._take(contents[stage, rank], found[stage, rank], rank, behind)
+                if top > behind:
+                    blocks[stage] = top
+            if self.by_layer and list(blocks) != list(range(min(blocks, default=0), max(blocks, default=0) + 1)):
+                raise ValueError(f"{self.folder} lacks layers: of its blocks there are only the files {list(blocks)}")
+        # Beside layers stands what DeepSpeed saves once for a rank.
+        tellers = [load_plain(path) for path in list(beside.values())[:1]] if self.by_layer else list(contents.values())
+        known = tellers[0].get("args") if tellers else None
+        self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
+        if self.settings.get("num_layers", self.layers) != self.layers:
+            raise ValueError(f"{self.folder} holds {self.layers} of the {self.settings['num_layers']} layers it names")
+        self.version, self.told_by = self._version_of(tellers, version)
 
-    def _take(self, content: Mapping[str, Any], path: Path, behind: int) -> int:
-        """Remember the tensors of one file, whose layers count from `behind`; returns where the next stage's do."""
-        whole = content.get("module", content.get("model"))
+    def _files(
+        self, form: re.Pattern[str], place: Callable[[re.Match[str]], tuple[int, int]]
+    ) -> dict[tuple[int, int], Path]:
+        """Files whose path has this form, by (stage or layer, rank)."""
+        matches = (
+            (form.fullmatch(path.relative_to(self.folder).as_posix()), path) for path in _candidates(self.folder)
+        )
+        return {place(match): path for match, path in matches if match}
+
+    def _version_of(self, tellers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
+        """The checkpoint version, and who tells it: the files, the user, or names that only one version has."""
+        words = [content.get("checkpoint_version") for content in tellers]
+        said = [word for word in words if word is not None]
+        if said:
+            word = said[0]
+            if word not in (0, 1, 2, 3) or any(other != word for other in said):
+                raise ValueError(
+                    f"{self.folder}: the checkpoint version {word} is not known, or not that of all its files"
+                )
+            if given is not None and given != word:
+                raise ValueError(f"{self.folder} says checkpoint version {word:g}, --checkpoint-version {given}")
+            return float(word), "as its files say"
+        if given is not None:
+            return float(given), "as --checkpoint-version says"
+        if "position_embedding.weight" in self._theirs:
+            return 2.0, "the names are this project's"
+        if (
+            not self.by_layer
+            and {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"} <= self._theirs
+        ):
+            return 0.0, "the names are those of CPM-1"
+        own = bool(tellers) and "model" in tellers[0]  # Megatron-LM's, not DeepSpeed's
+        if own and any(name.startswith("language_model.transformer.") for name in self._theirs):
+            return 0.0, "as Megatron-LM takes files that do not say it"
+        raise ValueError(
+            f"{self.folder} does not tell how it orders queries, keys and values: give --checkpoint-version {ORDERS}"
+        )
+
+    def _take(self, content: Mapping[str, Any], path: Path, rank: int, behind: int) -> int:
+        """Remember the tensors of one file, whose layers count from `behind`; returns where the next file's do."""
+        whole = _of_layer(content) if self.by_layer else content.get("module", content.get("model"))
         if not isinstance(whole, Mapping):
             raise ValueError(f"{path} has its weights neither under 'module' nor under 'model'")
         top = behind
         for name, tensor in _flat(whole):
+            self._theirs.add(re.sub(r"^module\.", "", name))
             ours = our_name(name, behind)
             if ours is None or not isinstance(tensor, Tensor):
                 continue
@@ -75,12 +127,15 @@ class RankFiles:
                 raise ValueError(f"{path}: no place is known for the tensor {name} of shape {list(tensor.shape)}")
             layer = re.match(r"layers\.(\d+)\.", ours)
             top = max(top, int(layer[1]) + 1) if layer else top
-            self._parts.setdefault(ours, []).append(tensor)
+            # The last stage has a copy of the embedding for the logits; positions beside it are not used there.
+            first = self._parts.setdefault(ours, {}).setdefault(rank, tensor)
+            if ours == _WORDS and first is not tensor and not _same(first, tensor):
+                raise ValueError(f"{path}: {name} is not the embedding; an output matrix of its own has no place here")
         return top
 
     @property
     def layers(self) -> int:
-        return 1 + max(int(name.split(".")[1]) for name in self._parts if name.startswith("layers."))
+        return 1 + max((int(name.split(".")[1]) for name in self._parts if name.startswith("layers.")), default=-1)
 
     def names(self) -> list[str]:
         return list(self._parts)
@@ -106,9 +161,27 @@ class RankFiles:
         if name not in self._parts:
             raise ValueError(f"{self.folder} holds no tensor for {name}")
         parts = self._parts[name]
-        if len(parts) % self.ranks:
-            raise ValueError(f"{self.folder}: {name} is in {len(parts)} files of {self.ranks} ranks")
-        return parts[: self.ranks]
+        if len(parts) != self.ranks:
+            raise ValueError(f"{self.folder}: {name} is in the files of {len(parts)} of {self.ranks} ranks")
+        return [parts[rank] for rank in range(self.ranks)]
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    for pattern in ("mp_rank_*.pt", "mp_rank_*/*.pt", "layer_*.pt"):
+        yield from sorted(folder.glob(pattern))
+
+
+def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
+    """One layer of a pipeline, by the names of the whole: a block, the embedding, or the norm at the end."""
+    if set(content) == {"weight", "bias"}:
+        return {f"final_layernorm.{name}": tensor for name, tensor in content.items()}
+    block = any(name.startswith("input_layernorm.") for name in content)
+    return {f"layers.0.{name}" if block else name: tensor for name, tensor in content.items()}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether they are copies, up to the rounding of updates on two devices."""
+    return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= 1e-3 * a.float().abs().max())
 
 
 def _newest(folder: Path) -> Path:
@@ -116,34 +189,13 @@ def _newest(folder: Path) -> Path:
     for tracker in (folder / "latest_checkpointed_iteration.txt", folder / "latest"):
         if tracker.is_file():
             word = tracker.read_text(encoding="utf-8").strip()
-            for name in (word, f"iter_{int(word):07d}" if word.isdigit() else word):
+            for name in (word, *([f"iter_{int(word):07d}", f"global_step{int(word)}"] if word.isdigit() else [])):
                 if (folder / name).is_dir():
                     return folder / name
             raise ValueError(f"{tracker} names {word}, which is not there")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
     return folder
-
-
-def load_plain(path: Path) -> Mapping[str, Any]:
-    """Unpickle tensors and plain values. Raises ValueError, and runs nothing, where a file asks for more."""
-    with torch.serialization.safe_globals([argparse.Namespace]):  # Megatron-LM keeps its settings so: names and values
-        try:
-            try:
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (RuntimeError, ValueError):  # the format before torch 1.6 cannot be mapped
-                content = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = f"asks for {wanted[1]}" if wanted else "is damaged, or holds more than tensors and plain values"
-            raise ValueError(
-                f"{path} {what}, which is not run; save it again with its weights alone, where you trust it"
-            ) from None
-        except (OSError, EOFError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be read: {describe(error)}") from None
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
-    return content
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -169,8 +221,10 @@ def our_name(name: str, behind: int = 0) -> str | None:
     if layer:
         return f"layers.{int(layer[1]) + behind}.{layer[2]}"
     return {
-        "word_embeddings.weight": "embedding.word_embeddings.weight",
-        "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+        "word_embeddings.weight": _WORDS,
+        "embedding.word_embeddings.weight": _WORDS,
+        "word_embeddings_for_head.weight": _WORDS,
+        "lm_head.weight": _WORDS,
         "position_embeddings.weight": "position_embedding.weight",
         "position_embedding.weight": "position_embedding.weight",
         "embedding.position_embeddings.weight": "position_embedding.weight",
@@ -192,7 +246,7 @@ def by_heads(part: Tensor, heads: int, version: float) -> Tensor:
     """A rank's rows of query, key and value, head by head, from the order of Megatron-LM's checkpoint version.
 
     0: all queries, all keys, all values. 1: heads, then features, then query, key and value.
-    2 and later: heads, then query, key and value, as ours.
+    2 and 3: heads, then query, key and value, as ours.
     """
     rest = part.shape[1:]
     if version < 1:

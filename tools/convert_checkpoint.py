@@ -21,7 +21,7 @@ from megatron.hf_folder import DTYPES, Folder, FolderReader, entries_of, publish
 from megatron.hf_names import Match, gpt2_matches, t5_matches
 from megatron.hf_tokenizer import as_theirs
 from megatron.model import GPT2Model, T5Model, global_parameters
-from megatron.rank_files import RankFiles
+from megatron.rank_files import ORDERS, RankFiles
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
@@ -184,10 +184,13 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
 
 
 def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
-    theirs = RankFiles(Path(args.from_megatron))
+    theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version)
     heads = args.num_attention_heads or theirs.settings.get("num_attention_heads")
     if heads is None:
         raise ValueError(f"{theirs.folder} does not say how many heads the model has: give --num-attention-heads")
+    if int(heads) < 1 or int(heads) % theirs.ranks:
+        raise ValueError(f"{heads} heads do not go into {theirs.ranks} model-parallel ranks: see --num-attention-heads")
+    print(f"query, key and value: in the order of checkpoint version {theirs.version:g}, {theirs.told_by}")
     rows, hidden = theirs.shape("embedding.word_embeddings.weight")
     positions = theirs.shape("position_embedding.weight")[0]
     settings = {
@@ -264,6 +267,8 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(
             "give one of --load (a run to be exported), --from-hf and --from-megatron (a folder of theirs)"
         )
+    if args.checkpoint_version is not None and not args.from_megatron:
+        raise ValueError("--checkpoint-version belongs to --from-megatron")
     if args.load:
         export(args)
     else:
@@ -275,8 +280,18 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--load", help="a run directory, or one of its checkpoints, to be exported")
     add("--from-hf", help="a folder with config.json and safetensors, to become a checkpoint of ours")
-    add("--from-megatron", help="a folder of CPM-1, Megatron-LM (GPT) or DeepSpeed with mp_rank_* files, likewise")
+    add(
+        "--from-megatron",
+        help="a folder of CPM-1, CPM-Pretrain, Megatron-LM (GPT) or DeepSpeed with mp_rank_* or layer_* files, likewise",
+    )
     add("--num-attention-heads", type=int, help="of --from-megatron, where its files do not tell: 32 for CPM-1-large")
+    add(
+        "--checkpoint-version",
+        type=int,
+        choices=range(4),
+        help="of --from-megatron, where its files do not tell: how queries, keys and values are ordered; "
+        f"{ORDERS}; of CPM-Pretrain: 2 for a run that was never resumed, 0 after a resume",
+    )
     add("--output", required=True, help="the new folder; of --from-* the folder of checkpoints")
     add("--vocab-file", help="the tokenizer (default: the run's)")
     add("--dtype", choices=DTYPES, default="fp32", help="of the exported weights (default: fp32)")

@@ -1,4 +1,4 @@
-"""How well a GPT-2 predicts a text (perplexity, bits per byte) or the end of it (cloze), ours or Hugging Face's."""
+"""How well a GPT-2 predicts a text (perplexity, bits per byte) or the end of it (cloze), ours or Hugging Face's; on the GPU if there is one."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from _cli import Parser, run
 from tqdm import tqdm
 
 from data_utils.documents import texts
+from megatron import device
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.harness import Harness, evaluate_tasks
 from megatron.model import GPT2Model
@@ -27,10 +28,10 @@ EXAMPLES = """\
 
 
 class Subject:
-    """A model, its tokenizer, and how many tokens it can see."""
+    """A model, its tokenizer, how many tokens it can see, and where it computes."""
 
-    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int) -> None:
-        self.logits_of, self.tokenizer, self.longest = logits_of, tokenizer, longest
+    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
+        self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
 
 
 def ours(args: argparse.Namespace) -> Subject:
@@ -44,8 +45,8 @@ def ours(args: argparse.Namespace) -> Subject:
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
     model = GPT2Model(config, parallel_output=False)
     load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
-    model.eval()
-    return Subject(model, tokenizer, config.positions)
+    here = device.current()
+    return Subject(model.eval().to(here), tokenizer, config.positions, here)
 
 
 def hugging_face(args: argparse.Namespace) -> Subject:
@@ -54,13 +55,14 @@ def hugging_face(args: argparse.Namespace) -> Subject:
     except ImportError:
         raise ValueError("--hf needs the package transformers: pip install transformers") from None
     model: Any = AutoModelForCausalLM.from_pretrained(args.hf, dtype=torch.float32)
-    model.eval()
+    here = device.current()
+    model.eval().to(here)
     tokenizer = load_tokenizer(args.vocab_file or args.hf)
     if args.vocab_file and folder_has_one(Path(args.hf)):
         refuse_other_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
-    return Subject(lambda tokens: model(tokens).logits, tokenizer, model.config.max_position_embeddings)
+    return Subject(lambda tokens: model(tokens).logits, tokenizer, model.config.max_position_embeddings, here)
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     stride = args.stride or max(subject.longest // 2, 1)
     for text in tqdm(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
         ids = [eod, *subject.tokenizer.encode(text), eod]
-        nats = nats_of(ids, subject.logits_of, longest, stride, torch.device("cpu"))
+        nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
         score += Score(sum(nats), len(nats), len(text), len(text.encode()))
     if not score.tokens:
         raise ValueError(f"no text in {', '.join(args.input)}")
@@ -102,9 +104,7 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
         total += 1
         eod = subject.tokenizer.eod
-        right += completes(
-            [eod, *whole[:same]], whole[same:], subject.logits_of, subject.longest + 1, torch.device("cpu")
-        )
+        right += completes([eod, *whole[:same]], whole[same:], subject.logits_of, subject.longest + 1, subject.device)
     if not total:
         raise ValueError(f"no questions in {args.cloze}")
     return {"accuracy": right / total, "right": right, "questions": total}
@@ -117,7 +117,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("give one of --input (text to be predicted), --cloze (questions) and --tasks (of lm-eval)")
     subject = ours(args) if args.load else hugging_face(args)
     if args.tasks:
-        harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, torch.device("cpu"))
+        harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
         by_task = evaluate_tasks(harness, args.tasks.split(","), args.limit, args.task_folder)
         found = {f"{task} {name}": value for task, row in by_task.items() for name, value in row.items()}
         found = {name: value for name, value in found.items() if isinstance(value, (int, float))}

@@ -1,19 +1,25 @@
-"""Continue texts with a trained GPT-2, or fill the gaps of texts with a trained T5. Loads a checkpoint of any layout."""
+"""Continue texts with a trained GPT-2, or fill the gaps of texts with a trained T5, on the GPU if there is one.
+
+Loads a checkpoint of any layout.
+"""
 
 import argparse
+import itertools
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from _cli import Parser, run
 
+from megatron import device as device_module
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config import Config
-from megatron.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
+from megatron.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
 from megatron.hf_folder import Folder, is_hf_folder
 from megatron.initialize import initialize_megatron
 from megatron.model import GPT2Model, T5Model
@@ -26,10 +32,22 @@ EXAMPLES = """\
   python tools/generate.py --load runs/gpt2 --prompt "春天的早晨" --stream
   python tools/generate.py --load runs/gpt2 --prompt "Once upon" --num-samples 3 --temperature 0.8 --top-p 0.9
   python tools/generate.py --load runs/gpt2 --interactive
-  python tools/generate.py --load runs/gpt2 --input prompts.txt --json > texts.jsonl
+  python tools/generate.py --load runs/gpt2 --input prompts.txt --batch-size 32 --json > texts.jsonl
   python tools/generate.py --load runs/t5 --prompt "春天来了，<extra_id_0>都开了。" --num-beams 4
   python tools/launch.py --standalone --nproc-per-node 4 tools/generate.py --load runs/gpt2 \\
       --model-parallel-size 2 --pipe-parallel-size 2 --prompt "春天" """
+
+
+Heard = Callable[[list[int]], None]
+WINDOW = 16  # batches that are read ahead, to find prompts of equal length in
+
+
+class Question(NamedTuple):
+    """A prompt as the model reads it, and the token that ends what it writes."""
+
+    prompt: str
+    tokens: list[int]
+    end: int
 
 
 @dataclass
@@ -41,39 +59,72 @@ class Writer:
     config: Config
     stages: Stages | None
 
-    def start(self, prompt: str) -> tuple[Stepper, int]:
-        """The model having read the prompt, and the token that ends what it writes."""
-        tokenizer, model = self.tokenizer, self.model
+    def question(self, prompt: str) -> Question:
+        tokenizer = self.tokenizer
         source = tokenizer.encode(prompt)
-        if isinstance(model, GPT2Model):
-            start = source or [tokenizer.eod]
-            return GPT2Stepper(model, start, self.config.positions, stages=self.stages), tokenizer.eod
-        assert isinstance(tokenizer, SentinelTokenizer)
+        if not isinstance(tokenizer, SentinelTokenizer):
+            return Question(prompt, source or [tokenizer.eod], tokenizer.eod)
         if tokenizer.convention == "t5":
-            return T5Stepper(model, [*source, tokenizer.eod], tokenizer.pad, stages=self.stages), tokenizer.eod
+            return Question(prompt, [*source, tokenizer.eod], tokenizer.eod)
+        if not source:
+            raise ValueError("the prompt is empty: this T5 fills gaps in a text, such as <s_0>")
         gaps = sum(token in tokenizer.sentinels for token in source)
         if gaps >= tokenizer.count:
             raise ValueError(
                 f"{gaps} gaps in the prompt: the model has {tokenizer.count} sentinels, one of them to close with"
             )
-        return T5Stepper(model, source, tokenizer.sentinels[0], stages=self.stages), tokenizer.sentinels[gaps]
+        return Question(prompt, source, tokenizer.sentinels[gaps])
 
-    def write(self, prompt: str, args: argparse.Namespace, heard: Callable[[list[int]], None] | None) -> list[str]:
-        """The prompt with each of its continuations."""
-        stepper, end = self.start(prompt)
+    def stepper(self, sources: list[list[int]]) -> Stepper:
+        """The model about to read these tokens, as many of each."""
+        if isinstance(self.model, GPT2Model):
+            return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages)
+        assert isinstance(self.tokenizer, SentinelTokenizer)
+        start = self.tokenizer.pad if self.tokenizer.convention == "t5" else self.tokenizer.sentinels[0]
+        return T5Stepper(self.model, sources, start, stages=self.stages)
+
+    def write(self, asked: Sequence[Question], args: argparse.Namespace, heard: Heard | None) -> list[list[str]]:
+        """Each prompt with each of its continuations. The prompts have equally many tokens, and one end."""
+        stepper, end, each = self.stepper([question.tokens for question in asked]), asked[0].end, args.num_samples
         longest = args.max_new_tokens
         if self.config.is_t5 and self.config.model.position_embedding == "learned":
             longest = min(longest, self.config.positions)
         if args.num_beams:
-            found = [ids for _, ids in beam_search(stepper, args.num_beams, longest, end)][: args.num_samples]
+            searched = beam_searches(stepper, args.num_beams, longest, end)
+            found = [[ids for _, ids in best[:each]] for best in searched]
         else:
             sampling = Sampling(args.temperature, args.top_k, args.top_p)
-            found = sample(stepper, args.num_samples, longest, end, sampling, args.seed, heard)
-        kept = [ids[:-1] if ids[-1:] == [end] else ids for ids in found]
-        tokenizer = self.tokenizer
-        if isinstance(tokenizer, SentinelTokenizer):
-            return [fill(prompt, tokenizer, ids) for ids in kept]
-        return [prompt + tokenizer.decode(ids) for ids in kept]
+            rows = sample(stepper, each, longest, end, sampling, args.seed, heard)
+            found = [rows[i : i + each] for i in range(0, len(rows), each)]
+        return [[self.text(q, ids) for ids in own] for q, own in zip(asked, found, strict=True)]
+
+    def text(self, question: Question, ids: list[int]) -> str:
+        kept = ids[:-1] if ids[-1:] == [question.end] else ids
+        if isinstance(self.tokenizer, SentinelTokenizer):
+            return fill(question.prompt, self.tokenizer, kept)
+        return question.prompt + self.tokenizer.decode(kept)
+
+
+def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
+    """Numbers of questions that can be answered together: of the same length, with the same end."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, question in enumerate(asked):
+        alike.setdefault((len(question.tokens), question.end), []).append(i)
+    for numbers in alike.values():
+        yield from (numbers[i : i + size] for i in range(0, len(numbers), size))
+
+
+def answers(
+    writer: Writer, prompts: Iterable[str], args: argparse.Namespace, size: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Each prompt with its texts, in the order of the prompts."""
+    stream = iter(prompts)
+    while asked := [writer.question(prompt) for prompt in itertools.islice(stream, size * WINDOW if size > 1 else 1)]:
+        texts: list[list[str]] = [[] for _ in asked]
+        for numbers in batches(asked, size):
+            for i, found in zip(numbers, writer.write([asked[i] for i in numbers], args, None), strict=True):
+                texts[i] = found
+        yield from ((question.prompt, found) for question, found in zip(asked, texts, strict=True))
 
 
 def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
@@ -110,8 +161,8 @@ def load(args: argparse.Namespace) -> Writer:
         )
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
-    if args.model_parallel_size > 1 or args.pipe_parallel_size > 1:
-        initialize_megatron(config)
+    several = args.model_parallel_size > 1 or args.pipe_parallel_size > 1
+    device = initialize_megatron(config) if several else device_module.current()
     layers = (t5_layers if config.is_t5 else gpt2_layers)(config, vocab_size_of(config))
     stages = Stages(layers) if args.pipe_parallel_size > 1 else None
     own = stages.own if stages else None
@@ -120,7 +171,7 @@ def load(args: argparse.Namespace) -> Writer:
         load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     elif theirs:
         theirs.load(model)
-    return Writer(model, tokenizer, config, stages)
+    return Writer(model.to(device), tokenizer, config, stages)
 
 
 def show_as_it_comes(tokenizer: Tokenizer) -> Callable[[list[int]], None]:
@@ -137,6 +188,16 @@ def show_as_it_comes(tokenizer: Tokenizer) -> Callable[[list[int]], None]:
         shown = len(whole)
 
     return heard
+
+
+def show(writer: Writer, args: argparse.Namespace) -> None:
+    """One prompt after another, each with its text while it is written."""
+    for prompt in prompts(args):
+        if is_rank_0():
+            print(prompt, end="", flush=True)
+        writer.write([writer.question(prompt)], args, show_as_it_comes(writer.tokenizer) if is_rank_0() else None)
+        if is_rank_0():
+            print(flush=True)
 
 
 def prompts(args: argparse.Namespace) -> Iterator[str]:
@@ -171,23 +232,39 @@ def _prompt_of(line: str, where: str) -> str:
         raise ValueError(f'{where} is not a JSON object with a "prompt"') from None
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError, in one sentence, for a number that makes no sense."""
+    for name, good, wanted in (
+        ("num_samples", args.num_samples >= 1, "at least 1"),
+        ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= args.temperature < math.inf, "at least 0 (0 takes the likeliest token), and finite"),
+        ("top_k", args.top_k >= 0, "at least 0 (0 draws from all)"),
+        ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1 (1 draws from all)"),
+        ("num_beams", args.num_beams >= 0, "at least 0 (0 draws)"),
+        ("batch_size", args.batch_size >= 1, "at least 1"),
+        ("model_parallel_size", args.model_parallel_size >= 1, "at least 1"),
+        ("pipe_parallel_size", args.pipe_parallel_size >= 0, "at least 0 (0 for no stages)"),
+    ):
+        if not good:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {wanted}")
+    if 0 < args.num_beams < args.num_samples:
+        raise ValueError(f"--num-samples {args.num_samples} is more than --num-beams {args.num_beams} finds")
+
+
 def main(args: argparse.Namespace) -> None:
+    check(args)
     if sum(map(bool, (args.prompt, args.input, args.interactive))) > 1:
         raise ValueError("give one of --prompt, --input and --interactive")
     writer = load(args)
     stream = args.stream or (args.interactive and not (args.json or args.num_beams or writer.config.is_t5))
     if stream and (writer.config.is_t5 or args.num_beams or args.json or args.num_samples > 1):
         raise ValueError("--stream shows one text of a GPT-2 as it is written: not --num-beams, --json, --num-samples")
-    for prompt in prompts(args):
-        heard = show_as_it_comes(writer.tokenizer) if stream and is_rank_0() else None
-        if heard:
-            print(prompt, end="", flush=True)
-        texts = writer.write(prompt, args, heard)
-        for text in texts if is_rank_0() else []:
-            whole = {"prompt": prompt, "text": text} if args.input else {"text": text}
-            if heard:
-                print(flush=True)
-            else:
+    if stream:
+        show(writer, args)
+    else:
+        for prompt, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
+            for text in texts if is_rank_0() else []:
+                whole = {"prompt": prompt, "text": text} if args.input else {"text": text}
                 print(json.dumps(whole, ensure_ascii=False) if args.json else text, flush=True)
     if dist.is_initialized():
         dist.barrier()
@@ -204,6 +281,13 @@ def build_parser() -> Parser:
     )
     add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
     add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"')
+    add(
+        "--batch-size",
+        type=int,
+        default=16,
+        help="of --input: prompts that are read together, of those with equally many tokens; the texts are the same, "
+        "and come in the order of the prompts (default: 16)",
+    )
     add("--interactive", action="store_true", help="ask for prompts, one after another")
     add("--stream", action="store_true", help="show the text while it is written")
     add("--vocab-file", help="the tokenizer; by default the one that the model was trained with")

@@ -72,14 +72,20 @@ class HFTokenizer(Tokenizer):
         return text
 
 
+def merges_of(path: Path) -> Path:
+    """The merges that belong to a vocabulary: gpt2-merges.txt to gpt2-vocab.json, else merges.txt beside it."""
+    own = path.with_name(path.name.replace("vocab.json", "merges.txt"))
+    return own if own != path and own.is_file() else path.with_name("merges.txt")
+
+
 class Gpt2BpeTokenizer(HFTokenizer):
-    """GPT-2's `vocab.json`, with `merges.txt` beside it; the ids are those of Hugging Face's GPT2Tokenizer."""
+    """GPT-2's `vocab.json`, with `merges.txt` beside it (see `merges_of`); the ids are those of Hugging Face's GPT2Tokenizer."""
 
     name = "gpt2-bpe"
 
     def __init__(self, path: str) -> None:
         tokenizers = library()
-        merges = Path(path).with_name("merges.txt")
+        merges = merges_of(Path(path))
         if not merges.is_file():
             raise TokenizerError(f"there is no {merges}, which belongs to {path}")
         try:

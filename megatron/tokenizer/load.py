@@ -8,14 +8,15 @@ KINDS = ("auto", "sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 PROBES = (
     "春天来了，花都开了。老人坐在树下。", "The river runs slowly to the sea.", " a  b ", "2024年1,234.5元", "\n\n1234 \t", "é, Ａﬁ①",
 )  # fmt: skip
-IN_FOLDER = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+IN_FOLDER = ("tokenizer.json", "vocab.json", "gpt2-vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
 def load_tokenizer(vocab_file: str, kind: str = "auto", segmenter: str = "auto") -> Tokenizer:
     """The tokenizer in `vocab_file`, or in a folder of it. Raises TokenizerError.
 
     kind: `sentencepiece` (X.model), `cpm` (X.model over words of jieba), `cpm-vocab` (X.txt or
-    X.json over words of jieba), `gpt2-bpe` (vocab.json beside merges.txt), `hf` (tokenizer.json), or `auto`.
+    X.json over words of jieba), `gpt2-bpe` (vocab.json beside merges.txt, or Megatron-LM's gpt2-vocab.json beside
+    gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
     segmenter: what cuts words for the two of CPM: `jieba`, `rjieba` (the same words, faster) or `auto`.
     """
     if kind not in KINDS:
@@ -53,7 +54,9 @@ def _recognize(path: Path) -> str:
         from .cpm import is_cpm_model
 
         return "cpm" if is_cpm_model(path) else "sentencepiece"
-    if path.with_name("merges.txt").is_file() and path.name != "tokenizer.json":
+    from .hf import merges_of
+
+    if merges_of(path).is_file() and path.name != "tokenizer.json":
         return "gpt2-bpe"
     with open(path, "rb") as file:
         head = file.read(4096)

@@ -1,17 +1,22 @@
-"""From CPM-1 and Megatron-LM: the network that was saved, against plain torch; and nothing in a file is ever run."""
+"""From CPM-1, CPM-Pretrain, Megatron-LM and DeepSpeed: the network that was saved, against plain torch; nothing is run."""
 
 import argparse
 import os
-from collections.abc import Mapping
+import pickle
+import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.model import GPT2Model
+from megatron.plain_pickle import load_plain
+from megatron.rank_files import RankFiles
 from megatron.tokenizer import load_tokenizer
 from tests.parity import reference
 from tests.support import command, covering
@@ -80,7 +85,9 @@ def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
     return ["--num-attention-heads", str(HEADS)]
 
 
-def save_megatron(folder: Path, w: Mapping[str, Tensor], version: int, stages: int = 1) -> list[str]:
+def save_megatron(
+    folder: Path, w: Mapping[str, Tensor], version: int, stages: int = 1, say_version: bool = True
+) -> list[str]:
     """As Megatron-LM's of 2020 and 2021: nested, with its settings, cut into pipeline stages from version 3 on."""
     (folder / "latest_checkpointed_iteration.txt").parent.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("100")
@@ -110,20 +117,134 @@ def save_megatron(folder: Path, w: Mapping[str, Tensor], version: int, stages: i
             path = folder / "iter_0000100" / name / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
             args = argparse.Namespace(num_attention_heads=HEADS, layernorm_epsilon=1e-5, params_dtype=torch.half)
-            torch.save({"args": args, "checkpoint_version": float(version), "iteration": 100, "model": model}, path)
+            said = {"checkpoint_version": float(version)} if say_version else {}
+            torch.save({"args": args, **said, "iteration": 100, "model": model, **generators()}, path)
     return []
 
 
-FORMS = {
+def generators() -> dict[str, Any]:
+    """The states of the random generators, as Megatron-LM saves them beside the weights."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
+    }
+
+
+def save_deepspeed(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int) -> list[str]:
+    """As CPM-Pretrain's without a pipeline: names of Megatron-LM 1.1.5, under DeepSpeed, which knows no version."""
+    (folder / "100").mkdir(parents=True)
+    (folder / "latest").write_text("100")
+    for rank in range(ranks):
+        module = {}
+        for name, tensor in of_rank(w, rank, ranks, version).items():
+            if name.startswith("layers."):
+                name = f"language_model.transformer.{name}"
+            elif name.startswith("final_norm"):
+                name = f"language_model.transformer.final_layernorm.{name.split('.')[-1]}"
+            else:
+                name = (
+                    f"language_model.embedding.{name.removeprefix('embedding.').replace('_embedding.', '_embeddings.')}"
+                )
+            module[name] = tensor
+        content = {"module": module, "iteration": 100, "csr_tensor_module_names": set(), "mp_world_size": ranks}
+        torch.save(content | generators(), folder / "100" / f"mp_rank_{rank:02d}_model_states.pt")
+    return ["--num-attention-heads", str(HEADS), "--checkpoint-version", str(version)]
+
+
+def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int, said: bool = False) -> list[str]:
+    """As CPM-Pretrain's over a pipeline in fp16: a file for each item of its list that has weights."""
+    place = folder / "global_step100"
+    place.mkdir(parents=True)
+    (folder / "latest").write_text("global_step100")
+    (folder / "latest_checkpointed_iteration.txt").write_text("100")
+    for rank in range(ranks):
+        mine = of_rank(w, rank, ranks, version)
+        words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
+        items: dict[int, dict[str, Tensor]] = {
+            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 casts, 2 transposes
+            LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
+            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # never used there
+        }
+        for i in range(LAYERS):
+            stem = f"layers.{i}."
+            items[i + 3] = {name.removeprefix(stem): value for name, value in mine.items() if name.startswith(stem)}
+        for at, content in items.items():
+            torch.save(content, place / f"layer_{at:02d}-model_{rank:02d}-model_states.pt")
+    for stage_and_rank in range(2 * ranks):
+        content = {"module": None, "iteration": 100} | generators() | ({"checkpoint_version": version} if said else {})
+        torch.save(content, place / f"mp_rank_{stage_and_rank:02d}_model_states.pt")
+    return ["--num-attention-heads", str(HEADS), *([] if said else ["--checkpoint-version", str(version)])]
+
+
+def save_ours(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
+    """A model of ours under plain DeepSpeed."""
+    folder.mkdir(parents=True)
+    torch.save({"module": dict(w)}, folder / "mp_rank_00_model_states.pt")
+    return ["--num-attention-heads", str(HEADS)]
+
+
+FORMS: dict[str, Callable[[Path, Mapping[str, Tensor]], list[str]]] = {
     "cpm-1": save_cpm1,
     "megatron-0": lambda folder, w: save_megatron(folder, w, 0),
+    "megatron-unsaid": lambda folder, w: save_megatron(folder, w, 0, say_version=False),
     "megatron-1": lambda folder, w: save_megatron(folder, w, 1),
     "megatron-2": lambda folder, w: save_megatron(folder, w, 2),
     "megatron-3-pipeline": lambda folder, w: save_megatron(folder, w, 3, stages=2),
+    "deepspeed": lambda folder, w: save_deepspeed(folder, w, 2, 1),
+    "deepspeed-2": lambda folder, w: save_deepspeed(folder, w, 2, 2),
+    "deepspeed-resumed": lambda folder, w: save_deepspeed(folder, w, 0, 2),
+    "layers": lambda folder, w: save_layers(folder, w, 2, 1),
+    "layers-2": lambda folder, w: save_layers(folder, w, 2, 2),
+    "layers-2-resumed": lambda folder, w: save_layers(folder, w, 0, 2),
+    "layers-said": lambda folder, w: save_layers(folder, w, 3, 2, said=True),
+    "ours": save_ours,
 }
+COVERED = ("cpm-1", "megatron-1", "megatron-3-pipeline", "deepspeed-2", "layers-2")
 
 
-@pytest.mark.parametrize("form", covering(list(FORMS), lambda form: form not in ("megatron-0", "megatron-2")))
+def logits_of(w: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Plain torch's, of weights by our names."""
+    positions, allowed, _ = reference.masks(tokens, -1, by_document=False)
+    return reference.logits(w, tokens, positions, allowed, LAYERS, HEADS)[..., :VOCAB]
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_form_is_read(form: str, tmp_path: Path) -> None:
+    """Every weight bit for bit; each other order of query, key and value is another network."""
+    w = some_weights()
+    if form == "cpm-1":
+        w = {name: value.half().float() for name, value in w.items()}
+    more = FORMS[form](tmp_path / "theirs", w)
+    given = int(more[-1]) if "--checkpoint-version" in more else None
+    theirs = RankFiles(tmp_path / "theirs", given)
+    found = {name: theirs.read(name, HEADS) for name in theirs.names()}
+    assert found.keys() == w.keys()
+    assert all(torch.equal(found[name], w[name]) for name in w)
+    if given is not None:
+        expected = logits_of(w, some_tokens())
+        for other in {0, 1, 2} - {given}:
+            theirs = RankFiles(tmp_path / "theirs", other)
+            wrong = logits_of({name: theirs.read(name, HEADS) for name in w}, some_tokens())
+            assert (wrong - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("form", ["deepspeed", "layers", "layers-2"])
+def test_what_cannot_be_told_is_asked_for(form: str, tmp_path: Path) -> None:
+    FORMS[form](tmp_path / "theirs", some_weights())
+    argv = ["--from-megatron", str(tmp_path / "theirs"), "--output", str(tmp_path / "o"), "--num-attention-heads", "4"]
+    sentence = says(*argv)
+    assert "does not tell how it orders queries, keys and values: give --checkpoint-version 0 (all queries" in sentence
+    assert "1 (head by head and feature by feature" in sentence and "2 or 3 (head by head: its query" in sentence
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("form", covering(list(FORMS), lambda form: form in COVERED))
 def test_the_network_that_was_saved(form: str, tmp_path: Path, vocab_file: str) -> None:
     w = some_weights()
     if form == "cpm-1":
@@ -137,11 +258,8 @@ def test_the_network_that_was_saved(form: str, tmp_path: Path, vocab_file: str) 
     assert config.model.vocab_size == load_tokenizer(vocab_file).vocab_size == VOCAB
     model = GPT2Model(config, parallel_output=False).eval()
     load_weights(path, model)
-    tokens = torch.randint(VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(3))
-    positions, allowed, _ = reference.masks(tokens, -1, by_document=False)
-    expected = reference.logits(w, tokens, positions, allowed, LAYERS, HEADS)[..., :VOCAB]
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(some_tokens()), logits_of(w, some_tokens()), rtol=1e-5, atol=1e-5)
 
 
 class Payload:
@@ -152,6 +270,16 @@ class Payload:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.path}",)
+
+
+class Reduced:
+    """Pickled as the call of a function of some name on these values; then `state`, if any."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
 
 
 def says(*argv: str) -> str:
@@ -175,6 +303,45 @@ def test_a_payload_is_refused_and_never_run(tmp_path: Path) -> None:
     assert trace.exists(), "the payload would have worked"
 
 
+def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    state, weight = np.random.RandomState(3).get_state(), torch.arange(4.0)
+    rebuild = np.arange(3).__reduce__()[0]  # numpy's _reconstruct
+    for old_format in (False, True):
+        torch.save({"np_rng_state": state, "weight": weight}, path, _use_new_zipfile_serialization=not old_format)
+        assert torch.equal(load_plain(path)["weight"], weight)
+    # As numpy 1 wrote it.
+    written = pickle.dumps({"np_rng_state": state}, protocol=2).replace(b"numpy._core", b"numpy.core")
+    assert b"numpy.core.multiarray" in written
+    path.write_bytes(b"".join(legacy_header()) + written + pickle.dumps([], protocol=2))
+    assert "np_rng_state" in load_plain(path)
+    for bad, word in (
+        (np.arange(3), "dtype('i8')"),
+        (np.array([None], dtype=object), "dtype('O8')"),
+        (np.zeros((2, 2), np.uint32), "no generator's state"),
+        (np.float64(1.5), "numpy._core.multiarray.scalar"),
+        (Reduced(rebuild, (os.system, (0,), b"b")), "posix.system"),
+        (Reduced(rebuild, (Payload, (0,), b"b")), "Payload"),
+        (Reduced(rebuild, (torch.Tensor, (0,), b"b")), "_reconstruct of Tensor"),
+        (Reduced(rebuild, (argparse.Namespace, (0,), b"b")), "_reconstruct of Namespace"),
+        (Reduced(np.ndarray, ((10**12,),)), "numpy.ndarray"),
+        (Reduced(eval, ("1",)), "eval"),
+    ):
+        for old_format in (False, True):
+            torch.save({"a": bad}, path, _use_new_zipfile_serialization=not old_format)
+            with pytest.raises(ValueError, match="which is not run") as caught:
+                load_plain(path)
+            assert word in str(caught.value), caught.value
+
+
+def legacy_header() -> list[bytes]:
+    """What stands before the content in files of torch 1.5 and before."""
+    magic = 0x1950A86A20F9469CFC6C
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": sizes}
+    return [pickle.dumps(each, protocol=2) for each in (magic, 1001, system)]
+
+
 def test_mistakes(tmp_path: Path, vocab_file: str) -> None:
     w = some_weights()
     save_cpm1(tmp_path / "theirs", w)
@@ -193,3 +360,35 @@ def test_mistakes(tmp_path: Path, vocab_file: str) -> None:
     torch.save({"module": {"strange.weight": torch.ones(2)}}, tmp_path / "mp_rank_00_model_states.pt")
     assert "no place is known for the tensor strange.weight" in says("--from-megatron", str(tmp_path), *base[2:])
     assert not (tmp_path / "o").exists()
+
+
+def test_folders_that_do_not_fit_together(tmp_path: Path) -> None:
+    w = some_weights()
+    save_layers(tmp_path / "layers", w, 2, 2)
+    place = tmp_path / "layers" / "global_step100"
+
+    def refused(folder: Path, version: int | None, sentence: str) -> None:
+        with pytest.raises(ValueError, match=sentence):
+            RankFiles(folder, version)
+
+    head = place / f"layer_{LAYERS + 5:02d}-model_01-model_states.pt"
+    content = torch.load(head)
+    torch.save({**content, "word_embeddings.weight": content["word_embeddings.weight"] + 1}, head)
+    refused(tmp_path / "layers", 2, "word_embeddings.weight is not the embedding; an output matrix of its own")
+    torch.save(content, head)
+    for rank in range(2):
+        (place / f"layer_04-model_{rank:02d}-model_states.pt").unlink()
+        refused(
+            tmp_path / "layers", 2, "lacks the file of model-parallel rank 0, layer 4" if not rank else "lacks layers"
+        )
+    save_megatron(tmp_path / "said", w, 1)
+    refused(tmp_path / "said", 0, "says checkpoint version 1, --checkpoint-version 0")
+    path = tmp_path / "said" / "iter_0000100" / "mp_rank_01" / "model_optim_rng.pt"
+    torch.save({**torch.load(path, weights_only=False), "checkpoint_version": 2.0}, path)
+    refused(tmp_path / "said", None, "the checkpoint version 1.0 is not known, or not that of all its files")
+    save_megatron(tmp_path / "later", w, 2)
+    for path in (tmp_path / "later").rglob("*.pt"):
+        torch.save({"model": torch.load(path, weights_only=False)["model"]}, path)
+    refused(
+        tmp_path / "later", None, "give --checkpoint-version 0"
+    )  # Megatron-LM said its version when it had these names

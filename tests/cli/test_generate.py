@@ -1,5 +1,7 @@
 """tools/generate.py: prompts from a flag, a file or a conversation; over ranks of both kinds; from Hugging Face."""
 
+import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron import device as device_module
 from megatron.arguments import parse
 from megatron.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
 from megatron.initialize import initialize_megatron
@@ -113,5 +116,86 @@ def test_what_does_not_go_together(run: str) -> None:
     done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--stream", "--num-beams", "2")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert "--stream shows one text of a GPT-2" in done.stderr
+    done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--top-p", "0")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "--top-p 0.0 must be above 0 and at most 1" in done.stderr
     done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--interactive")
     assert "give one of --prompt, --input and --interactive" in done.stderr
+
+
+def load_tool(name: str) -> Any:
+    """A file of tools/ as a module, under a name that no package has."""
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return load_tool("generate")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--top-p 0", "--top-p 0.0 must be above 0 and at most 1"),
+        ("--top-p nan", "--top-p nan must be above 0"),
+        ("--top-p 1.5", "--top-p 1.5 must be above 0 and at most 1"),
+        ("--top-k -1", "--top-k -1 must be at least 0"),
+        ("--num-samples 0", "--num-samples 0 must be at least 1"),
+        ("--temperature -1", "--temperature -1.0 must be at least 0"),
+        ("--temperature inf", "--temperature inf must be at least 0"),
+        ("--max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
+        ("--num-beams -1", "--num-beams -1 must be at least 0"),
+        ("--batch-size 0", "--batch-size 0 must be at least 1"),
+        ("--model-parallel-size 0", "--model-parallel-size 0 must be at least 1"),
+        ("--num-beams 2 --num-samples 3", "--num-samples 3 is more than --num-beams 2 finds"),
+    ],
+)
+def test_numbers_without_sense(tool: Any, flags: str, sentence: str) -> None:
+    args = tool.build_parser().parse_args(["--load", "/no/where", *flags.split()])
+    with pytest.raises(ValueError, match="^--") as error:
+        tool.main(args)
+    assert sentence in str(error.value)
+
+
+TEXTS = ["春天", "The road", "一", "The road home", "春", "二", "The river", "", "三天"]
+
+
+@pytest.mark.parametrize("flags", ["--temperature 0", "--num-beams 3 --num-samples 2", "--num-samples 2 --seed 5"])
+def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_path: Path, flags: str) -> None:
+    """Prompts of several lengths; their answers stand in the order of the prompts."""
+    prompts = tmp_path / "prompts"
+    prompts.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    base = ["--load", run, "--input", str(prompts), "--max-new-tokens", "12", *flags.split()]
+    args = tool.build_parser().parse_args(base)
+    writer = tool.load(args)
+    asked = [writer.question(text) for text in TEXTS]
+    sizes = [len(numbers) for numbers in tool.batches(asked, 3)]
+    assert max(sizes) > 1 and len(sizes) > 2
+    assert sorted(itertools.chain(*tool.batches(asked, 3))) == list(range(len(TEXTS)))
+    single = list(tool.answers(writer, TEXTS, args, 1))
+    assert [prompt for prompt, _ in single] == TEXTS
+    for size in (2, 16):
+        assert list(tool.answers(writer, TEXTS, args, size)) == single
+
+
+def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's meta stands in for a GPU, of one process and of one rank of several."""
+    there = torch.device("meta")
+    monkeypatch.setattr(device_module, "current", lambda: there)
+    model = tool.load(tool.build_parser().parse_args(["--load", run])).model
+    assert {parameter.device for parameter in model.parameters()} == {there}
+    monkeypatch.setattr(tool, "initialize_megatron", lambda config: there)
+    monkeypatch.setattr(device_module, "current", lambda: torch.device("cpu"))
+    model = tool.load(tool.build_parser().parse_args(["--load", run, "--model-parallel-size", "2"])).model
+    assert {parameter.device for parameter in model.parameters()} == {there}
+    evaluate = load_tool("evaluate")
+    monkeypatch.setattr(device_module, "current", lambda: there)
+    subject = evaluate.ours(evaluate.build_parser().parse_args(["--load", run, "--cloze", "x"]))
+    assert {parameter.device for parameter in subject.logits_of.parameters()} == {there} == {subject.device}
+    assert subject.logits_of(torch.zeros(1, 5, dtype=torch.int64, device=there)).device == there

@@ -196,6 +196,29 @@ def compiled_layers_agree() -> str:
     return close(train(f"{flags} --compile")["losses"], train(flags)["losses"], 1e-4)
 
 
+def texts_equal_the_cpu() -> str:
+    """What models in fp32 write, several prompts together, greedy, by draws and by beams: token for token the CPU's."""
+    from megatron.arguments import parse
+    from megatron.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample
+    from megatron.model import GPT2Model, T5Model
+
+    prompts = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(2)).tolist()
+
+    def written(flags: str, where: torch.device) -> list[list[int]]:
+        config = parse(f"{flags} --init-method-std 0.2 --kernels torch".split())
+        model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval().to(where)
+
+        def reader() -> Stepper:
+            return T5Stepper(model, prompts, 0) if config.is_t5 else GPT2Stepper(model, prompts, 40)
+
+        found = [row for s in (Sampling(0), Sampling(0.8, 20, 0.9)) for row in sample(reader(), 2, 18, 63, s, seed=1)]
+        return found + [ids for best in beam_searches(reader(), 3, 12, 63) for _, ids in best]
+
+    for flags in (GPT2, T5):
+        assert written(flags, device.current()) == written(flags, torch.device("cpu")), "other texts than the CPU's"
+    return "GPT-2 and T5, 21 texts each"
+
+
 def recomputation_saves_memory() -> str:
     flags = f"{GPT2} --num-layers 8 --seq-length 512 --batch-size 8 --precision bf16 --attention-dropout 0.1"
     if not device.available():
@@ -215,6 +238,6 @@ CHECKS: dict[str, Callable[[], str]] = {
     for check in (
         fp32_equals_the_cpu, bf16_follows_the_cpu_in_fp32, attention_kernels_agree, fp16_finds_its_scale,
         recomputation_and_offloading_change_nothing, checkpoints_go_both_ways, an_offloaded_optimizer_agrees,
-        compiled_layers_agree, recomputation_saves_memory,
+        compiled_layers_agree, texts_equal_the_cpu, recomputation_saves_memory,
     )
 }  # fmt: skip

@@ -119,6 +119,8 @@ def test_megatrons_line_is_ours() -> None:
     assert found == ours and none == []
     assert "--global-batch-size 16 taken for --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
     assert "--merge-file v/merges.txt has no effect: it is read where it is, beside --vocab-file" in notes
+    for vocab in ("v", "v/gpt2-vocab.json"):
+        assert "has no effect" in taken(f"--vocab-file {vocab} --merge-file v/gpt2-merges.txt")[1][0]
     assert "--tokenizer-type GPT2BPETokenizer taken for --tokenizer-type auto" in notes
 
 
@@ -135,6 +137,7 @@ def test_megatrons_line_is_ours() -> None:
         ("--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2", 2, "--num-layers 12 must be 2 or more times --pipe-parallel-size 2 x 5"),
         ("--data-impl fast", 1, "--data-impl fast is not taken: it may be mmap, infer, lazy, cached"),
         ("--merge-file a/b --vocab-file v/vocab.json", 1, "copy the file there"),
+        ("--merge-file v/gpt2-merges.txt --vocab-file v/vocab.json", 1, "copy the file there"),
         ("--fp32-allreduce --fp16", 1, '"communication_data_type": "fp32" in --deepspeed-config'),
         ("--sgd-momentum 0.5", 1, "the momentum of --optimizer sgd is 0.9"),
         ("--micro-batch-size x", 1, "argument --micro-batch-size: invalid int value: 'x'"),

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from megatron.arguments import parse
-from megatron.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_search, choose, sample
+from megatron.generation import (
+    GPT2Stepper,
+    Sampling,
+    Stepper,
+    T5Stepper,
+    beam_search,
+    beam_searches,
+    choose,
+    sample,
+)
 from megatron.model import GPT2Model, T5Model
 
 from .test_t5_model import T5_FLAGS, copy_weights, hugging_face
@@ -46,6 +55,94 @@ def test_gpt2_goes_on_behind_its_last_position() -> None:
     found = sample(build("gpt2", True), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
     assert found == sample(build("gpt2", False), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
     assert max(map(len, found)) == 40 or all(row[-1] == 49 for row in found)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "cpm", "t5"])
+def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> None:
+    """Token for token: greedy, by draws, and by beams, which end after different numbers of tokens."""
+    dice = torch.Generator().manual_seed(5)
+    prompts = torch.randint(48, (4, 7), generator=dice).tolist()
+    single = build(kind, True)
+    model: Any = single.model  # type: ignore[attr-defined]
+
+    def reads(given: list[list[int]]) -> Stepper:
+        return GPT2Stepper(model, given, 24) if kind == "gpt2" else T5Stepper(model, given, 1)
+
+    lengths = set()
+    # The end of a text is the token that the second prompt's beams or greedy text has in the middle.
+    end = sample(reads(prompts[1:2]), 1, 12, -1, Sampling(temperature=0), 0)[0][3]
+    for sampling in (Sampling(temperature=0), Sampling(0.8, 20, 0.9)):
+        alone = [row for prompt in prompts for row in sample(reads([prompt]), 2, 14, end, sampling, seed=7)]
+        assert sample(reads(prompts), 2, 14, end, sampling, seed=7) == alone
+        lengths |= {len(row) for row in alone}
+    assert len(lengths) > 1
+    for beams, longest in ((1, 9), (3, 9), (3, 20)):
+        by_itself = [beam_search(reads([prompt]), beams, longest, end) for prompt in prompts]
+        together = beam_searches(reads(prompts), beams, longest, end)
+        assert [[ids for _, ids in best] for best in together] == [[ids for _, ids in best] for best in by_itself]
+        found = [score for best in together for score, _ in best]
+        assert found == pytest.approx([score for best in by_itself for score, _ in best], rel=1e-5)
+
+
+def test_prompts_of_different_lengths_are_not_read_together() -> None:
+    model: Any = build("gpt2", True).model  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"must be of one length, not \[2, 1\] tokens"):
+        GPT2Stepper(model, [[1, 2], [3]], 24)
+
+
+class Elsewhere:
+    """A stepper whose model is on a device that nothing can be read from but by `cpu`: torch's meta stands in for a GPU.
+
+    It likes the token after the last one, and fails if it is given what is on the CPU.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.steps = rows, 0
+
+    def first(self, batch: int) -> Any:
+        return _Logits(torch.eye(50)[torch.arange(self.rows * batch) + self.steps] * 5)
+
+    def next(self, tokens: torch.Tensor) -> Any:
+        assert tokens.device.type == "meta"
+        self.steps += 1
+        return self.first(len(tokens) // self.rows)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        assert rows.device.type == "meta"
+
+
+class _Logits:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.shape, self.device = values, values.shape, torch.device("meta")
+
+    def float(self) -> "_Logits":
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        return self.values
+
+
+def test_what_goes_to_the_model_goes_to_its_device() -> None:
+    found = sample(Elsewhere(2), 2, 5, 49, Sampling(temperature=0), 0)
+    assert found == [[row + step for step in range(5)] for row in range(4)]
+    assert [len(best) for best in beam_searches(Elsewhere(2), 3, 5, 49)] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "cpm", "t5"])
+def test_a_model_on_another_device_meets_no_tensor_of_the_cpu(kind: str) -> None:
+    """torch's fake tensors refuse to compute with tensors of two devices, as a GPU would."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    stepper: Any = build(kind, True)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        there = torch.device("meta")
+        stepper.model.to(there)
+        for step in range(3):
+            logits = stepper.first(3) if step == 0 else stepper.next(torch.zeros(3, dtype=torch.int64, device=there))
+            assert logits.device.type == "meta" and logits.shape == (3, stepper.model.vocab_size)
+            stepper.reorder(torch.zeros(3, dtype=torch.int64, device=there))
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            stepper.next(torch.zeros(3, dtype=torch.int64))
 
 
 def pair() -> tuple[Any, T5Stepper]:

@@ -108,6 +108,16 @@ def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tm
         assert tokenizers["gpt2-bpe"].encode(text) == theirs(text)["input_ids"]
 
 
+def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    """gpt2-vocab.json and gpt2-merges.txt, by the folder, by the file, or with merges.txt under its short name."""
+    train_byte_bpe(list(texts([str(SAMPLE)]))[:150], str(tmp_path), 2000, "gpt2-bpe")
+    (tmp_path / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
+    for name in ("merges.txt", "gpt2-merges.txt"):
+        (tmp_path / "merges.txt").rename(tmp_path / name)
+        for where in (tmp_path, tmp_path / "gpt2-vocab.json"):
+            assert load_tokenizer(str(where)).fingerprint == tokenizers["gpt2-bpe"].fingerprint
+
+
 def test_cpm_is_jieba_joined_by_spaces(tokenizers: dict[str, Tokenizer], sample_corpus: Path) -> None:
     """What CPM-1 does, spelled out: its translation table, its join, sentencepiece on the whole."""
     import jieba
