@@ -82,7 +82,16 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
         raise ValueError(
             f"model_provider gives a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
-            f"build it with num_stages=get_args().pipe_parallel_size, and a plain module for 0"
+            f"build it with topology=mpu.get_topology(), and a plain module for 0"
+        )
+    ranks, grid = (
+        mpu.get_mesh().model.size,
+        model.topology() if isinstance(model, tds.pipe.StockPipelineModule) else None,
+    )
+    if grid is not None and max(grid.get_dim("model"), 1) != ranks:
+        raise ValueError(
+            f"model_provider gives a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
+            f"topology=mpu.get_topology(), not num_stages"
         )
     if not pipeline and wanted > 0:
         raise ValueError(
@@ -123,6 +132,12 @@ class PipeEngine:
     def _exact_loss(self) -> Tensor:
         """In fp64, as it was added up."""
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
+
+
+def _what(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)}"
+    return f"{len(found)} things" if isinstance(found, (tuple, list)) else type(found).__name__
 
 
 class PlainEngine:
@@ -168,7 +183,7 @@ class PlainEngine:
         for micro, batch in enumerate(read):
             last = micro == self.gas - 1
             with self.timers("forward"):
-                loss, _ = self.forward_step(self._feed(batches, batch), ds)
+                loss = self._loss(self._feed(batches, batch), ds)
             total += loss.detach().double()
             with self.timers("backward"):
                 if self.reducer and last:
@@ -190,9 +205,18 @@ class PlainEngine:
         targets = self._count(read)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         for batch in read:
-            loss, _ = self.forward_step(self._feed(batches, batch), ds.module)
-            total += loss.double()
+            total += self._loss(self._feed(batches, batch), ds.module).double()
         return self._sum(total).item(), targets.item()
+
+    def _loss(self, batches: Batches | None, model: Any) -> Tensor:
+        """Of one micro-batch, by the user's function. Raises TypeError if that is no loss."""
+        found: Any = self.forward_step(batches, model)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise TypeError(f"forward_step returns {_what(found)}: return (loss, anything), as `return loss, {{}}`")
+        loss = found[0]
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise TypeError(f"forward_step returns {_what(loss)} as the loss: return a tensor of one number")
+        return loss
 
     def _read(self, batches: Batches | None) -> list[dict[str, Tensor] | None]:
         return [next(batches) if batches is not None else None for _ in range(self.gas)]

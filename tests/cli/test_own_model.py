@@ -15,7 +15,7 @@ from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.tokenizer import load_tokenizer
 from megatron.training import pretrain
 from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineModule, seeded_layers
-from tests.support import RankFailure, command, losses, on_ranks, train
+from tests.support import ROOT, RankFailure, command, losses, on_ranks, train
 
 SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
 # ranks, stages, model-parallel ranks, gas, more
@@ -212,6 +212,65 @@ def test_a_gradient_of_zero_is_said(tmp_path: Path, tiny_data: str, vocab_file: 
     argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
     ((said, _),) = on_ranks(1, _losses_of, _Still, argv)
     assert said.count("warning: the gradient of every parameter is 0, so nothing learns") == 1
+
+
+class _Counting(_Odd):
+    """It counts its steps, and has a table that nothing changes."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        del self.unused
+        for name in ("calls", "constant", "scratch"):
+            self.register_buffer(name, torch.zeros(1), persistent=name != "scratch")
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        self.calls += 1
+        self.scratch += 1
+        return super().forward(inputs) + self.constant
+
+
+def test_a_buffer_that_changes_is_said(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
+    ((said, _),) = on_ranks(1, _losses_of, _Counting, argv)
+    assert said.count("warning: training changes the buffers calls, but checkpoints hold parameters alone") == 1
+    assert "warning: no gradient" not in said
+
+
+# What is wrong in the functions of a script -> what is said of it. Each is a line that goes in front of pretrain().
+MISTAKES = {
+    "loss_of = lambda v: lambda logits, targets: sum(a for a, b, c in [targets])": (
+        0, 1, r"^own.py: not enough values to unpack \(expected 3, got 2\) \(.*own.py, line \d+, in <genexpr>\)$",
+    ),
+    "forward_step = lambda batches, model: torch.zeros(())": (
+        0, 1, r"TypeError: forward_step returns a tensor of shape \[\]: return \(loss, anything\), as `return loss, \{\}`",
+    ),
+    "forward_step = lambda batches, model: (torch.zeros(3), None)": (
+        0, 1, r"TypeError: forward_step returns a tensor of shape \[3\] as the loss: return a tensor of one number",
+    ),
+    "inner = get_batch_pipe; get_batch_pipe = lambda data: (*inner(data), None)": (
+        1, 1, r"a batch is \(inputs, labels\), each one thing or a tuple, but there is 3 things",
+    ),
+    "get_batch_pipe = None": (
+        1, 1, r"but there is dict; model._megatron_batch_fn or engine.set_batch_fn may make a batch",
+    ),
+    "get_topology = mpu.get_topology; Module = PipelineModule; PipelineModule = lambda layers, topology, loss_fn: "
+    "Module(layers, num_stages=1, loss_fn=loss_fn)": (
+        1, 2, r"does not know of --model-parallel-size 2: build it with topology=mpu.get_topology\(\), not num_stages",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_script_is_named(mistake: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    stages, ranks, message = MISTAKES[mistake]
+    text = (ROOT / "examples" / "pretrain_decoder.py").read_text().replace("resolve().parent.parent", "parent")
+    script = tmp_path / "own.py"
+    script.write_text(text.replace('if __name__ == "__main__":\n', f'if __name__ == "__main__":\n    {mistake}\n'))
+    flags = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, stages, ranks, 4, 3)]
+    launch = ["tools/launch.py", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = command("python", *launch, str(script), *flags, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0
+    assert re.search(message, done.stderr, flags=re.MULTILINE), done.stderr
 
 
 class _Scalar(_Odd):
