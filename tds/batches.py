@@ -117,8 +117,8 @@ class Batches:
         if not isinstance(batch, (tuple, list)) or not 1 <= len(batch) <= 2:
             found = f"{len(batch)} things" if isinstance(batch, (tuple, list)) else type(batch).__name__
             raise BoundaryError(
-                f"{where}: a batch is (inputs, labels), each one thing or a tuple, but there is {found}; model._megatron_batch_fn "
-                f"or engine.set_batch_fn may make a batch of what the iterator gives"
+                f"{where}: a batch is (inputs, labels), each one thing or a tuple, not {found}; let model._megatron_batch_fn or "
+                f"engine.set_batch_fn make it of what the iterator gives"
             )
         inputs = as_tuple(batch[0])
         if self._takes[0]:

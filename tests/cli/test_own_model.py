@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.pretrain_decoder import layer_list
-from megatron import get_args
+from megatron import get_args, mpu
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.tokenizer import load_tokenizer
 from megatron.training import pretrain
@@ -236,6 +236,30 @@ def test_a_buffer_that_changes_is_said(tmp_path: Path, tiny_data: str, vocab_fil
     assert "warning: no gradient" not in said
 
 
+class _Dropping(nn.Module):
+    """Dropout of torch, where all model-parallel ranks have the same."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.table, self.dropout = mpu.VocabParallelEmbedding(vocab_size, 16), nn.Dropout(0.5)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.table.logits(self.dropout(self.table(inputs[0].t())))
+
+
+def test_dropout_of_torch_is_that_of_all_ranks_and_goes_on_after_a_resume(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    def flags(name: str, ranks: int, iterations: int) -> list[str]:
+        return ["--run-dir", str(tmp_path / name), *_flags(tiny_data, vocab_file, 0, ranks, 4, iterations)]
+
+    ((_, alone),) = on_ranks(1, _losses_of, _Dropping, flags("alone", 1, 6))
+    (_, found), _ = on_ranks(2, _losses_of, _Dropping, flags("two", 2, 3))
+    assert found == pytest.approx(alone[:3], rel=1e-6)
+    ((_, resumed),) = on_ranks(1, _losses_of, _Dropping, flags("two", 1, 6))
+    assert resumed == pytest.approx(alone, rel=1e-6)
+
+
 # What is wrong in the functions of a script -> what is said of it. Each is a line that goes in front of pretrain().
 MISTAKES = {
     "loss_of = lambda v: lambda logits, targets: sum(a for a, b, c in [targets])": (
@@ -248,10 +272,10 @@ MISTAKES = {
         0, 1, r"TypeError: forward_step returns a tensor of shape \[3\] as the loss: return a tensor of one number",
     ),
     "inner = get_batch_pipe; get_batch_pipe = lambda data: (*inner(data), None)": (
-        1, 1, r"a batch is \(inputs, labels\), each one thing or a tuple, but there is 3 things",
+        1, 1, r"a batch is \(inputs, labels\), each one thing or a tuple, not 3 things; let model._megatron_batch_fn",
     ),
     "get_batch_pipe = None": (
-        1, 1, r"but there is dict; model._megatron_batch_fn or engine.set_batch_fn may make a batch",
+        1, 1, r"not dict; let model._megatron_batch_fn or engine.set_batch_fn make it of what the iterator gives",
     ),
     "get_topology = mpu.get_topology; Module = PipelineModule; PipelineModule = lambda layers, topology, loss_fn: "
     "Module(layers, num_stages=1, loss_fn=loss_fn)": (
