@@ -9,7 +9,7 @@ import torch
 from pretrain_decoder import layer_list  # which makes the packages importable, too
 
 from megatron import mpu
-from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.generation import ModelStepper, Sampling, sample
 from megatron.tokenizer import load_tokenizer
 from tds.pipe import SequentialModule
@@ -45,5 +45,5 @@ if __name__ == "__main__":
         sys.exit(f"usage: {sys.argv[0]} RUN_DIR PROMPT")
     try:
         main(*sys.argv[1:])
-    except (CheckpointError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"{sys.argv[0]}: {error}")
