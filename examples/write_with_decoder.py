@@ -25,13 +25,17 @@ def main(folder, prompt):
     tokenizer = load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
     load_weights(checkpoint, model).check_tokenizer(tokenizer.fingerprint)
 
+    known = tokenizer.encode(prompt) or [tokenizer.eod]
+    if len(known) >= length:
+        sys.exit(f"the prompt has {len(known)} tokens, and the model sees {length}: take a shorter one")
+
     def logits(tokens):  # [b, s] -> [b, s, v]
         s = tokens.shape[1]
         mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
         found = model((tokens, torch.arange(s).expand_as(tokens), mask))  # [s, b, v] of the padded vocabulary
         return mpu.gather_from_model_parallel_region(found).transpose(0, 1)[..., : m.vocab_size]
 
-    stepper = ModelStepper(logits, tokenizer.encode(prompt) or [tokenizer.eod], length)
+    stepper = ModelStepper(logits, known, length)
     for ids in sample(stepper, 2, 40, tokenizer.eod, Sampling(temperature=0.8, top_p=0.9), seed=1):
         print(prompt + tokenizer.decode(ids))
 
@@ -39,4 +43,7 @@ def main(folder, prompt):
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(f"usage: {sys.argv[0]} RUN_DIR PROMPT")
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"{sys.argv[0]}: {error}")

@@ -83,7 +83,16 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
         raise ValueError(
             f"model_provider gives a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
-            f"build it with num_stages=get_args().pipe_parallel_size, and a plain module for 0"
+            f"build it with topology=mpu.get_topology(), and a plain module for 0"
+        )
+    ranks, grid = (
+        mpu.get_mesh().model.size,
+        model.topology() if isinstance(model, tds.pipe.StockPipelineModule) else None,
+    )
+    if grid is not None and max(grid.get_dim("model"), 1) != ranks:
+        raise ValueError(
+            f"model_provider gives a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
+            f"topology=mpu.get_topology(), not num_stages"
         )
     if not pipeline and wanted > 0:
         raise ValueError(
@@ -129,6 +138,12 @@ class PipeEngine:
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
+def _what(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)}"
+    return f"{len(found)} things" if isinstance(found, (tuple, list)) else type(found).__name__
+
+
 class PlainEngine:
     """No pipeline: every rank runs all layers.
 
@@ -172,7 +187,7 @@ class PlainEngine:
         for micro, batch in enumerate(read):
             last = micro == self.gas - 1
             with self.timers("forward"):
-                loss, _ = self.forward_step(self._feed(batches, batch), ds)
+                loss = self._loss(self._feed(batches, batch), ds)
             total += loss.detach().double()
             with self.timers("backward"):
                 if self.reducer and last:
@@ -194,11 +209,20 @@ class PlainEngine:
         targets = self._count(read)
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=ds.device))
         for batch in read:
-            loss, _ = self.forward_step(self._feed(batches, batch), ds.module)
-            sums["loss"] += loss.double()
+            sums["loss"] += self._loss(self._feed(batches, batch), ds.module).double()
             for name, value in (getattr(ds.module, "get_additional_losses", dict)() or {}).items():
                 sums[name] += value
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
+
+    def _loss(self, batches: Batches | None, model: Any) -> Tensor:
+        """Of one micro-batch, by the user's function. Raises TypeError if that is no loss."""
+        found: Any = self.forward_step(batches, model)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise TypeError(f"forward_step returns {_what(found)}: return (loss, anything), as `return loss, {{}}`")
+        loss = found[0]
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise TypeError(f"forward_step returns {_what(loss)} as the loss: return a tensor of one number")
+        return loss
 
     def _read(self, batches: Batches | None) -> list[dict[str, Tensor] | None]:
         return [next(batches) if batches is not None else None for _ in range(self.gas)]

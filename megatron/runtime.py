@@ -6,7 +6,10 @@ Only entry scripts ask; the packages below are handed what they need.
 import multiprocessing
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -19,6 +22,10 @@ from .options import describe
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+_HERE = Path(__file__).resolve().parent
+_OURS = (f"{_HERE}{os.sep}", f"{_HERE.parent / 'tds'}{os.sep}")
+_LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}, "<")
 
 
 class RunError(RuntimeError):
@@ -75,7 +82,7 @@ def together(action: Callable[[], T]) -> T:
     try:
         result = action()
     except (ValueError, OSError) as error:
-        problem = describe(error)
+        problem = complaint(error)
     problems: list[Any] = [problem]
     if dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
@@ -84,6 +91,16 @@ def together(action: Callable[[], T]) -> T:
         if text is not None:
             raise RunError(text if rank == 0 else f"rank {rank}: {text}")
     return result  # type: ignore[return-value]
+
+
+def complaint(error: BaseException) -> str:
+    """An error in one line; if a user's own code raised it, not we, with the place."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(_OURS):
+            break
+        if not frame.filename.startswith(_LIBRARIES) and "site-packages" not in frame.filename:
+            return f"{describe(error)} ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    return describe(error)
 
 
 def leave(code: int) -> NoReturn:

@@ -35,8 +35,8 @@ from .initialize import initialize_megatron, world_size
 from .metrics import MetricsWriter, Timers, flops_per_token
 from .model.layers import count_parameters
 from .optim import lr_at
-from .options import ConfigError, describe
-from .runtime import RunError, is_rank_0, leave, print_rank_0, start, together
+from .options import ConfigError
+from .runtime import RunError, complaint, is_rank_0, leave, print_rank_0, start, together
 from .stopping import Wish, Wishes
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -132,7 +132,7 @@ def _complain(error: Exception, everywhere: bool) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
-        text = str(error) if isinstance(error, ConfigError) else describe(error)
+        text = str(error) if isinstance(error, ConfigError) else complaint(error)
         print(f"{Path(sys.argv[0]).name}{where}: {text}", file=sys.stderr)
     else:
         # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.

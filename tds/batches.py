@@ -114,8 +114,12 @@ class Batches:
         where = f"stage {self._stage}, inputs of micro-batch {micro}"
         if batch is None:
             raise BoundaryError(f"{where}: there are no data: give train_batch() or eval_batch() an iterator")
-        if not isinstance(batch, (tuple, list)) or not batch:
-            raise BoundaryError(f"{where}: a batch is (inputs, labels), but the iterator gave {type(batch).__name__}")
+        if not isinstance(batch, (tuple, list)) or not 1 <= len(batch) <= 2:
+            found = f"{len(batch)} things" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise BoundaryError(
+                f"{where}: a batch is (inputs, labels), each one thing or a tuple, not {found}; let model._megatron_batch_fn or "
+                f"engine.set_batch_fn make it of what the iterator gives"
+            )
         inputs = as_tuple(batch[0])
         if self._takes[0]:
             refuse_what_cannot_travel(inputs, where)

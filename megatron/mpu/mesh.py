@@ -73,7 +73,7 @@ class Mesh:
         replica = cls._line(topology, "pipe", "model")
         if topology.model > 1:
             lines["model"] = replace(lines["model"], sequence_parallel=sequence_parallel, overlap=overlap)
-        rng = RngStreams(seed, data_rank=lines["data"].rank, model_rank=lines["model"].rank)
+        rng = RngStreams(seed, lines["data"].rank, lines["model"].rank, lines["pipe"].rank)
         return cls(topology, **lines, replica=replica, rng=rng, onednn=onednn)
 
     @staticmethod

@@ -57,15 +57,20 @@ def _seed(seed: int, device: torch.device) -> None:
 class RngStreams:
     """The dropout streams of this rank, made when first used."""
 
-    def __init__(self, seed: int = 1234, data_rank: int = 0, model_rank: int = 0) -> None:
-        self.seed, self.data_rank, self.model_rank = seed, data_rank, model_rank
+    def __init__(self, seed: int = 1234, data_rank: int = 0, model_rank: int = 0, pipe_rank: int = 0) -> None:
+        self.seed, self.data_rank, self.model_rank, self.pipe_rank = seed, data_rank, model_rank, pipe_rank
         self.iteration = 0
         self._states: dict[str, Tensor] = {}
 
     def begin(self, iteration: int) -> None:
-        """Start every stream anew for this iteration (one optimizer step)."""
+        """Start every stream anew for this iteration (one optimizer step), and torch's own generators with them.
+
+        Layers that draw from torch's own, as nn.Dropout, so draw the same on all ranks of a model-parallel line, and again
+        after a resume; which numbers, depends on the layout.
+        """
         self.iteration = iteration
         self._states.clear()
+        torch.manual_seed(derive_seed(self.seed, iteration, "torch", self.data_rank, self.pipe_rank))
 
     @contextmanager
     def fork(self, name: str, device: torch.device, split: bool = False) -> Iterator[None]:

@@ -96,5 +96,5 @@ def test_a_pipeline_without_stages_is_refused(tmp_path: Path, tiny_data: str, vo
     assert code == 1
     assert words == (
         "own.py: model_provider gives a PipelineModule of 1 stages, but --pipe-parallel-size is 0: build it with "
-        "num_stages=get_args().pipe_parallel_size, and a plain module for 0\n"
+        "topology=mpu.get_topology(), and a plain module for 0\n"
     )

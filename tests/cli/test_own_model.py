@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.pretrain_decoder import layer_list
-from megatron import get_args
+from megatron import get_args, mpu
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.tokenizer import load_tokenizer
 from megatron.training import pretrain
 from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineModule, seeded_layers
-from tests.support import RankFailure, command, losses, on_ranks, train
+from tests.support import ROOT, RankFailure, command, losses, on_ranks, train
 
 SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
 # ranks, stages, model-parallel ranks, gas, more
@@ -114,6 +114,12 @@ def test_it_writes(expected: tuple[Path, list[float]]) -> None:
     done = command("python", "examples/write_with_decoder.py", str(expected[0]), "春天")
     assert done.returncode == 0, done.stderr
     assert re.findall("^春天.+", done.stdout, flags=re.MULTILINE)
+    done = command("python", "examples/write_with_decoder.py", str(expected[0]), "春天" * 20)
+    assert re.search(
+        r"^the prompt has \d+ tokens, and the model sees 16: take a shorter one$", done.stderr, re.MULTILINE
+    )
+    done = command("python", "examples/write_with_decoder.py", str(expected[0] / "nowhere"), "春天")
+    assert done.returncode == 1 and "nowhere holds no checkpoint" in done.stderr and "Traceback" not in done.stderr
 
 
 # ------------------------------------------------------------------ models that are stranger
@@ -212,6 +218,89 @@ def test_a_gradient_of_zero_is_said(tmp_path: Path, tiny_data: str, vocab_file: 
     argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
     ((said, _),) = on_ranks(1, _losses_of, _Still, argv)
     assert said.count("warning: the gradient of every parameter is 0, so nothing learns") == 1
+
+
+class _Counting(_Odd):
+    """It counts its steps, and has a table that nothing changes."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        del self.unused
+        for name in ("calls", "constant", "scratch"):
+            self.register_buffer(name, torch.zeros(1), persistent=name != "scratch")
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        self.calls += 1
+        self.scratch += 1
+        return super().forward(inputs) + self.constant
+
+
+def test_a_buffer_that_changes_is_said(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
+    ((said, _),) = on_ranks(1, _losses_of, _Counting, argv)
+    assert said.count("warning: training changes the buffers calls, but checkpoints hold parameters alone") == 1
+    assert "warning: no gradient" not in said
+
+
+class _Dropping(nn.Module):
+    """Dropout of torch, where all model-parallel ranks have the same."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.table, self.dropout = mpu.VocabParallelEmbedding(vocab_size, 16), nn.Dropout(0.5)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.table.logits(self.dropout(self.table(inputs[0].t())))
+
+
+def test_dropout_of_torch_is_that_of_all_ranks_and_goes_on_after_a_resume(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    def flags(name: str, ranks: int, iterations: int) -> list[str]:
+        return ["--run-dir", str(tmp_path / name), *_flags(tiny_data, vocab_file, 0, ranks, 4, iterations)]
+
+    ((_, alone),) = on_ranks(1, _losses_of, _Dropping, flags("alone", 1, 6))
+    (_, found), _ = on_ranks(2, _losses_of, _Dropping, flags("two", 2, 3))
+    assert found == pytest.approx(alone[:3], rel=1e-6)
+    ((_, resumed),) = on_ranks(1, _losses_of, _Dropping, flags("two", 1, 6))
+    assert resumed == pytest.approx(alone, rel=1e-6)
+
+
+# What is wrong in the functions of a script -> what is said of it. Each is a line that goes in front of pretrain().
+MISTAKES = {
+    "loss_of = lambda v: lambda logits, targets: sum(a for a, b, c in [targets])": (
+        0, 1, r"^own.py: not enough values to unpack \(expected 3, got 2\) \(.*own.py, line \d+, in <genexpr>\)$",
+    ),
+    "forward_step = lambda batches, model: torch.zeros(())": (
+        0, 1, r"TypeError: forward_step returns a tensor of shape \[\]: return \(loss, anything\), as `return loss, \{\}`",
+    ),
+    "forward_step = lambda batches, model: (torch.zeros(3), None)": (
+        0, 1, r"TypeError: forward_step returns a tensor of shape \[3\] as the loss: return a tensor of one number",
+    ),
+    "inner = get_batch_pipe; get_batch_pipe = lambda data: (*inner(data), None)": (
+        1, 1, r"a batch is \(inputs, labels\), each one thing or a tuple, not 3 things; let model._megatron_batch_fn",
+    ),
+    "get_batch_pipe = None": (
+        1, 1, r"not dict; let model._megatron_batch_fn or engine.set_batch_fn make it of what the iterator gives",
+    ),
+    "get_topology = mpu.get_topology; Module = PipelineModule; PipelineModule = lambda layers, topology, loss_fn: "
+    "Module(layers, num_stages=1, loss_fn=loss_fn)": (
+        1, 2, r"does not know of --model-parallel-size 2: build it with topology=mpu.get_topology\(\), not num_stages",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_script_is_named(mistake: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    stages, ranks, message = MISTAKES[mistake]
+    text = (ROOT / "examples" / "pretrain_decoder.py").read_text().replace("resolve().parent.parent", "parent")
+    script = tmp_path / "own.py"
+    script.write_text(text.replace('if __name__ == "__main__":\n', f'if __name__ == "__main__":\n    {mistake}\n'))
+    flags = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, stages, ranks, 4, 3)]
+    launch = ["tools/launch.py", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = command("python", *launch, str(script), *flags, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0
+    assert re.search(message, done.stderr, flags=re.MULTILINE), done.stderr
 
 
 class _Scalar(_Odd):
