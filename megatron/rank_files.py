@@ -20,7 +20,7 @@ _FILES = (re.compile(r"mp_rank_(\d\d)_model_states\.pt"), re.compile(r"mp_rank_(
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d\d))?-model_states\.pt")
 _COLUMN = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")  # cut along rows
 _ROW = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # cut along columns
-_SKIP = re.compile(r"\.attention\.(bias|masked_bias)$|rotary|\.inv_freq$")
+_SKIP = re.compile(r"\.attention\.(bias|masked_bias)$")
 _WORDS = "embedding.word_embeddings.weight"
 
 ORDERS = (
