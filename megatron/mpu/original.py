@@ -94,10 +94,10 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Start torch's own generators, alike on all ranks, and the dropout streams, each rank's own, from `seed` again."""
-    torch.manual_seed(seed)
     rng = _mesh.current().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
+    torch.manual_seed(seed)  # after the streams, which start torch's own generators by iteration
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:
