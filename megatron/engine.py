@@ -6,7 +6,7 @@ That number is counted before the first backward pass, so gradients come out rig
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -85,11 +85,8 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
             f"model_provider gives a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
             f"build it with topology=mpu.get_topology(), and a plain module for 0"
         )
-    ranks, grid = (
-        mpu.get_mesh().model.size,
-        model.topology() if isinstance(model, tds.pipe.StockPipelineModule) else None,
-    )
-    if grid is not None and max(grid.get_dim("model"), 1) != ranks:
+    ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
+    if topology and max(topology().get_dim("model"), 1) != ranks:
         raise ValueError(
             f"model_provider gives a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
             f"topology=mpu.get_topology(), not num_stages"
