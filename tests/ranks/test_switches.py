@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.arguments import parse
-from megatron.config import FUSED
 from megatron.initialize import initialize_megatron
 from megatron.model import T5Model
+from megatron.model_config import FUSED
 from megatron.mpu import linear
 from megatron.mpu.sequence import Pending
 from tests.support import on_ranks

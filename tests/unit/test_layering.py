@@ -13,7 +13,8 @@ MAY_IMPORT = {
     "tds": set(),
     "data_utils": set(),
     "megatron.options": set(),
-    "megatron.config": {"megatron.options"},
+    "megatron.model_config": {"megatron.options"},
+    "megatron.config": {"megatron.options", "megatron.model_config"},
     "megatron.device": set(),
     "megatron.kernels": {"megatron.options", "megatron.device"},
     "megatron.mpu": set(),
@@ -28,6 +29,7 @@ OUTSIDE = {
     "tds": {"torch", "deepspeed"},
     "data_utils": {"regex", "zstandard", "datasketch"},  # each imported where it is needed
     "megatron.options": set(),
+    "megatron.model_config": set(),
     "megatron.config": set(),
     "megatron.device": {"torch"},
     "megatron.kernels": {"torch", "apex"},
