@@ -4,6 +4,7 @@ Losses are sums over target tokens, divided by the number of targets in the whol
 That number is counted before the first backward pass, so gradients come out right at once.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, cast
@@ -29,7 +30,9 @@ CountTargets = Callable[[dict[str, Tensor] | None], Tensor]
 class Step(NamedTuple):
     """What one optimizer step gave; loss is over the global batch, grad_norm before clipping.
 
-    Both may be on the device still, which works on while nobody reads them.
+    Both may be on the device still, which works on while nobody reads them. If grad_norm is not finite, the step was not
+    applied: weights, moments and the optimizer's step count are as they were, on all ranks. skipped: that this is known
+    already.
     """
 
     loss: Tensor
@@ -71,6 +74,8 @@ def build_engine(
     )
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
+    if mpu.get_mesh().replica.size > 1:
+        zero_state.heed_copies(engine)
     if pipeline:
         return PipeEngine(engine, timers)
     return PlainEngine(engine, resolved, config.train.gas, forward_step, count_targets, timers)
@@ -107,7 +112,23 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any) -> Step:
     scale = float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
     skipped = bool(getattr(engine.optimizer, "overflow", False))
-    return Step(loss.detach(), norm if norm is not None else 0.0, scale, skipped)
+    return Step(loss.detach(), math.inf if skipped else norm if norm is not None else 0.0, scale, skipped)
+
+
+def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Before `optimizer.step()`: let it change nothing, neither weights nor moments nor step counts, if `norm` is not finite.
+
+    torch's fused optimizers take that from a flag on the device. Any other (SGD, apex's Adam) is asked for by the host,
+    which waits for the device in every step: it gets no gradients.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    elif not norm.isfinite():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts calls
+                group["step"] = group.get("step", 0) - 1
 
 
 class PipeEngine:
@@ -195,6 +216,7 @@ class PlainEngine:
             with self.timers("optimizer"):
                 if last and self.own_clip is not None:
                     norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
+                    leave_out_unless_finite(ds.optimizer, norm)
                 ds.step()
         return _result(ds, self._sum(total) / targets, ds.get_global_grad_norm() if norm is None else norm)
 
