@@ -164,6 +164,12 @@ class TrainConfig(Section):
     skip_samples: tuple[str, ...] | None = opt(
         None, "samples, e.g. 328-335, whose iterations are passed over; the lines of a run name them"
     )
+    check_replicas: int = opt(
+        0,
+        "iterations between two comparisons of the copies of weights on different ranks, which every save begins with; 0 for "
+        "those at saves alone",
+        at_least(0),
+    )
     compile: bool = opt(
         False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
     )

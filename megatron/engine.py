@@ -6,7 +6,7 @@ That number is counted before the first backward pass, so gradients come out rig
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -50,6 +50,10 @@ class Engine(Protocol):
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         """Of a global batch: `loss`, its sum; `targets`, their number; sums of what the model looks at apart, by name."""
+        ...
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """Seconds since this was last asked that this rank worked by itself, as far as that is known. timed: what `Timers.take` gave."""
         ...
 
 
@@ -151,6 +155,12 @@ class PipeEngine:
         aside = {name: mean.item() * micros for name, mean in ds.additional_losses.items()}
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aside}
 
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """On an accelerator 0: stages note no times there."""
+        progress = self.deepspeed.progress
+        seconds, progress.busy = progress.busy, 0.0
+        return float(seconds)
+
     def _exact_loss(self) -> Tensor:
         """In fp64, as it was added up."""
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
@@ -199,6 +209,7 @@ class PlainEngine:
         ds.train()
         with self.timers("data"):
             read = self._read(batches)
+        with self.timers("targets"):
             targets = self._count(read)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         norm = None
@@ -232,6 +243,10 @@ class PlainEngine:
             for name, value in (getattr(ds.module, "get_additional_losses", dict)() or {}).items():
                 sums[name] += value
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """Reading and forward passes; behind these begins the waiting for replicas."""
+        return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
     def _loss(self, batches: Batches | None, model: Any) -> Tensor:
         """Of one micro-batch, by the user's function. Raises TypeError if that is no loss."""

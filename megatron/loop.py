@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from . import culprit, mpu, zero_state
 from . import device as device_module
+from .agreement import check_replicas
 from .checkpointing import Saver, TrainState
 from .config import Config
 from .data.position import extend
@@ -27,6 +28,7 @@ from .metrics import MetricsWriter, Timers, flops_per_token
 from .optim import lr_at
 from .runtime import RunError, is_rank_0, print_rank_0
 from .stopping import Wish, Wishes
+from .stragglers import straggler
 from .tokenizer import Tokenizer
 
 Datasets = tuple[Any, Any, Any]
@@ -100,6 +102,8 @@ def train(run: Run) -> None:
                     watch = None
                 window.add(step, _advance(run))
             bar.update()
+            if due(state.iteration, config.train.check_replicas):
+                check_replicas(run.engine.deepspeed)
             if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
                 window.report(lr_at(state.iteration - 1, config))
             if due(state.iteration, config.train.eval_interval) and state.iteration < last:
@@ -271,13 +275,16 @@ class _Window:
         }
         row |= {"spikes": self.spikes} if self.spikes else {}
         row |= {"passed_over": self.left_out} if self.left_out else {}
+        timed = run.timers.take()
+        behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
+        row |= {"straggler": behind._asdict()} if behind else {}
+        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
         scale = "" if self.loss_scale is None else f" | loss scale {self.loss_scale:g}"
         skipped = f" | {self.skipped} not applied" if self.skipped else ""
         print_rank_0(
             f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f} | lr {lr:.2e} | "
-            f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms"
+            f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms{waits}"
         )
-        timed = run.timers.take()
         if run.resolved.wall_clock_breakdown and self.timed:
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in timed.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu, zero_state
+from megatron.agreement import check_replicas
 from megatron.config import Config
 from megatron.model.layers import global_parameters
 from megatron.options import describe
@@ -99,6 +100,7 @@ class Saver:
         What goes wrong with this rank's share alone, `finish` says on all ranks.
         """
         assert not self.pending, "finish() comes before the next begin()"
+        check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
         temporary = _temporary(final)
 
