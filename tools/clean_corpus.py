@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _cli import Parser, run
+from _cli import Parser, input_flags, largest, refused, run
 from tqdm import tqdm
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from data_utils.dedup import ExactDuplicates, NearDuplicates
-from data_utils.documents import BadLine, Chunk, chunks, documents, find_files
+from data_utils.documents import Chunk, chunks, documents
+from data_utils.files import find_files
 from data_utils.parallel import ordered_map
 from data_utils.shuffle import shuffled
-from data_utils.streams import InputError
+from data_utils.streams import BadLine, InputError
 
 EXAMPLES = """\
   python tools/clean_corpus.py --input raw/ --output clean.jsonl
@@ -41,15 +42,16 @@ class _Worker:
     rules: tuple[str, ...]
     limits: Limits
     seed: int
+    largest: int
 
 
-def _start_worker(key: str, rules: tuple[str, ...], limits: Limits, seed: int) -> None:
-    _Worker.key, _Worker.rules, _Worker.limits, _Worker.seed = key, rules, limits, seed
+def _start_worker(key: str, rules: tuple[str, ...], limits: Limits, seed: int, largest: int) -> None:
+    _Worker.key, _Worker.rules, _Worker.limits, _Worker.seed, _Worker.largest = key, rules, limits, seed, largest
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
     outcomes, bad = [], []
-    for document in documents(chunk, (_Worker.key,), _Worker.seed):
+    for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
         if isinstance(document, BadLine):
             bad.append(document)
         else:
@@ -103,19 +105,19 @@ class Report:
 
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """The documents that stay, as JSON lines."""
-    sources = find_files(args.input)
+    sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
     limits = Limits(args.min_chars, args.max_chars, args.max_repeated, args.max_mojibake, args.script, args.min_script)
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    pending = (chunk for source in sources for chunk in chunks(source))
-    settings = (args.json_key, rules, limits, args.seed)
+    pending = (chunk for source in sources for chunk in chunks(source, largest=largest(args)))
+    settings = (args.json_key, rules, limits, args.seed, largest(args))
     progress = tqdm(unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
         for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, settings):
             for bad in done.bad:
                 if args.on_error == "stop":
-                    raise InputError(f"{bad} (--on-error skip leaves such documents out)")
+                    raise refused(bad)
                 report.drop("unreadable", str(bad))
             for before, outcome in done.outcomes:
                 report.take(before)
@@ -159,12 +161,7 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add, limits = parser.add_argument, Limits()
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, folders or globs of .jsonl, .json, .csv or .txt, plain or .gz, .xz, .zst",
-    )
+    input_flags(parser)
     add("--output", required=True, help="the .jsonl or .jsonl.gz to write")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to leave out")
@@ -193,7 +190,6 @@ def build_parser() -> Parser:
     add("--no-shuffle", action="store_true", help="keep the order of the input")
     add("--seed", type=int, default=1234, help="seed of the shuffle and of broken weights (default: 1234)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a bad line")
     add("--quiet", action="store_true", help="no progress bar")
     return parser
 
