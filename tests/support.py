@@ -1,5 +1,6 @@
 """Real gloo ranks for tests: a hang is a failure that shows every rank's stack, never a stuck suite."""
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,14 @@ TIMEOUT = 120.0
 
 # Ranks are forked from one process that has imported the heavy libraries already.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "tds", "tests.support"])
+_preloaded = ["torch", "tds", "megatron.training", "tests.support"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules: str) -> None:
+    """Let that process import these as well; to be called before the first rank or command starts."""
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 def covering(cases: Sequence[Any], chosen: Callable[[Any], bool]) -> list[Any]:
@@ -195,14 +204,56 @@ def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:
 
 
 def command(*argv: str, env: dict[str, str] | None = None, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Run a command in the checkout as a user would; Python is the one that runs the tests."""
+    """Run a command in the checkout as a user would; Python is the one that runs the tests.
+
+    A script runs in a fork of a process that has imported torch already, which spares seconds; one whose `env` has a
+    PYTHONPATH gets an interpreter of its own.
+    """
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    if argv[0] == "python" and argv[1].endswith(".py") and "PYTHONPATH" not in (env or {}):
+        return _forked(argv, whole, timeout)
     full = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
-    return subprocess.run(
-        full,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return subprocess.run(full, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def _forked(argv: Sequence[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        process = _context.Process(target=_script_main, args=(list(argv[1:]), env, folder), daemon=True)
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(list(argv), timeout)
+        out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(list(argv), process.exitcode or 0, out, err)
+
+
+def _script_main(argv: list[str], env: dict[str, str], folder: str) -> None:
+    """Be `python argv...`, with output into two files of `folder`."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    for number, name in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
+        file = os.open(name, os.O_RDWR | os.O_CREAT)
+        os.dup2(file, number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(ROOT)
+    sys.argv, sys.path[0:0] = argv, [str(Path(argv[0]).absolute().parent)]
+    code = 1
+    try:
+        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+        main.__file__ = argv[0]
+        exec(compile(Path(argv[0]).read_text(), argv[0], "exec"), main.__dict__)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _end(code)
