@@ -30,7 +30,6 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.options import describe
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
-from megatron.tokenizer.segment import SEGMENTERS
 
 EXAMPLES = """\
   python tools/preprocess_data.py --input corpus.jsonl --vocab-file tokenizer.model --output-prefix data/corpus
@@ -70,7 +69,7 @@ class _Worker:
 
 def _start_worker(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process for each core already
-    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type, args.segmenter)
+    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
 
 
@@ -122,7 +121,7 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
 
 def main(args: argparse.Namespace) -> None:
     _check(args)
-    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type, args.segmenter)
+    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     sources = find_files(args.input, args.encoding)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
     try:
@@ -163,7 +162,7 @@ def _check(args: argparse.Namespace) -> None:
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the output depends on."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
-    ignored = ("input", "segmenter", "workers", "quiet", "debug", "vocab_file", "on_error")
+    ignored = ("input", "workers", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
 
@@ -298,12 +297,6 @@ def build_parser() -> Parser:
         help="the tokenizer: a file or folder of tools/train_tokenizer.py or of Hugging Face",
     )
     add("--tokenizer-type", choices=KINDS, default="auto", help="default: told from the file")
-    add(
-        "--segmenter",
-        choices=SEGMENTERS,
-        default="auto",
-        help="for CPM's: who cuts words; the same either way (default: rjieba if installed)",
-    )
     add(
         "--keys",
         "--json-keys",

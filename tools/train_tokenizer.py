@@ -17,7 +17,7 @@ from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab,
 EXAMPLES = """\
   python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8000 --output tokenizer.model
       sentencepiece BPE on raw text, the default: trains fastest, fewest tokens
-  python tools/train_tokenizer.py --input texts/ --model-type unigram --word-borders auto --vocab-size 32000 \\
+  python tools/train_tokenizer.py --input texts/ --model-type unigram --word-borders jieba --vocab-size 32000 \\
       --output tokenizer.model
       no token crosses a word border of jieba; text is still tokenized without jieba
   python tools/train_tokenizer.py --input texts/ --tokenizer-type cpm --vocab-size 30000 --output cpm.model

@@ -164,14 +164,13 @@ def test_all_tools_leave_out_what_cannot_be_read(
 ) -> None:
     """A line that is none, a document that is too long: named with file and line, or left out and counted."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    lines = [
-        json.dumps({"text": f"第{i}篇：" + "".join(chr(0x4E00 + 7 * i + j) for j in range(20))}) for i in range(300)
-    ]
+    dice = random.Random(1)
+    lines = [json.dumps({"text": "".join(dice.choices("abcdefghij 春眠不觉晓", k=60))}) for _ in range(300)]
     lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     for name, output, says in (
         ("train_tokenizer", "x.model", "2 bad documents left out"),
-        ("clean_corpus", "clean.jsonl", "dropped: unreadable             2"),
+        ("clean_corpus", "clean.jsonl", "dropped: unreadable 2"),
     ):
         tool = importlib.import_module(name)
         argv = [
@@ -183,13 +182,13 @@ def test_all_tools_leave_out_what_cannot_be_read(
             "0.01",
             "--quiet",
         ]
-        argv += ["--vocab-size", "330"] if name == "train_tokenizer" else ["--workers", "0"]
+        argv += ["--vocab-size", "340"] if name == "train_tokenizer" else ["--workers", "0"]
         with pytest.raises(
             ValueError, match=r"x.jsonl, line 101: not JSON .*\(--on-error skip leaves such documents out\)"
         ):
             tool.main(tool.build_parser().parse_args(argv))
         tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
-        assert says in capsys.readouterr().out
+        assert says in " ".join(capsys.readouterr().out.split())
 
 
 def test_parquet(tmp_path: Path) -> None:
