@@ -2,14 +2,21 @@
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import Any
+from unicodedata import category
 
-_SKELETON = re.compile(r"[\W_]+")
+
+@lru_cache(maxsize=1)
+def _beside_letters() -> re.Pattern[str]:
+    """Spaces, punctuation and symbols. Marks are part of a letter: vowels of Hindi and Thai are."""
+    marks = "".join(c for c in map(chr, [*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0)]) if category(c)[0] == "M")
+    return re.compile(f"[^\\w{marks}]+|_+")
 
 
 def skeleton(text: str) -> str:
     """What is left of a text when spaces, punctuation and case do not count."""
-    return _SKELETON.sub("", text).casefold()
+    return _beside_letters().sub("", text).casefold()
 
 
 class ExactDuplicates:

@@ -107,7 +107,11 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """The documents that stay, as JSON lines."""
     sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
-    limits = Limits(args.min_chars, args.max_chars, args.max_repeated, args.max_mojibake, args.script, args.min_script)
+    limits = Limits(
+        min_chars=args.min_chars, max_chars=args.max_chars, max_repeated=args.max_repeated, max_mojibake=args.max_mojibake,
+        max_markup=args.max_markup, max_encoded=args.max_encoded, max_urls=args.max_urls,
+        script=args.script, min_script=args.min_script,
+    )  # fmt: skip
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
     pending = (chunk for source in sources for chunk in chunks(source, largest=largest(args)))
@@ -176,6 +180,9 @@ def build_parser() -> Parser:
     add("--max-chars", type=int, default=limits.max_chars, help="longer documents are dropped (default: 10,000,000)")
     add("--max-repeated", type=float, default=limits.max_repeated, help="share of repeated lines (default: 0.3)")
     add("--max-mojibake", type=float, default=limits.max_mojibake, help="share of broken characters (default: 0.003)")
+    add("--max-markup", type=float, default=limits.max_markup, help="share of characters of HTML (default: 0.1)")
+    add("--max-encoded", type=float, default=limits.max_encoded, help="share of characters of base64 (default: 0.2)")
+    add("--max-urls", type=float, default=limits.max_urls, help="share of lines of addresses (default: 0.5)")
     add("--script", default=limits.script, help="Unicode script for --min-script (default: Han)")
     add(
         "--min-script", type=float, default=limits.min_script, help="least share of letters of that script (default: 0)"
