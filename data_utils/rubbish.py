@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 # What UTF-8 looks like when it was read as Latin-1 or GBK, and GBK when it was read as something else.
 _BROKEN = re.compile(
@@ -19,6 +20,12 @@ _BEYOND = re.compile(r"[^\x00-\x7f]{2,}")
 _LATIN = re.compile("[\u00a1-\u00ff]{4,}")
 _AGAIN = re.compile(r"(.{2,200}?)\1{9,}")
 _CODE_END = (";", "{", "}", "},", "};", ");", "]", "],", ")", "\\\\", "*/", ":", "/>")
+# In any modern text, simplified or not, about every fourth character is one of these.
+_COMMON = frozenset(
+    "的一是不了在人有我他中大来上到和地出也要下以生可里用所方前主行面同而之其于本部分如成者作多天心日月年小自此"
+)
+_TWO_BYTES = re.compile("[\u0100-\u07ff]")
+_SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 LOOKED_AT = 600  # characters beyond ASCII, to tell a misread text
 TAGS = 5  # a text that speaks of HTML has some, too
 PROBE = 8  # characters of a line that are looked for in the rest of it
@@ -31,7 +38,10 @@ def broken_characters(text: str) -> int:
 
 
 def is_misread(text: str) -> bool:
-    """Whether UTF-8 was read as GB18030, or GB18030 as Latin-1, throughout: read the other way round it is Chinese."""
+    """Whether UTF-8 was read as GB18030, or GB18030 as Latin-1, Big5 or UTF-8, throughout.
+
+    Read the other way round it is Chinese; where the bytes that did not fit were thrown away, letters of many scripts are left.
+    """
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20 and _is_han(
         "".join(_LATIN.findall(text)), "latin-1", "gb18030"
     ):
@@ -41,7 +51,8 @@ def is_misread(text: str) -> bool:
         parts.append(found[0])
         if sum(map(len, parts)) > LOOKED_AT:
             break
-    return _is_han("".join(parts)[:LOOKED_AT], "gb18030", "utf-8")
+    beyond = "".join(parts)[:LOOKED_AT]
+    return _is_han(beyond, "gb18030", "utf-8") or _becomes_common(beyond) or _is_mixed(text)
 
 
 def _is_han(text: str, read_as: str, was: str) -> bool:
@@ -50,6 +61,23 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
     again = text.encode(read_as, "replace").decode(was, "replace")
     han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in again)
     return han > 4 and again.count("\ufffd") + again.count("?") < 0.5 * len(again) and 2 * han > len(again)
+
+
+def _becomes_common(text: str) -> bool:
+    """Whether no usual character is in it, but many are once Big5 is GB18030 again."""
+    if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
+        return False
+    again = text.encode("big5", "replace").decode("gb18030", "replace")
+    return sum(char in _COMMON for char in again) > 0.15 * len(again)
+
+
+def _is_mixed(text: str) -> bool:
+    """Whether much of it is in scripts of two bytes, four or more of them mixed, as no language is written."""
+    found = _TWO_BYTES.findall(text[:20_000])
+    if len(found) < 20 or len(found) < 0.2 * len(text[:20_000]):
+        return False
+    counts: list[int] = [sum(low <= char < high for char in found) for low, high in pairwise(_SCRIPTS)]
+    return sum(count > 0.05 * len(found) for count in counts) >= 4
 
 
 def html_characters(text: str) -> int:

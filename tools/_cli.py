@@ -48,6 +48,16 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def worker_flags(parser: argparse.ArgumentParser) -> None:
+    """Who does the work."""
+    add = parser.add_argument
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    add(
+        "--ray", metavar="ADDRESS",
+        help="the workers are processes of this Ray cluster: auto for the one this machine belongs to, local to start one here",
+    )  # fmt: skip
+
+
 def _megabytes(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):

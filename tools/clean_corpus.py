@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _cli import Parser, input_flags, largest, refused, run
+from _cli import Parser, input_flags, largest, refused, run, worker_flags
 from tqdm import tqdm
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
-from data_utils.dedup import ExactDuplicates, NearDuplicates
+from data_utils.dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
 from data_utils.documents import Chunk, chunks, documents
 from data_utils.files import find_files
 from data_utils.parallel import ordered_map
@@ -30,7 +30,7 @@ EXAMPLES = """\
 class Cleaned(NamedTuple):
     """What a worker makes of a chunk."""
 
-    outcomes: list[tuple[str, Outcome]]  # what it was, what became of it
+    outcomes: list[tuple[str, Outcome, Prints]]  # what it was, what became of it, what tells duplicates
     bad: list[BadLine]
     source_bytes: int
 
@@ -43,10 +43,20 @@ class _Worker:
     limits: Limits
     seed: int
     largest: int
+    exact: bool
+    near: bool
 
 
-def _start_worker(key: str, rules: tuple[str, ...], limits: Limits, seed: int, largest: int) -> None:
-    _Worker.key, _Worker.rules, _Worker.limits, _Worker.seed, _Worker.largest = key, rules, limits, seed, largest
+def _start_worker(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(_Worker, name, value)
+
+
+def _prints(text: str | None) -> Prints:
+    """Made here, for there are many workers and one process that compares."""
+    if text is None:
+        return Prints()
+    return Prints(fingerprint(text) if _Worker.exact else 0, sketch(text) if _Worker.near else None)
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
@@ -55,7 +65,8 @@ def clean_chunk(chunk: Chunk) -> Cleaned:
         if isinstance(document, BadLine):
             bad.append(document)
         else:
-            outcomes.append((document[0], clean(document[0], _Worker.rules, _Worker.limits)))
+            outcome = clean(document[0], _Worker.rules, _Worker.limits)
+            outcomes.append((document[0], outcome, _prints(outcome.text)))
     return Cleaned(outcomes, bad, chunk.length)
 
 
@@ -115,22 +126,25 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
     pending = (chunk for source in sources for chunk in chunks(source, largest=largest(args)))
-    settings = (args.json_key, rules, limits, args.seed, largest(args))
+    worker = {
+        "key": args.json_key, "rules": rules, "limits": limits, "seed": args.seed, "largest": largest(args),
+        "exact": exact is not None, "near": near is not None,
+    }  # fmt: skip
     progress = tqdm(unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
-        for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, settings):
+        for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, (worker,), args.ray):
             for bad in done.bad:
                 if args.on_error == "stop":
                     raise refused(bad)
                 report.drop("unreadable", str(bad))
-            for before, outcome in done.outcomes:
+            for before, outcome, prints in done.outcomes:
                 report.take(before)
                 report.changed.update(outcome.changed)
                 if outcome.text is None:
                     report.drop(outcome.reason, before)
-                elif exact and exact.seen(outcome.text):
+                elif exact and exact.has(prints.exact):
                     report.drop("exact duplicate", before)
-                elif near and near.seen(outcome.text):
+                elif near and near.has(prints.near):
                     report.drop("near duplicate", before)
                 else:
                     report.keep(outcome.text)
@@ -196,7 +210,7 @@ def build_parser() -> Parser:
     add("--dropped", help="write what is dropped to this .jsonl, with the reason")
     add("--no-shuffle", action="store_true", help="keep the order of the input")
     add("--seed", type=int, default=1234, help="seed of the shuffle and of broken weights (default: 1234)")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    worker_flags(parser)
     add("--quiet", action="store_true", help="no progress bar")
     return parser
 

@@ -126,13 +126,12 @@ def decode(args: argparse.Namespace) -> None:
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
-    abouts = [sidecar(prefix) for prefix in args.prefixes]
+    prefixes = [prefix.removesuffix(".bin") for prefix in args.prefixes]
+    abouts = [sidecar(prefix) for prefix in prefixes]
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
-        raise ValueError(
-            f"{', '.join(args.prefixes)} were made with different tokenizers; preprocess them again with one"
-        )
-    builder = merge(args.prefixes, args.output)
+        raise ValueError(f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with one")
+    builder = merge(prefixes, args.output)
     _write_sidecar(builder, next((about for about in abouts if about), {}))
     print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {args.output}.bin")
 
@@ -216,7 +215,7 @@ def build_parser() -> Parser:
     made.add_argument("--ids", action="store_true", help="show token ids instead")
     tokenizer_of(made, required=True)
     made = command("merge", merge_pairs, "one pair of several, in constant memory")
-    made.add_argument("prefixes", nargs="+", help="the pairs, without their endings")
+    made.add_argument("prefixes", nargs="+", help="the pairs, in this order; *.bin names them, too")
     made.add_argument("--output", required=True, help="the new pair, without its ending")
     made = command("split", split_pair, "pairs for training, validation and test")
     made.add_argument("prefix", help=pair)

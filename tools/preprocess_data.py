@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _cli import Parser, input_flags, largest, refused, run, write_json
+from _cli import Parser, input_flags, largest, refused, run, worker_flags, write_json
 from _journal import Journal
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -162,7 +162,7 @@ def _check(args: argparse.Namespace) -> None:
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the output depends on."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
-    ignored = ("input", "workers", "quiet", "debug", "vocab_file", "on_error")
+    ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
 
@@ -181,7 +181,7 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
         progress.write(f"going on behind {output.count['documents']} documents", file=None)
     begin, saved = output.count["tokens"], time.monotonic()
     with progress:
-        for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,)):
+        for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,), args.ray):
             if tokens.bad and args.on_error == "stop":
                 raise refused(tokens.bad[0])
             output.add(tokens)
@@ -310,7 +310,7 @@ def build_parser() -> Parser:
         action="store_true",
         help="make every sentence a sequence of its own; writes PREFIX_KEY_sentence",
     )
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    worker_flags(parser)
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,

@@ -96,12 +96,18 @@ def test_what_is_kept(text: str) -> None:
 
 def test_misread_text_is_found_everywhere() -> None:
     """Of the bundled corpus each document, read in a wrong encoding; and none of it as it is."""
+    off_length = [name for name in DEFAULT_RULES if name != "length"]
+    thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):
         assert clean(text).reason != "mojibake"
         if sum("\u4e00" <= c <= "\u9fa5" for c in text) < 40:
             continue
         for wrong in (text.encode().decode("gb18030", "replace"), text.encode("gb18030", "ignore").decode("latin-1")):
-            assert clean(wrong).reason == "mojibake"
+            assert clean(wrong, off_length).reason == "mojibake"
+        for kind in thrown_away:  # here bytes are lost for good, and what is left can be anything
+            wrong = text.encode("gb18030", "ignore").decode(kind, "ignore")
+            thrown_away[kind].append(clean(wrong, off_length).reason == "mojibake")
+    assert {kind: sum(found) / len(found) > 0.6 for kind, found in thrown_away.items()} == {"big5": True, "utf-8": True}
 
 
 def test_normalisation_is_by_choice() -> None:
