@@ -215,6 +215,9 @@ class CheckpointConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
+    override_lock: bool = opt(
+        False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
+    )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
     tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
 

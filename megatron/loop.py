@@ -23,6 +23,8 @@ from .engine import Batches, Engine, Step
 from .gradient_watch import GradientWatch
 from .metrics import MetricsWriter, Timers, flops_per_token
 from .optim import lr_at
+from .run_folder import release
+from .run_lock import RunLock
 from .runtime import RunError, is_rank_0, print_rank_0
 from .stopping import Wish, Wishes
 from .tokenizer import Tokenizer
@@ -46,6 +48,15 @@ class Run:
     tokenizer: Tokenizer
     run_dir: Path
     parameters: int  # of the whole model, tied ones once
+    locks: list[RunLock]  # on rank 0
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close its files, and let another run have its directory."""
+        self.metrics.close()
+        release(self.locks)
 
     @property
     def sample_shape(self) -> tuple[int, int]:

@@ -68,10 +68,10 @@ def _run(start: Start, data: str, vocab_file: str) -> None:
         entry.count_targets,
     )
     run = set_up(config, resolved, *providers, name, getattr(entry, "tokenizer_provider", None))
-    if start.save_first:
-        run.saver.save(run.state, wait=True)
-    train(run)
-    run.metrics.close()
+    with run:
+        if start.save_first:
+            run.saver.save(run.state, wait=True)
+        train(run)
 
 
 def losses_of(run_dir: Path) -> list[float]:

@@ -138,7 +138,7 @@ def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> N
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
     """Between the two renames: the one moved aside comes back."""
-    from megatron.checkpointing.files import recover
+    from megatron.checkpointing.files import clear, recover
 
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved, folder)
@@ -146,5 +146,6 @@ def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: 
     (folder / "iter_0000002.tmp").mkdir()
     assert "there is no checkpoint of that name" in refusal(folder)
     recover(folder)
+    clear(folder)
     assert refusal(folder) == ""
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
