@@ -19,7 +19,7 @@ from ._deepspeed import deepspeed as _ds
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
 from .engine import PipelineEngine
-from .launched import end_with_launcher
+from .launched import end_with_launcher, meet_again
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -42,6 +42,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     _deepspeed.prepare()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
+    meet_again(dist_backend, kwargs.get("timeout"))
     _ds.init_distributed(dist_backend, *args, **kwargs)
 
 

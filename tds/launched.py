@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 LAUNCHER = "TDS_LAUNCHER"  # its process id, by tools/launch.py
@@ -51,6 +52,23 @@ def _launches(pid: int) -> bool:
     except OSError:
         return True
     return any(word in name for word in ("python", "torchrun", "deepspeed", "pt_elastic"))
+
+
+def meet_again(backend: str, timeout: timedelta | None) -> None:
+    """Make the process group of a further attempt over the store that torchrun shares among all of them.
+
+    What an attempt before has left there, addresses of its ranks and the report of its end, would end this one, too.
+    """
+    import torch.distributed as dist
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == "0" or not shared or dist.is_initialized():
+        return
+    more = {} if timeout is None else {"timeout": timeout}
+    store, rank, ranks = next(dist.rendezvous("env://", **more))
+    own = dist.PrefixStore(f"attempt{attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, **more)
 
 
 class _Watch:

@@ -122,6 +122,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or stacks of C++ stand between what the ranks say
     os.environ["TDS_LAUNCHER"] = str(os.getpid())  # with which the ranks end
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     warnings.simplefilter("ignore")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -131,6 +132,10 @@ def main(argv: list[str]) -> int:
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
+    if int(args.max_restarts):  # or an attempt would meet over a store that still names the ranks of the one before
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if args.standalone and not args.local_addr:  # each has a store of its own, whose machine has to be found
+            args.local_addr = "localhost"
     signals = patient(args)
     try:
         run(args)  # type: ignore[no-untyped-call]
@@ -144,10 +149,11 @@ def main(argv: list[str]) -> int:
         return code if code > 0 else 1
     except SignalException as error:
         return 128 + int(error.sigval)
-    except KeyboardInterrupt:
-        return 130
     return 128 + signals.asked if signals.asked else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
