@@ -54,7 +54,14 @@ class ParallelConfig(Section):
         False, "keep only layer inputs and compute activations again in the backward pass"
     )
     checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
-    distributed_timeout_minutes: float = opt(10.0, "a collective that takes longer ends the run", at_least(0.01))
+    startup_timeout_minutes: float = opt(
+        30.0, "until the first step: how long ranks wait for each other, e.g. for a model to be loaded", at_least(0.01)
+    )
+    distributed_timeout_minutes: float = opt(
+        10.0,
+        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run with a report",
+        at_least(0.01),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,6 +206,9 @@ class CheckpointConfig(Section):
     )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
     save_at_end: bool = opt(True, "save behind the last iteration")
+    failed_saves: int = opt(
+        3, "how many saves in a row may fail, for want of space or so, before the run ends; 0 for none", at_least(0)
+    )
     keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
     keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
     exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from . import device as device_module
 from . import mpu
-from .checkpointing import Saver, TrainState
+from .checkpointing import PatientSaver, TrainState
 from .config import Config
 from .data.position import extend
 from .data.sampler import ConsecutiveSampler, build_loader
@@ -42,7 +42,7 @@ class Run:
     engine: Engine
     datasets: Datasets
     state: TrainState
-    saver: Saver
+    saver: PatientSaver
     timers: Timers
     metrics: MetricsWriter
     tokenizer: Tokenizer
@@ -120,7 +120,7 @@ def train(run: Run) -> None:
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
                 window.check()
-                run.saver.save(state)
+                run.saver.save(state, must=wish is Wish.SAVE_AND_STOP)
                 saved = state.iteration
                 window.restart()
     if run.saver.pending:
@@ -128,8 +128,8 @@ def train(run: Run) -> None:
     if state.iteration < last:
         print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
         return
-    if state.iteration != saved and config.checkpoint.save_at_end:
-        run.saver.save(state, wait=True)
+    if (state.iteration != saved or run.saver.failures) and config.checkpoint.save_at_end:
+        run.saver.save(state, must=True)
     evaluate(run, "valid")
     evaluate(run, "test")
 

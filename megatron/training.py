@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 import tds
+from tds.diagnose import Watchdog, out_of_memory
 
 from . import device as device_module
 from . import mpu, run_folder
 from .arguments import build_parser, parse, with_values
-from .checkpointing import Saver, start_or_resume
+from .checkpointing import PatientSaver, Saver, start_or_resume
 from .checkpointing.files import clear
 from .compiling import compile_layers
 from .config import Config
 from .data.corpora import prefixes_of
 from .ds_config import Resolved, resolve
 from .engine import CountTargets, ForwardStep, build_engine
-from .initialize import initialize_megatron, world_size
+from .initialize import initialize_megatron, steps_begin, world_size
 from .loop import Datasets, Run, evaluate, train
 from .metrics import MetricsWriter, Timers
 from .model.layers import count_parameters
@@ -34,6 +35,7 @@ from .run_lock import RunLock
 from .runtime import RunError, complaint, is_rank_0, leave, print_rank_0, start, together
 from .stopping import INTERRUPTED, signals_as_before
 from .tokenizer import Tokenizer, load_tokenizer
+from .watch import memory_advice, watched
 
 TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
 
@@ -76,8 +78,9 @@ def pretrain(
             with set_up(config, resolved, *providers, name, tokenizer_provider) as run:
                 train(run)
             del run
-        except (RunError, ValueError, OSError, KeyboardInterrupt) as error:
-            if not exit or os.environ.get("MEGATRON_DEBUG"):
+        except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
+            bug = isinstance(error, RuntimeError) and not isinstance(error, RunError) and not out_of_memory(error)
+            if bug or not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
             _complain(error, everywhere=code == 2 or isinstance(error, (RunError, KeyboardInterrupt)))
             leave(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
@@ -102,6 +105,8 @@ def _complain(error: BaseException, everywhere: bool) -> None:
         text = str(error) if isinstance(error, ConfigError) else complaint(error)
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted (Ctrl-C)"
+        elif lack := out_of_memory(error):
+            text = f"{lack}; {Watchdog.advice}"
         print(f"{Path(sys.argv[0]).name}{where}: {text}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
@@ -132,16 +137,32 @@ def set_up(
         parameters = count_parameters(model)
         compile_layers(model, config)
         engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
+        engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)
+        Watchdog.advice = memory_advice(parameters, config, resolved.precision)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         state = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
         metrics = together(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
     except BaseException:
         run_folder.release(locks)
         raise
+    steps_begin(config)
     print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
+    patient = PatientSaver(saver, config.checkpoint.failed_saves)
     return Run(
-        config, resolved, device, engine, datasets, state, saver, timers, metrics, tokenizer, run_dir, parameters, locks
+        config,
+        resolved,
+        device,
+        engine,
+        datasets,
+        state,
+        patient,
+        timers,
+        metrics,
+        tokenizer,
+        run_dir,
+        parameters,
+        locks,
     )
 
 

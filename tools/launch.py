@@ -110,8 +110,19 @@ def patient(args: Any) -> Signals:
             signal.signal(number, handler)
         signals.handle()
 
-    api.PContext.start = start  # type: ignore[method-assign]
+    api.PContext.start = start  # type: ignore[method-assign, assignment]
     return signals
+
+
+def not_met(error: Exception, args: Any) -> str:
+    """Why the nodes did not find each other, in a sentence."""
+    text = " ".join(str(error).split())
+    if "EADDRINUSE" in text:
+        return f"port {args.master_port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)"
+    return (
+        f"node {args.node_rank} of {args.nnodes} did not meet the others at {args.master_addr}:{args.master_port} ({text[:150]}): "
+        f"start the missing ones with the same --master-addr and --master-port"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -120,12 +131,14 @@ def main(argv: list[str]) -> int:
         return 0
     # One thread a rank unless the user says otherwise: ranks share the cores of this machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or stacks of C++ stand between what the ranks say
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or stacks of C++ stand between what the ranks say
     os.environ["TDS_LAUNCHER"] = str(os.getpid())  # with which the ranks end
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     warnings.simplefilter("ignore")
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
@@ -147,6 +160,9 @@ def main(argv: list[str]) -> int:
         if code < 0:
             print(f"launch.py: rank {rank} was ended by signal {-code}", file=sys.stderr)
         return code if code > 0 else 1
+    except (DistError, RendezvousError) as error:
+        print(f"launch.py: {not_met(error, args)}", file=sys.stderr)
+        return 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 128 + signals.asked if signals.asked else 0

@@ -154,7 +154,8 @@ class Saver:
         self._guard(make_valid, temporary)
         print_rank_0(f"saved {final}")
         kept = self.config.checkpoint
-        together(lambda: prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else None)
+        for note in prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else []:
+            print_rank_0(f"note: {note}")
         return final
 
     def _guard(self, action: Any, temporary: Path) -> None:
@@ -165,7 +166,7 @@ class Saver:
             if is_rank_0():
                 shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(
-                f"could not save a checkpoint in {self.folder}: {error}; earlier checkpoints are as they were"
+                f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are as they were"
             ) from None
 
 

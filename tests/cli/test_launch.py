@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -184,3 +185,24 @@ p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_ste
         assert done.returncode == 0, done.stderr
         assert "resumed at iteration 2" in done.stdout, done.stdout
         assert (tmp_path / f"run{stages}" / "checkpoints" / "iter_0000004").is_dir()
+
+
+def test_a_port_in_use_and_a_missing_node_are_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("")
+    base = ["python", "tools/launch.py", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = support.command(*base, port, str(tmp_path / "rank.py"))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"launch.py: port {port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)\n",
+    )
+    more = ["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", "timeout=1", str(tmp_path / "rank.py")]
+    done = support.command(*base, port, *more)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"launch.py: node 0 of 2 did not meet the others at 127.0.0.1:{port} (Timed out after"
+    )
+    assert done.stderr.count("\n") == 1
