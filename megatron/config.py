@@ -183,6 +183,10 @@ class OptimConfig(Section):
     lr_decay_style: str = opt("cosine", "how it falls after the warm-up", one_of("cosine", "linear", "constant"))
     lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))
     warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", between(0, 1))
+    override_lr_schedule: bool = opt(
+        False,
+        "after loading the learning rate follows these flags, not the schedule that the checkpoint was trained by",
+    )
     weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
     clip_grad: float | None = opt(
         None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", at_least(0)

@@ -140,11 +140,12 @@ def set_up(
         engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
-        state = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
+        state, config = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
         metrics = together(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
     except BaseException:
         run_folder.release(locks)
         raise
+    start(config, tokenizer, timers)
     steps_begin(config)
     print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
