@@ -100,9 +100,7 @@ if __name__ == "__main__":
 """
 
 
-def run_tool(
-    model: str, kind: str, workers: int, source: str, folder: Path, segmenter: str = "auto"
-) -> Callable[[], tuple[float, int, int]]:
+def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> Callable[[], tuple[float, int, int]]:
     """(CPU-seconds, tokens, peak memory in kB) of our preprocessor; its start and imports, measured each time, not counted."""
     nearly_nothing = folder / "nearly_nothing.jsonl"
     if not nearly_nothing.exists():  # a short document for each of four chunks, so that all workers start in earnest
@@ -111,7 +109,7 @@ def run_tool(
     def convert(path: str) -> tuple[float, int, str]:
         command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", path, "--vocab-file", model]
         command += ["--tokenizer-type", kind, "--output-prefix", str(folder / "ours"), "--workers", str(workers)]
-        return measured([*command, "--segmenter", segmenter, "--quiet"])
+        return measured([*command, "--quiet"])
 
     def run() -> tuple[float, int, int]:
         start = convert(str(nearly_nothing))[0]
@@ -175,10 +173,10 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
         "(b) sentencepiece unigram, plain loop": (large, run_script(PLAIN, ["sentencepiece", models["unigram"], str(big), out])),
         "megatron-core's builder, 2 workers by line": (large, run_script(MEGATRON, ["2", models["unigram"], str(big), out, here])),
         "ours, sentencepiece bpe, 2 workers": (large, run_tool(models["bpe"], "sentencepiece", 2, str(big), folder)),
-        "ours, cpm with rjieba, 2 workers": (3 * size, run_tool(models["cpm"], "cpm", 2, str(medium), folder)),
-        "ours, cpm with rjieba, 1 process": (3 * size, run_tool(models["cpm"], "cpm", 0, str(medium), folder)),
+        "ours, cpm with rjieba, 2 workers": (3 * size, run_tool(models["cpm"], "cpm+rjieba", 2, str(medium), folder)),
+        "ours, cpm with rjieba, 1 process": (3 * size, run_tool(models["cpm"], "cpm+rjieba", 0, str(medium), folder)),
         "(a) jieba + sentencepiece, plain loop": (size, run_script(PLAIN, ["jieba", models["cpm"], source, out])),
-        "ours, cpm with jieba alone, 2 workers": (size, run_tool(models["cpm"], "cpm", 2, source, folder, segmenter="jieba")),
+        "ours, cpm with jieba alone, 2 workers": (size, run_tool(models["cpm"], "cpm", 2, source, folder)),
         "ours, hf byte BPE, 2 workers": (size, run_tool(bpe, "hf", 2, source, folder)),
         "(c) tokenizers encode_batch, plain": (size, run_script(PLAIN, ["tokenizers", bpe, source, out])),
     }  # fmt: skip

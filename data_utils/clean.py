@@ -10,6 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .rubbish import (
+    broken_characters,
+    encoded_characters,
+    html_characters,
+    is_misread,
+    looks_like_code,
+    once,
+    url_characters,
+    without_rows,
+)
+
 
 class Drop(Exception):
     """The document is left out; the argument is the reason."""
@@ -23,19 +34,20 @@ class Limits:
     max_chars: int = 10_000_000
     max_repeated: float = 0.3
     max_mojibake: float = 0.003
+    max_markup: float = 0.1
+    max_encoded: float = 0.2
+    max_urls: float = 0.5
     script: str = "Han"
     min_script: float = 0.0  # of the letters; 0 switches the rule off
 
 
 Rule = Callable[[str, Limits], str]
 
-# Control characters but tab and newline; soft hyphens, invisible spaces and marks of direction; a byte order mark.
-_INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff\u202a-\u202e\u2066-\u2069]")
+# Control characters but tab, newline and what stands between words; soft hyphens, invisible spaces and marks of
+# direction; a byte order mark.
+_INVISIBLE = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff\u202a-\u202e\u2066-\u2069]")
+_FEEDS = re.compile("[\x0b\x0c]+")
 _BREAKS = re.compile("\r\n?|\u2028|\u2029|\x85")
-# What UTF-8 looks like when it was read as Latin-1 or GBK, and GBK when it was read as something else.
-_MOJIBAKE = re.compile(
-    r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|æ[\u0080-\u00bf]{2}|å[\u0080-\u00bf]{2}|ç[\u0080-\u00bf]{2}|è[\u0080-\u00bf]{2}"
-)
 
 
 def nfkc(text: str, _: Limits) -> str:
@@ -44,8 +56,8 @@ def nfkc(text: str, _: Limits) -> str:
 
 
 def control(text: str, _: Limits) -> str:
-    """Control and invisible characters go, line breaks become newlines."""
-    return _INVISIBLE.sub("", _BREAKS.sub("\n", text))
+    """Control and invisible characters go, form feeds become spaces, line breaks newlines."""
+    return _INVISIBLE.sub("", _FEEDS.sub(" ", _BREAKS.sub("\n", text)))
 
 
 def whitespace(text: str, _: Limits) -> str:
@@ -55,20 +67,45 @@ def whitespace(text: str, _: Limits) -> str:
 
 
 def mojibake(text: str, limits: Limits) -> str:
-    broken = sum(len(found) for found in _MOJIBAKE.findall(text))
-    if broken > limits.max_mojibake * len(text):
+    if broken_characters(text) > limits.max_mojibake * len(text) or is_misread(text):
         raise Drop("mojibake")
     return text
 
 
+def html(text: str, limits: Limits) -> str:
+    if html_characters(text) > limits.max_markup * len(text):
+        raise Drop("html")
+    return text
+
+
+def base64(text: str, limits: Limits) -> str:
+    if encoded_characters(text) > limits.max_encoded * len(text):
+        raise Drop("base64")
+    return text
+
+
+def urls(text: str, limits: Limits) -> str:
+    if url_characters(text) > limits.max_urls * len(text):
+        raise Drop("urls")
+    return text
+
+
 def repeated(text: str, limits: Limits) -> str:
-    """A line that follows itself is kept once; a text that still repeats its lines too often is dropped."""
+    """A line that stands three times or more in a row is kept once, and so is a phrase that fills a line again and again.
+
+    Lines of code stay. A text that still repeats its lines too often is dropped, and so is one that was mostly such phrases.
+    """
     lines = text.split("\n")
-    kept = [line for i, line in enumerate(lines) if not line.strip() or i == 0 or line != lines[i - 1]]
+    mended = [once(line) for line in lines]
+    gone = sum(map(len, lines)) - sum(map(len, mended))
+    if gone > limits.max_repeated * len(text):
+        raise Drop("repeated phrases")
+    code = looks_like_code(lines)
+    kept = mended if code else list(without_rows(mended))
     full = Counter(line.strip() for line in kept if len(line.strip()) > 1)
     total = sum(len(line) * count for line, count in full.items())
     again = sum(len(line) * (count - 1) for line, count in full.items())
-    if again > limits.max_repeated * total:
+    if again > limits.max_repeated * (1 + code) * total:
         raise Drop("repeated lines")
     return "\n".join(kept)
 
@@ -99,8 +136,8 @@ def script(text: str, limits: Limits) -> str:
 
 
 RULES: dict[str, Rule] = {
-    "nfkc": nfkc, "control": control, "whitespace": whitespace, "mojibake": mojibake, "repeated": repeated,
-    "length": length, "script": script,
+    "nfkc": nfkc, "control": control, "whitespace": whitespace, "mojibake": mojibake, "html": html, "base64": base64,
+    "urls": urls, "repeated": repeated, "length": length, "script": script,
 }  # fmt: skip
 DEFAULT_RULES = tuple(name for name in RULES if name != "nfkc")
 

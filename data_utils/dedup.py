@@ -2,14 +2,54 @@
 
 import hashlib
 import re
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
+from unicodedata import category
 
-_SKELETON = re.compile(r"[\W_]+")
+PERMUTATIONS = 128
+SHINGLE = 5
+
+
+@lru_cache(maxsize=1)
+def _beside_letters() -> re.Pattern[str]:
+    """Spaces, punctuation and symbols. Marks are part of a letter: vowels of Hindi and Thai are."""
+    marks = "".join(c for c in map(chr, [*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0)]) if category(c)[0] == "M")
+    return re.compile(f"[^\\w{marks}]+|_+")
 
 
 def skeleton(text: str) -> str:
     """What is left of a text when spaces, punctuation and case do not count."""
-    return _SKELETON.sub("", text).casefold()
+    return _beside_letters().sub("", text).casefold()
+
+
+class Prints(NamedTuple):
+    """What is compared of a text. exact: `fingerprint`; near: `sketch`."""
+
+    exact: int = 0
+    near: Any = None
+
+
+def fingerprint(text: str) -> int:
+    """64 bits of a text without its spaces, punctuation and case."""
+    bare = skeleton(text) or text
+    return int.from_bytes(hashlib.blake2b(bare.encode(), digest_size=8).digest(), "little")
+
+
+def _datasketch() -> Any:
+    try:
+        import datasketch
+    except ImportError:
+        raise ValueError("near duplicates need the package datasketch: pip install datasketch") from None
+    return datasketch
+
+
+def sketch(text: str) -> Any:
+    """A MinHash of the sets of SHINGLE characters in a row. Raises ValueError without the package datasketch."""
+    bare = skeleton(text) or text
+    shingles = {bare[i : i + SHINGLE].encode() for i in range(max(len(bare) - SHINGLE + 1, 1))}
+    made = _datasketch().MinHash(num_perm=PERMUTATIONS, seed=1)
+    made.update_batch(sorted(shingles))
+    return made
 
 
 class ExactDuplicates:
@@ -22,8 +62,10 @@ class ExactDuplicates:
         self._seen: set[int] = set()
 
     def seen(self, text: str) -> bool:
-        bare = skeleton(text) or text
-        key = int.from_bytes(hashlib.blake2b(bare.encode(), digest_size=8).digest(), "little")
+        return self.has(fingerprint(text))
+
+    def has(self, key: int) -> bool:
+        """`seen` of the text with this fingerprint."""
         if key in self._seen:
             return True
         self._seen.add(key)
@@ -33,30 +75,25 @@ class ExactDuplicates:
 class NearDuplicates:
     """`seen(text)`: whether a text of a Jaccard similarity of about `threshold` came before.
 
-    Similarity is of the sets of `shingle` characters in a row. Found through datasketch's locality-sensitive
+    Similarity is of what `sketch` takes. Found through datasketch's locality-sensitive
     hash; it keeps about 2 kB a document in memory. Raises ValueError without the package datasketch.
     """
 
-    def __init__(self, threshold: float = 0.8, permutations: int = 128, shingle: int = 5) -> None:
-        try:
-            from datasketch import MinHash, MinHashLSH
-        except ImportError:
-            raise ValueError("near duplicates need the package datasketch: pip install datasketch") from None
-        self._minhash: Any = MinHash
-        self._index: Any = MinHashLSH(threshold=threshold, num_perm=permutations)
-        self._threshold, self._permutations, self._shingle = threshold, permutations, shingle
+    def __init__(self, threshold: float = 0.8) -> None:
+        self._index: Any = _datasketch().MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
+        self._threshold = threshold
         self._kept: dict[int, Any] = {}
 
     def seen(self, text: str) -> bool:
-        bare = skeleton(text) or text
-        shingles = {bare[i : i + self._shingle].encode() for i in range(max(len(bare) - self._shingle + 1, 1))}
-        sketch = self._minhash(num_perm=self._permutations, seed=1)
-        sketch.update_batch(sorted(shingles))
+        return self.has(sketch(text))
+
+    def has(self, sketched: Any) -> bool:
+        """`seen` of the text with this sketch."""
         # The hash proposes; the sketches decide.
-        for key in self._index.query(sketch):
-            if self._kept[key].jaccard(sketch) >= self._threshold:
+        for key in self._index.query(sketched):
+            if self._kept[key].jaccard(sketched) >= self._threshold:
                 return True
         key = len(self._kept)
-        self._kept[key] = sketch
-        self._index.insert(key, sketch)
+        self._kept[key] = sketched
+        self._index.insert(key, sketched)
         return False

@@ -1,48 +1,42 @@
 """Text files as documents.
 
-    .jsonl, .json   a JSON object a line; a .json may also be one array of objects
-    .csv            a header, then a record a row
-    .txt            plain text, a blank line between documents
+    .jsonl, .ndjson, .json  a JSON object a line; a .json may also be one array of objects
+    .csv, .parquet          a record a row; the header or the schema names the keys
+    .txt                    plain text, a blank line between documents
 
-plain or compressed (.gz, .xz, .zst). A file is cut into chunks of about a megabyte that end where a
+plain or compressed (.gz, .bz2, .xz, .zst). A file is cut into chunks of about a megabyte that end where a
 document ends. A chunk of a plain file is only a place in it, so that worker processes read their
-own; other files can be read from the front alone (streams.py), so their chunks carry their bytes.
+own; other files can be read from the front only (streams.py, records.py), so their chunks carry their bytes.
 """
 
-import glob
+import bisect
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from functools import lru_cache
+from typing import BinaryIO
 
-from .streams import COMPRESSED, InputError, blocks, is_array, records
+from .files import Source, find_files, is_compressed, kind
+from .records import is_array, records, too_long
+from .streams import BadLine, InputError, blocks, is_utf8, looks_like
 
 CHUNK_BYTES = 1 << 20
 LARGEST_DOCUMENT = 1 << 23  # bytes; memory is bounded by it
-SUFFIXES = (".jsonl", ".json", ".txt", ".csv")
-KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
+SKIPPED_BYTES = 1 << 26  # of a document that is too long, passed over at once
+
+# A blank line may hold spaces, those of Chinese text (U+3000) included; line ends are those of any system.
+_SPACES = rb"(?:[ \t\x0b\x0c]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*"
+_BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?:" + _SPACES + rb"(?>\r\n|\r|\n))+")
+_LINE_END = re.compile(rb"\n")
+_NOTHING = re.compile(rb"(?:[\s]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*")
+_BREAK = re.compile("\r\n?")
+_AROUND = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines before and after a text
 
 
-class Source(NamedTuple):
-    """A file, how often each of its documents is taken (0.5: every second one at random), and its place among all."""
-
-    path: str
-    weight: float = 1.0
-    number: int = 0
-
-
-class BadLine(NamedTuple):
-    """A document that could not be read: where, and why."""
-
-    path: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}: {self.reason}"
+Bad = tuple[tuple[int, BadLine], ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,8 @@ class Chunk:
     """Bytes `start` to `start + length` of a file; `content` holds them where they cannot be read from there.
 
     lines: number, from 1, of the first line of `content`, or of each of its lines; None where it
-    must be counted when needed. Of compressed files `start` counts decompressed bytes.
+    must be counted when needed. bad: documents that were no good already when the file was cut, by
+    their places in `content`. Of compressed files `start` counts decompressed bytes.
     """
 
     source: Source
@@ -58,6 +53,7 @@ class Chunk:
     length: int
     content: bytes | None = None
     lines: int | tuple[int, ...] | None = None
+    bad: Bad = ()
 
     @property
     def path(self) -> str:
@@ -68,174 +64,197 @@ class Chunk:
             return self.content
         with open(self.path, "rb") as file:
             file.seek(self.start)
-            return file.read(self.length)
+            content = file.read(self.length)
+        if len(content) != self.length:
+            raise _shrunk(self.path)
+        return content
 
     def line_number(self, offset: int) -> int:
         """Number, from 1, of the line that byte `offset` of this chunk lies in."""
         if self.lines is not None:
             before = self.read()[:offset].count(b"\n")
             return self.lines + before if isinstance(self.lines, int) else self.lines[before]
-        lines = 1
-        with open(self.path, "rb") as file:
-            left = self.start + offset
-            while left and (block := file.read(min(left, CHUNK_BYTES))):
-                lines += block.count(b"\n")
-                left -= len(block)
-        return lines
+        return _line_number(self.path, self.start + offset)
 
 
-def find_files(inputs: Sequence[str]) -> list[Source]:
-    """The text files that `inputs` name, in a fixed order.
-
-    An input is a file, a folder (searched through) or a glob pattern, and may end with `@WEIGHT`.
-    Raises InputError for what does not exist, cannot be read, or is of an unknown kind.
-    """
-    files: list[Source] = []
-    for given in inputs:
-        name, weight = _weight(given)
-        path = Path(name)
-        if path.is_dir():
-            found = sorted(str(p) for p in path.rglob("*") if p.is_file() and kind(str(p)))
-            if not found:
-                raise InputError(f"the folder {name} holds no file of {KINDS}")
-        elif glob.has_magic(name) and not path.exists():
-            found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p) and kind(p))
-            if not found:
-                raise InputError(f"no file of {KINDS} matches {name}")
-        else:
-            found = [name]
-        for each in found:
-            _check_file(each)
-            files.append(Source(each, weight, len(files)))
-    return files
+def _shrunk(path: str) -> InputError:
+    return InputError(f"{path} became shorter while it was read")
 
 
-def _weight(given: str) -> tuple[str, float]:
-    name, at, weight = given.rpartition("@")
-    if not at or os.path.exists(given):
-        return given, 1.0
-    try:
-        value = float(weight)
-    except ValueError:
-        return given, 1.0
-    if not 0 < value < 1e6:
-        raise InputError(f"the weight in {given} must be a positive number")
-    return name, value
+def _line_number(path: str, offset: int) -> int:
+    changed = os.stat(path).st_mtime_ns
+    full, rest = divmod(offset, CHUNK_BYTES)
+    before = sum(_lines_of(path, changed, each) for each in range(full))
+    return 1 + before + bisect.bisect_left(_line_ends(path, changed, full), rest)
 
 
-def _check_file(path: str) -> None:
-    if not os.path.isfile(path):
-        raise InputError(f"there is no file {path}")
-    if not kind(path):
-        raise InputError(f"{path} is none of {KINDS}")
-    if not os.access(path, os.R_OK):
-        raise InputError(f"cannot read {path}: no permission")
+# Both are kept, or a file with many bad lines would be read again for each of them.
+@lru_cache(maxsize=1 << 16)
+def _lines_of(path: str, changed: int, block: int) -> int:
+    with open(path, "rb") as file:
+        file.seek(block * CHUNK_BYTES)
+        return file.read(CHUNK_BYTES).count(b"\n")
 
 
-def is_compressed(path: str) -> bool:
-    return path.endswith(COMPRESSED)
+@lru_cache(maxsize=2)
+def _line_ends(path: str, changed: int, block: int) -> list[int]:
+    with open(path, "rb") as file:
+        file.seek(block * CHUNK_BYTES)
+        return [found.start() for found in _LINE_END.finditer(file.read(CHUNK_BYTES))]
 
 
-def kind(path: str) -> str | None:
-    """The suffix that says what a file holds, e.g. `.jsonl` for x.jsonl.gz."""
-    stem = os.path.splitext(path)[0] if is_compressed(path) else path
-    return next((suffix for suffix in SUFFIXES if stem.endswith(suffix)), None)
+def _border(path: str) -> re.Pattern[bytes]:
+    """What stands between two documents."""
+    return _BLANK_LINE if kind(path) == ".txt" else _LINE_END
 
 
-def _delimiter(path: str) -> bytes:
-    return b"\n\n" if kind(path) == ".txt" else b"\n"
+def _too_long(path: str, line: int, largest: int, hint: str = "") -> BadLine:
+    return BadLine(path, line, too_long(largest, "a blank line" if kind(path) == ".txt" else "a line break") + hint)
 
 
 def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUMENT) -> Iterator[Chunk]:
-    """Cut one file into chunks of about `size` bytes. Raises InputError for a document of more than `largest`."""
-    path = source.path
-    if kind(path) == ".csv" or (kind(path) == ".json" and is_array(path)):
+    """Cut one file into chunks of about `size` bytes; none of them holds a document of more than `largest`.
+
+    Raises InputError where the file as a whole cannot be read.
+    """
+    path, holds = source.path, kind(source.path)
+    if holds in (".csv", ".parquet") or (holds == ".json" and is_array(path, source.encoding)):
         yield from _record_chunks(source, size, largest)
-        return
-    if is_compressed(path):
+    elif is_compressed(path) or not is_utf8(source.encoding):
         yield from _stream_chunks(source, size, largest)
-        return
-    total, start = os.path.getsize(path), 0
+    else:
+        yield from _plain_chunks(source, size, largest)
+
+
+def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
+    path, start = source.path, 0
+    total = os.path.getsize(path)
     with open(path, "rb") as file:
         while start < total:
-            end = _next_cut(file, path, start + size, total, largest)
-            yield Chunk(source, start, end - start)
+            end = _next_border(file, path, start + size, total, largest)
+            if end is not None:
+                yield Chunk(source, start, end - start)
+                start = end
+                continue
+            at = start + _last_border(file, path, start, size)
+            if at > start:
+                yield Chunk(source, start, at - start)
+            file.seek(at)
+            hint = looks_like(file.read(4096))
+            bad: Bad = ((0, _too_long(path, _line_number(path, at), largest, hint)),)
+            start += size
+            while (end := _next_border(file, path, start, total, SKIPPED_BYTES)) is None:
+                yield Chunk(source, at, SKIPPED_BYTES, b"\n", bad=bad)
+                at, bad = at + SKIPPED_BYTES, ()
+                start = at
+            yield Chunk(source, at, end - at, b"\n", bad=bad)
             start = end
 
 
-def _next_cut(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int:
-    """The first place from `at_least` on where a document ends."""
-    delimiter, at = _delimiter(path), at_least
-    carried = b""
+def _next_border(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int | None:
+    """The first place from `at_least` on where a document ends; None if there is none within `largest` bytes."""
+    border, at, carried = _border(path), at_least, b""
     while at < total:
         file.seek(at)
-        block = carried + file.read(1 << 16)
-        found = block.find(delimiter)
-        if found >= 0:
-            return at - len(carried) + found + len(delimiter)
-        at += len(block) - len(carried)
-        carried = block[-1:] if len(delimiter) > 1 else b""
-        _check_size(path, at - at_least, largest)
+        read = file.read(1 << 16)
+        if not read:
+            raise _shrunk(path)
+        block = carried + read
+        found = border.search(block)
+        if found:
+            return at - len(carried) + found.end()
+        at += len(read)
+        carried = block[len(block.rstrip(b" \t\r\n\x0b\x0c\xe3\x80\xc2\xa0\xef\xbb\xbf")) :]
+        if at - at_least > largest:
+            return None
     return total
 
 
-def _check_size(path: str, size: int, largest: int) -> None:
-    if size > largest:
-        ends = "a blank line" if kind(path) == ".txt" else "a line break"
-        raise InputError(f"{path} has a document of more than {largest} bytes; documents end with {ends}")
+def _last_border(file: BinaryIO, path: str, start: int, size: int) -> int:
+    """Where, from `start` on, the document begins that lies `size` bytes further."""
+    file.seek(start)
+    ends = [found.end() for found in _border(path).finditer(file.read(size + 4096)) if found.start() < size]
+    return ends[-1] if ends else 0
 
 
 def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
-    delimiter, held, line, start = _delimiter(source.path), b"", 1, 0
-    for block in blocks(source.path, size):
+    border, held, line, start, skipping = _border(source.path), b"", 1, 0, False
+    for block in blocks(source.path, size, source.encoding):
         held += block
-        cut = held.rfind(delimiter)
-        if cut < 0:
-            _check_size(source.path, len(held), largest)
-            continue
-        content, held = held[: cut + len(delimiter)], held[cut + len(delimiter) :]
-        yield Chunk(source, start, len(content), content, line)
+        ends = [found.end() for found in border.finditer(held)]
+        cut = (ends[0] if skipping else ends[-1]) if ends else 0
+        bad: Bad = ()
+        if not ends and (skipping or len(held) > largest):
+            # Of a document that is too long nothing is kept but the line breaks at its end: a border may begin there.
+            bad = () if skipping else ((0, _too_long(source.path, line, largest)),)
+            cut = len(held.rstrip(b" \t\r\n"))
+            skipping = True
+        elif ends and skipping:
+            skipping, ends = False, []
+        content, held = held[:cut], held[cut:]
+        if content:
+            yield Chunk(source, start, cut, content if ends else b"\n" * bool(bad), line, bad)
         line += content.count(b"\n")
-        start += len(content)
+        start += cut
     if held:
-        yield Chunk(source, start, len(held), held, line)
+        yield Chunk(source, start, len(held), b"" if skipping else held, line)
 
 
 def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     held: list[bytes] = []
     lines: list[int] = []
+    bad: list[tuple[int, BadLine]] = []
     start = length = 0
-    for line, record in records(source.path, kind(source.path) == ".csv", largest):
-        raw = json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    for record in records(source.path, kind(source.path), source.encoding, largest):
+        if isinstance(record, BadLine):
+            bad.append((length, record))
+            line, raw = record.line, b""
+        else:
+            line, raw = record
         held.append(raw)
         lines.append(line)
         length += len(raw) + 1
         if length >= size:
-            yield Chunk(source, start, length, b"\n".join(held), tuple(lines))
-            held, lines, start, length = [], [], start + length, 0
+            yield Chunk(source, start, length, b"\n".join([*held, b""]), tuple(lines), tuple(bad))
+            held, lines, bad, start, length = [], [], [], start + length, 0
     if held:
-        yield Chunk(source, start, length, b"\n".join(held), tuple(lines))
+        yield Chunk(source, start, length, b"\n".join([*held, b""]), tuple(lines), tuple(bad))
 
 
-def documents(chunk: Chunk, keys: Sequence[str] = ("text",), seed: int = 0) -> Iterator[tuple[str, ...] | BadLine]:
+def documents(
+    chunk: Chunk, keys: Sequence[str] = ("text",), seed: int = 0, largest: int = LARGEST_DOCUMENT
+) -> Iterator[tuple[str, ...] | BadLine]:
     """The texts under `keys` of each document of a chunk, in order; what cannot be read comes as a BadLine in its place.
 
     seed: decides which documents of a source of broken weight are taken; a pure function of the place in the file.
     """
-    content = chunk.read()
-    delimiter, start = _delimiter(chunk.path), 0
-    while start < len(content):
-        end = content.find(delimiter, start)
-        end = len(content) if end < 0 else end
+    content, bad = chunk.read(), dict(chunk.bad)
+    for start, end in _between(_border(chunk.path), content):
+        if start in bad:
+            yield bad[start]
+            continue
+        if end - start > largest:
+            hint = looks_like(content[start : start + 4096])
+            yield _too_long(chunk.path, chunk.line_number(start), largest, hint)
+            continue
         raw = content[start:end]
-        if raw.strip():
-            try:
-                document = _parse(raw, chunk.path, keys)
-                for _ in range(_copies(chunk, start, seed)):
-                    yield document
-            except ValueError as error:
-                yield BadLine(chunk.path, chunk.line_number(start), str(error))
-        start = end + len(delimiter)
+        if _NOTHING.fullmatch(raw):
+            continue
+        try:
+            document = _parse(raw, chunk.source, keys)
+            for _ in range(_copies(chunk, start, seed)):
+                yield document
+        except ValueError as error:
+            yield BadLine(chunk.path, chunk.line_number(start), str(error))
+
+
+def _between(border: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
+    start = 0
+    for found in border.finditer(content):
+        yield start, found.start()
+        start = found.end()
+    if start < len(content):
+        yield start, len(content)
 
 
 def _copies(chunk: Chunk, offset: int, seed: int) -> int:
@@ -247,13 +266,18 @@ def _copies(chunk: Chunk, offset: int, seed: int) -> int:
     return whole + (zlib.crc32(place) < rest * 2**32)
 
 
-def _parse(raw: bytes, path: str, keys: Sequence[str]) -> tuple[str, ...]:
+def _parse(raw: bytes, source: Source, keys: Sequence[str]) -> tuple[str, ...]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start + 1} is 0x{raw[error.start]:02x})") from None
-    if kind(path) == ".txt":
-        return (text.strip("\n").removeprefix("\ufeff"),) * len(keys)
+        if not is_utf8(source.encoding):
+            raise ValueError(f"not {source.encoding}") from None
+        place = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
+        raise ValueError(f"not UTF-8 ({place}){looks_like(raw)}") from None
+    if raw.count(0) * 5 > len(raw):
+        raise ValueError(f"not text, but zeros{looks_like(raw)}")
+    if kind(source.path) == ".txt":
+        return (_AROUND.sub("", _BREAK.sub("\n", text.removeprefix("\ufeff"))),) * len(keys)
     try:
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
@@ -278,11 +302,20 @@ def _check_pairs(value: str) -> None:
         raise ValueError("half of a surrogate pair, which no Unicode text has") from None
 
 
-def texts(inputs: Sequence[str], key: str = "text") -> Iterator[str]:
-    """All documents of all inputs in order, in this process. Raises InputError at the first bad line."""
-    for source in find_files(inputs):
-        for chunk in chunks(source):
-            for document in documents(chunk, (key,)):
-                if isinstance(document, BadLine):
+def texts(
+    inputs: Sequence[str] | Sequence[Source],
+    key: str = "text",
+    largest: int = LARGEST_DOCUMENT,
+    on_bad: Callable[[BadLine], None] | None = None,
+) -> Iterator[str]:
+    """All documents of all inputs in order, in this process. Raises InputError at the first bad line, unless `on_bad` takes it."""
+    sources = [s for each in inputs for s in ([each] if isinstance(each, Source) else find_files([each]))]
+    for source in sources:
+        for chunk in chunks(source, largest=largest):
+            for document in documents(chunk, (key,), largest=largest):
+                if not isinstance(document, BadLine):
+                    yield document[0]
+                elif on_bad:
+                    on_bad(document)
+                else:
                     raise InputError(str(document))
-                yield document[0]

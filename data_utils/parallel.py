@@ -9,6 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
+from .on_ray import ordered_map_on_ray
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 AHEAD = 3  # items under way for each worker
@@ -33,11 +35,15 @@ def ordered_map(
     workers: int,
     start: Callable[..., None],
     settings: tuple[Any, ...],
+    cluster: str | None = None,
 ) -> Iterator[Result]:
     """`map(work, items)` by `workers` processes (0: in this one); each first calls `start(*settings)`.
 
-    Raises what `work` raises, and RuntimeError if a worker dies.
+    cluster: they are processes of a Ray cluster (on_ray.py). Raises what `work` raises, and RuntimeError if a worker dies.
     """
+    if cluster:
+        yield from ordered_map_on_ray(work, items, workers, start, settings, cluster)
+        return
     if workers == 0:
         start(*settings)
         yield from map(work, items)

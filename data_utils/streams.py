@@ -1,20 +1,32 @@
-"""Files that are read from the front alone: compressed ones, CSV, and JSON arrays."""
+"""Files as streams of bytes: decompressed as their names say, in UTF-8 whatever they were written in."""
 
+import bz2
 import codecs
-import csv
 import gzip
 import io
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-COMPRESSED = (".gz", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+NEVER = b"\xff"  # stands in no UTF-8: marks what the encoding of the file does not allow
 
 
 class InputError(ValueError):
     """An input file cannot be read as documents; the message names file and line."""
+
+
+class BadLine(NamedTuple):
+    """A document that could not be read: where, and why."""
+
+    path: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        place = "row" if self.path.lower().endswith(".parquet") else "line"
+        return f"{self.path}, {place} {self.line}: {self.reason}"
 
 
 class _Zst(io.RawIOBase):
@@ -57,19 +69,46 @@ def _open_zst(path: str) -> BinaryIO:
     return io.BufferedReader(_Zst(path), 1 << 20)
 
 
-_OPEN: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zst}
+_OPEN: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
 
 
 def open_bytes(path: str) -> BinaryIO:
     """The file, decompressed as its name says."""
     for ending, opener in _OPEN.items():
-        if path.endswith(ending):
+        if path.lower().endswith(ending):
             return opener(path)  # type: ignore[no-any-return]
     return open(path, "rb")
 
 
-def blocks(path: str, size: int) -> Iterator[bytes]:
-    """The content in pieces of at most `size` bytes. Raises InputError for damaged data, naming the line."""
+def is_utf8(encoding: str) -> bool:
+    """Raises InputError for an encoding that Python does not know."""
+    try:
+        "".encode(encoding)  # codecs that are no encodings of text (hex, zip) fail here, too
+    except LookupError:
+        raise InputError(f"--encoding {encoding!r} is none that Python knows; gb18030 and utf-16 are common") from None
+    return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
+
+
+def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
+    """The content as UTF-8, in pieces of about `size` bytes; what `encoding` does not allow becomes NEVER.
+
+    Raises InputError for damaged data, naming the line, and for a file that is UTF-8 where `encoding` is another.
+    """
+    pieces = _raw_blocks(path, size)
+    if is_utf8(encoding):
+        yield from pieces
+        return
+    codecs.register_error("mark", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
+    decoder, first = codecs.getincrementaldecoder(encoding)("mark"), True
+    for piece in pieces:
+        if first and _is_text_in_utf8(piece):
+            raise InputError(f"{path} is UTF-8, not {encoding}: read it by itself, without --encoding")
+        first = False
+        yield decoder.decode(piece).encode("utf-8", "surrogateescape")
+    yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
+
+
+def _raw_blocks(path: str, size: int) -> Iterator[bytes]:
     line = 1
     try:
         with open_bytes(path) as file:
@@ -77,6 +116,8 @@ def blocks(path: str, size: int) -> Iterator[bytes]:
                 yield block
                 line += block.count(b"\n")
     except InputError:
+        raise
+    except FileNotFoundError:
         raise
     except _damage() as error:
         raise InputError(f"{path}, near line {line}: damaged compressed data ({error})") from None
@@ -91,64 +132,59 @@ def _damage() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError)
 
 
-def is_array(path: str) -> bool:
-    """Whether a .json file holds one array, not an object a line."""
-    head = next(blocks(path, 4096), b"")
-    return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-
-
-def records(path: str, is_csv: bool, largest: int) -> Iterator[tuple[int, Any]]:
-    """(number of the line it begins on, record) of a CSV file or a JSON array. Raises InputError."""
-    yield from _rows(path, largest) if is_csv else _items(path, largest)
-
-
-def _rows(path: str, largest: int) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(largest)
+def _is_text_in_utf8(head: bytes) -> bool:
+    """Whether there is more than ASCII in it and all of it is UTF-8, but for a character that is cut at the end."""
     try:
-        with open_bytes(path) as binary:
-            file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
-            reader = csv.DictReader(file, strict=True)
-            line = 2
-            for row in reader:
-                yield line, row
-                line = reader.line_num + 1
-    except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num}: not CSV ({error})") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}, after line {reader.line_num}: not UTF-8 ({error.reason})") from None
-    except _damage() as error:
-        raise InputError(f"{path}: damaged compressed data ({error})") from None
+        return not codecs.getincrementaldecoder("utf-8")().decode(head).isascii()
+    except UnicodeDecodeError:
+        return False
 
 
-def _items(path: str, largest: int) -> Iterator[tuple[int, Any]]:
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    parse = json.JSONDecoder().raw_decode
-    held, line, opened = "", 1, False
-    source = blocks(path, 1 << 20)
-    while True:
-        stripped = held.lstrip(" \t\r\n," if opened else " \t\r\n")
-        line += held[: len(held) - len(stripped)].count("\n")
-        held = stripped
-        if not opened and held[:1] == "[":
-            held, opened = held[1:], True
-            continue
-        if opened and held[:1] == "]":
-            return
-        try:
-            if not held:
-                raise json.JSONDecodeError("nothing more", held, 0)
-            item, end = parse(held)
-            if end == len(held):  # a number might go on in what was not read yet
-                raise json.JSONDecodeError("at the end", held, end)
-        except json.JSONDecodeError as error:
-            block = next(source, None)
-            if block is None or len(held) > largest:
-                raise InputError(f"{path}, line {line}: not a JSON array ({error.msg})") from None
-            try:
-                held += decode(block)
-            except UnicodeDecodeError:
-                raise InputError(f"{path}, after line {line}: not UTF-8") from None
-            continue
-        yield line, item
-        line += held[:end].count("\n")
-        held = held[end:]
+def looks_like(raw: bytes) -> str:
+    """What to say of bytes that are no UTF-8, where another encoding shows: `; it looks like ...`, else nothing."""
+    if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return _hint("utf-16")
+    if raw.count(0) * 5 > len(raw):
+        return _hint("utf-16-le" if raw[1::2].count(0) > raw[::2].count(0) else "utf-16-be")
+    # Damaged UTF-8 is still UTF-8 for the most part, and its bytes often make characters of others by chance.
+    beyond = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
+    if beyond.count("\ufffd") * 4 < len(beyond):
+        return ""
+    return next((_hint(name) for name in ("gb18030", "utf-16-le", "utf-16-be") if _is_chinese(raw, name)), "")
+
+
+def _hint(encoding: str) -> str:
+    return f"; it looks like {encoding}: try --encoding {encoding}"
+
+
+def _is_chinese(raw: bytes, encoding: str) -> bool:
+    """Whether nine of ten characters are of Chinese text, and at least one is."""
+    text = raw.decode(encoding, "replace")
+    han = sum("\u4e00" <= c <= "\u9fa5" or "\u3000" <= c <= "\u3002" or "\uff00" < c < "\uff60" for c in text)
+    return han > 0 and (han + sum(" " <= c < "\x7f" or c in "\t\r\n" for c in text)) * 10 > 9 * len(text)
+
+
+class _Joined(io.RawIOBase):
+    """Pieces of bytes as one file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._held = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._held = memoryview(piece)
+        count = min(len(buffer), len(self._held))
+        buffer[:count], self._held = self._held[:count], self._held[count:]
+        return count
+
+
+def open_text(path: str, encoding: str) -> io.TextIOWrapper:
+    """The text with its own line ends. What is no text in `encoding` becomes half of a surrogate pair."""
+    joined = io.BufferedReader(_Joined(blocks(path, 1 << 20, encoding)), 1 << 20)
+    return io.TextIOWrapper(joined, encoding="utf-8-sig", errors="surrogateescape", newline="")

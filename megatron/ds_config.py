@@ -67,6 +67,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     path = path or "ds_config"
     _refuse_unknown(given, path)
     _check_sections(given, path)
+    _refuse_blindness(given, path)
     batch = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
     zero = _zero_stage(config, given, path, precision)
@@ -132,6 +133,15 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
     for key in NUMBERS & given.keys():
         if isinstance(given[key], bool) or not isinstance(given[key], (int, float)):
             raise ConfigError(f"{path}: {key!r} must be a number, not {json.dumps(given[key])}")
+
+
+def _refuse_blindness(given: dict[str, Any], path: str) -> None:
+    """Settings by which DeepSpeed would apply gradients that are not finite."""
+    for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if given.get(section, {}).get(key) is False:
+            raise ConfigError(
+                f"{path} says {section}.{key} = false, by which gradients that are not finite would be applied; remove it"
+            )
 
 
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> dict[str, int]:

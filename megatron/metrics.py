@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -133,6 +134,15 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
 MOST_WAITING = 100_000  # lines kept in memory until they can be written
 
 
+def _plain(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and TensorBoard on rank 0; does nothing elsewhere.
 
@@ -172,9 +182,12 @@ class MetricsWriter:
         os.replace(temporary, path)
 
     def write(self, row: dict[str, Any]) -> None:
-        """A row; what cannot be written, for want of space or so, is written with a later one. A note says so."""
+        """A row of numbers, texts, and lists and dicts of such; of a number that is not finite, null is written.
+
+        What cannot be written, for want of space or so, is written with a later one. A note says so.
+        """
         if self._path is not None:
-            self._waiting.append(json.dumps(row) + "\n")
+            self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
             self._append(self._path)
         if self._board is None:
             return

@@ -18,6 +18,7 @@ from tds.diagnose import Watchdog, out_of_memory
 
 from . import device as device_module
 from . import mpu, run_folder
+from .agreement import same_everywhere
 from .arguments import build_parser, parse, with_values
 from .checkpointing import PatientSaver, Saver, start_or_resume
 from .checkpointing.files import clear
@@ -127,6 +128,7 @@ def set_up(
     device = initialize_megatron(config)
     timers = Timers(device)
     config, tokenizer, run_dir = together(lambda: _prepare(config, name, tokenizer_provider))
+    same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     start(config, tokenizer, timers)
     locks = together(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
     try:

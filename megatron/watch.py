@@ -3,7 +3,7 @@
 The pipeline engine has its own watchdog, which knows instructions; here a place is a micro-batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,9 @@ class WatchedEngine:
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         with self._watched("evaluation"):
             return self.engine.eval_batch(batches)
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        return self.engine.busy(timed)
 
     def _forward(self, batches: Batches | None, model: Any) -> Any:
         self._micro += 1

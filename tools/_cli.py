@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 # Tools are run as files (`python tools/x.py`); the packages stand one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from data_utils.documents import LARGEST_DOCUMENT  # noqa: E402
 from megatron.options import describe  # noqa: E402
 
 
@@ -30,6 +31,47 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
         sys.exit(2)
+
+
+def input_flags(parser: argparse.ArgumentParser) -> None:
+    """What all tools that read text have in common."""
+    add = parser.add_argument
+    add(
+        "--input", nargs="+", required=True,
+        help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, .zst; FILE@2 takes it twice",
+    )  # fmt: skip
+    add("--encoding", default="utf-8", help="of the input, such as gb18030 or utf-16 (default: utf-8)")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a document that cannot be read")
+    add(
+        "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
+        help="longest document; a worker needs 30 times it with sentencepiece, 60 with cpm, 120 with hf (default: 8)",
+    )  # fmt: skip
+
+
+def worker_flags(parser: argparse.ArgumentParser) -> None:
+    """Who does the work."""
+    add = parser.add_argument
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    add(
+        "--ray", metavar="ADDRESS",
+        help="the workers are processes of this Ray cluster: auto for the one this machine belongs to, local to start one here",
+    )  # fmt: skip
+
+
+def _megabytes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def largest(args: argparse.Namespace) -> int:
+    """--max-document-mb in bytes."""
+    return int(args.max_document_mb * 2**20)
+
+
+def refused(bad: object) -> ValueError:
+    return ValueError(f"{bad} (--on-error skip leaves such documents out)")
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -27,7 +27,11 @@ class Journal:
         self._key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         self.state: dict[str, Any] | None = None
         if os.path.exists(path):
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            try:
+                content = json.loads(Path(path).read_text(encoding="utf-8"))
+            except ValueError:
+                self.release()
+                raise ValueError(f"{path} is damaged; delete it to begin again") from None
             if content["job"] != self._key:
                 self.release()
                 raise ValueError(

@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _cli import Parser, run
+from _cli import Parser, input_flags, largest, refused, run, worker_flags
 from tqdm import tqdm
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
-from data_utils.dedup import ExactDuplicates, NearDuplicates
-from data_utils.documents import BadLine, Chunk, chunks, documents, find_files
+from data_utils.dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
+from data_utils.documents import Chunk, chunks, documents
+from data_utils.files import find_files
 from data_utils.parallel import ordered_map
 from data_utils.shuffle import shuffled
-from data_utils.streams import InputError
+from data_utils.streams import BadLine, InputError
 
 EXAMPLES = """\
   python tools/clean_corpus.py --input raw/ --output clean.jsonl
@@ -29,7 +30,7 @@ EXAMPLES = """\
 class Cleaned(NamedTuple):
     """What a worker makes of a chunk."""
 
-    outcomes: list[tuple[str, Outcome]]  # what it was, what became of it
+    outcomes: list[tuple[str, Outcome, Prints]]  # what it was, what became of it, what tells duplicates
     bad: list[BadLine]
     source_bytes: int
 
@@ -41,19 +42,31 @@ class _Worker:
     rules: tuple[str, ...]
     limits: Limits
     seed: int
+    largest: int
+    exact: bool
+    near: bool
 
 
-def _start_worker(key: str, rules: tuple[str, ...], limits: Limits, seed: int) -> None:
-    _Worker.key, _Worker.rules, _Worker.limits, _Worker.seed = key, rules, limits, seed
+def _start_worker(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(_Worker, name, value)
+
+
+def _prints(text: str | None) -> Prints:
+    """Made here, for there are many workers and one process that compares."""
+    if text is None:
+        return Prints()
+    return Prints(fingerprint(text) if _Worker.exact else 0, sketch(text) if _Worker.near else None)
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
     outcomes, bad = [], []
-    for document in documents(chunk, (_Worker.key,), _Worker.seed):
+    for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
         if isinstance(document, BadLine):
             bad.append(document)
         else:
-            outcomes.append((document[0], clean(document[0], _Worker.rules, _Worker.limits)))
+            outcome = clean(document[0], _Worker.rules, _Worker.limits)
+            outcomes.append((document[0], outcome, _prints(outcome.text)))
     return Cleaned(outcomes, bad, chunk.length)
 
 
@@ -103,28 +116,35 @@ class Report:
 
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """The documents that stay, as JSON lines."""
-    sources = find_files(args.input)
+    sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
-    limits = Limits(args.min_chars, args.max_chars, args.max_repeated, args.max_mojibake, args.script, args.min_script)
+    limits = Limits(
+        min_chars=args.min_chars, max_chars=args.max_chars, max_repeated=args.max_repeated, max_mojibake=args.max_mojibake,
+        max_markup=args.max_markup, max_encoded=args.max_encoded, max_urls=args.max_urls,
+        script=args.script, min_script=args.min_script,
+    )  # fmt: skip
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    pending = (chunk for source in sources for chunk in chunks(source))
-    settings = (args.json_key, rules, limits, args.seed)
+    pending = (chunk for source in sources for chunk in chunks(source, largest=largest(args)))
+    worker = {
+        "key": args.json_key, "rules": rules, "limits": limits, "seed": args.seed, "largest": largest(args),
+        "exact": exact is not None, "near": near is not None,
+    }  # fmt: skip
     progress = tqdm(unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
-        for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, settings):
+        for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, (worker,), args.ray):
             for bad in done.bad:
                 if args.on_error == "stop":
-                    raise InputError(f"{bad} (--on-error skip leaves such documents out)")
+                    raise refused(bad)
                 report.drop("unreadable", str(bad))
-            for before, outcome in done.outcomes:
+            for before, outcome, prints in done.outcomes:
                 report.take(before)
                 report.changed.update(outcome.changed)
                 if outcome.text is None:
                     report.drop(outcome.reason, before)
-                elif exact and exact.seen(outcome.text):
+                elif exact and exact.has(prints.exact):
                     report.drop("exact duplicate", before)
-                elif near and near.seen(outcome.text):
+                elif near and near.has(prints.near):
                     report.drop("near duplicate", before)
                 else:
                     report.keep(outcome.text)
@@ -159,12 +179,7 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add, limits = parser.add_argument, Limits()
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, folders or globs of .jsonl, .json, .csv or .txt, plain or .gz, .xz, .zst",
-    )
+    input_flags(parser)
     add("--output", required=True, help="the .jsonl or .jsonl.gz to write")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to leave out")
@@ -179,6 +194,9 @@ def build_parser() -> Parser:
     add("--max-chars", type=int, default=limits.max_chars, help="longer documents are dropped (default: 10,000,000)")
     add("--max-repeated", type=float, default=limits.max_repeated, help="share of repeated lines (default: 0.3)")
     add("--max-mojibake", type=float, default=limits.max_mojibake, help="share of broken characters (default: 0.003)")
+    add("--max-markup", type=float, default=limits.max_markup, help="share of characters of HTML (default: 0.1)")
+    add("--max-encoded", type=float, default=limits.max_encoded, help="share of characters of base64 (default: 0.2)")
+    add("--max-urls", type=float, default=limits.max_urls, help="share of lines of addresses (default: 0.5)")
     add("--script", default=limits.script, help="Unicode script for --min-script (default: Han)")
     add(
         "--min-script", type=float, default=limits.min_script, help="least share of letters of that script (default: 0)"
@@ -192,8 +210,7 @@ def build_parser() -> Parser:
     add("--dropped", help="write what is dropped to this .jsonl, with the reason")
     add("--no-shuffle", action="store_true", help="keep the order of the input")
     add("--seed", type=int, default=1234, help="seed of the shuffle and of broken weights (default: 1234)")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a bad line")
+    worker_flags(parser)
     add("--quiet", action="store_true", help="no progress bar")
     return parser
 

@@ -3,12 +3,14 @@
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _cli import Parser, run, write_json
 
+from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.splits import PARTS, parse_split, split_documents
@@ -30,8 +32,9 @@ ABOUT_TOKENS = ("tokenizer", "fingerprint", "vocab_size", "eod", "append_eod")
 
 def sidecar(prefix: str) -> dict[str, Any]:
     """What the preprocessor wrote about a pair; {} where there is nothing."""
-    path = Path(f"{prefix}.json")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    whole = re.sub(rf"_({'|'.join(TRIPLE)})$", "", prefix)  # the three of CPM's corpora for T5 share one
+    path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
     return content
 
 
@@ -56,33 +59,45 @@ def info(args: argparse.Namespace) -> None:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Raises DatasetError with all that is wrong."""
-    indexed, about = IndexedDataset(args.prefix), sidecar(args.prefix)
-    name = Path(args.prefix).name
+    """A pair, or the three of CPM's corpora for T5. Raises DatasetError with all that is wrong."""
+    whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
+    wrong = [
+        each
+        for prefix in ([args.prefix] if whole else [f"{args.prefix}_{part}" for part in TRIPLE])
+        for each in _verify(prefix, args)
+    ]
+    if wrong:
+        raise DatasetError("; ".join(wrong))
+
+
+def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
+    """What is wrong with a pair; if nothing is, this is printed."""
+    indexed, about = IndexedDataset(prefix), sidecar(prefix)
+    name = Path(prefix).name
     wrong: list[str] = []
     checked = ["lengths", "borders"]
     sums = about.get("sha256", {}).get(name)
     if sums:
-        wrong += find_damage(args.prefix, sums)
+        wrong += find_damage(prefix, sums)
         checked.append("checksums")
     if sums and len(about["sha256"]) == 1 and about["tokens"] != indexed.num_tokens:
-        wrong.append(f"{args.prefix}.json counts {about['tokens']} tokens, the pair has {indexed.num_tokens}")
+        wrong.append(f"{prefix}.json counts {about['tokens']} tokens, the pair has {indexed.num_tokens}")
     vocab_size = about.get("vocab_size")
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
         vocab_size = tokenizer.vocab_size
         if about and about["fingerprint"] != tokenizer.fingerprint:
-            wrong.append(f"{args.prefix}.bin was made with another tokenizer than {args.vocab_file}")
+            wrong.append(f"{prefix}.bin was made with another tokenizer than {args.vocab_file}")
         checked.append("tokenizer")
-    if vocab_size and not name.endswith(("_context", "_target", "_target_offset")):
+    if vocab_size and not name.endswith(tuple(f"_{part}" for part in TRIPLE)):
         wrong += _strange_ids(indexed, vocab_size)
         checked.append(f"ids below {vocab_size}")
-    if wrong:
-        raise DatasetError("; ".join(wrong))
     left = "" if sums else "; there is no sidecar with checksums"
-    print(
-        f"{args.prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, all is well ({', '.join(checked)}){left}"
-    )
+    if not wrong:
+        print(
+            f"{prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, all is well ({', '.join(checked)}){left}"
+        )
+    return wrong
 
 
 def _strange_ids(indexed: IndexedDataset, vocab_size: int) -> list[str]:
@@ -111,13 +126,12 @@ def decode(args: argparse.Namespace) -> None:
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
-    abouts = [sidecar(prefix) for prefix in args.prefixes]
+    prefixes = [prefix.removesuffix(".bin") for prefix in args.prefixes]
+    abouts = [sidecar(prefix) for prefix in prefixes]
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
-        raise ValueError(
-            f"{', '.join(args.prefixes)} were made with different tokenizers; preprocess them again with one"
-        )
-    builder = merge(args.prefixes, args.output)
+        raise ValueError(f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with one")
+    builder = merge(prefixes, args.output)
     _write_sidecar(builder, next((about for about in abouts if about), {}))
     print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {args.output}.bin")
 
@@ -201,7 +215,7 @@ def build_parser() -> Parser:
     made.add_argument("--ids", action="store_true", help="show token ids instead")
     tokenizer_of(made, required=True)
     made = command("merge", merge_pairs, "one pair of several, in constant memory")
-    made.add_argument("prefixes", nargs="+", help="the pairs, without their endings")
+    made.add_argument("prefixes", nargs="+", help="the pairs, in this order; *.bin names them, too")
     made.add_argument("--output", required=True, help="the new pair, without its ending")
     made = command("split", split_pair, "pairs for training, validation and test")
     made.add_argument("prefix", help=pair)

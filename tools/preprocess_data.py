@@ -6,6 +6,7 @@ few chunks of about a megabyte are under way for each worker, and no document ma
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import time
@@ -13,31 +14,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _cli import Parser, run, write_json
+from _cli import Parser, input_flags, largest, refused, run, worker_flags, write_json
 from _journal import Journal
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_utils.documents import (
-    CHUNK_BYTES,
-    LARGEST_DOCUMENT,
-    BadLine,
-    Chunk,
-    Source,
-    chunks,
-    documents,
-    find_files,
-    is_compressed,
-)
+from data_utils.documents import CHUNK_BYTES, Chunk, chunks, documents
+from data_utils.files import Source, find_files, is_compressed, kind
 from data_utils.parallel import ordered_map
 from data_utils.sentences import split_sentences
-from data_utils.streams import InputError
+from data_utils.streams import BadLine, InputError
 from megatron.data.cpm_masking import PARTS, mask_document
 from megatron.data.indexed_dataset import best_dtype
 from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
+from megatron.options import describe
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
-from megatron.tokenizer.segment import SEGMENTERS
 
 EXAMPLES = """\
   python tools/preprocess_data.py --input corpus.jsonl --vocab-file tokenizer.model --output-prefix data/corpus
@@ -77,14 +69,14 @@ class _Worker:
 
 def _start_worker(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process for each core already
-    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type, args.segmenter)
+    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
 
 
 def tokenize(chunk: Chunk) -> Tokens:
     """Read and encode one chunk."""
     args = _Worker.args
-    found = list(documents(chunk, args.keys, args.seed))
+    found = list(documents(chunk, args.keys, args.seed, largest(args)))
     bad = [each for each in found if isinstance(each, BadLine)]
     good = [each for each in found if not isinstance(each, BadLine) and all(each)]
     parts: list[Part] = []
@@ -129,20 +121,30 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
 
 def main(args: argparse.Namespace) -> None:
     _check(args)
-    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type, args.segmenter)
-    sources = find_files(args.input)
+    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    sources = find_files(args.input, args.encoding)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
-    output = _Output(args, tokenizer, journal.state or {})
+    try:
+        output = _Output(args, tokenizer, journal.state or {})
+    except BaseException:
+        journal.release()
+        raise
     try:
         _convert(args, sources, output, journal)
+        output.finish()
     except KeyboardInterrupt:
-        output.close()
+        output.keep(journal)
         raise
-    except BaseException:
-        output.abort()
-        journal.remove()
-        raise
-    output.finish()
+    except Exception as error:
+        if not output.count["documents"]:
+            output.abort()
+            journal.remove()
+            raise
+        output.keep(journal)
+        raise RuntimeError(
+            f"{describe(error)}; {output.count['documents']} documents are kept: start again to go on, "
+            f"or delete {journal.path} to begin again"
+        ) from error
     journal.remove()
 
 
@@ -153,14 +155,14 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--objective cpm-t5 masks whole documents: leave --split-sentences out")
     if len(set(args.keys)) != len(args.keys):
         raise ValueError("--keys names a key twice")
-    if args.workers < 0 or args.max_document_mb <= 0:
-        raise ValueError("--workers must not be negative, and --max-document-mb be positive")
+    if args.workers < 0:
+        raise ValueError("--workers must not be negative")
 
 
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the output depends on."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
-    ignored = ("input", "segmenter", "workers", "quiet", "debug", "vocab_file")
+    ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
 
@@ -168,9 +170,8 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
 def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
     """Tokenize what the journal does not name as done yet."""
     done = output.count["chunks"]
-    largest = int(args.max_document_mb * 2**20)
-    pending = itertools.islice((c for source in sources for c in chunks(source, largest=largest)), done, None)
-    any_stream = any(is_compressed(source.path) for source in sources)
+    pending = itertools.islice((c for source in sources for c in chunks(source, largest=largest(args))), done, None)
+    any_stream = any(is_compressed(source.path) or kind(source.path) == ".parquet" for source in sources)
     total = None if any_stream else sum(os.path.getsize(source.path) for source in sources)
     progress = tqdm(
         total=total, initial=output.count["source_bytes"], unit="B", unit_scale=True, desc="tokenizing",
@@ -180,16 +181,17 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
         progress.write(f"going on behind {output.count['documents']} documents", file=None)
     begin, saved = output.count["tokens"], time.monotonic()
     with progress:
-        for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,)):
+        for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,), args.ray):
             if tokens.bad and args.on_error == "stop":
-                raise InputError(f"{tokens.bad[0]} (--on-error skip leaves such documents out)")
+                raise refused(tokens.bad[0])
             output.add(tokens)
             progress.update(tokens.source_bytes)
             elapsed = max(progress.format_dict["elapsed"], 1e-9)
             progress.set_postfix_str(f"{(output.count['tokens'] - begin) / elapsed / 1e3:.0f}k tokens/s")
             if time.monotonic() - saved > JOURNAL_SECONDS:
-                journal.write(output.state())
+                output.save(journal)
                 saved = time.monotonic()
+    output.save(journal)
     if not output.count["documents"]:
         raise InputError(f"no text in {', '.join(args.input)}")
 
@@ -204,14 +206,19 @@ class _Output:
         masks = args.objective == "cpm-t5"
         self.names = [f"{p}_{part}" for p in self.prefixes for part in PARTS] if masks else self.prefixes
         dtype = np.int32 if masks else best_dtype(tokenizer.vocab_size)
-        if not all(os.path.exists(f"{name}.bin.part") for name in self.names):
-            state = {}  # killed while the files got their names
+        for name in self.names:
+            if state and not os.path.exists(f"{name}.bin.part"):
+                if not os.path.exists(f"{name}.bin"):
+                    raise ValueError(f"{name}.bin.part is gone; delete {args.output_prefix}.part.json to begin again")
+                state = {}  # killed while the files got their names
         states = state.get("builders", [None] * len(self.names))
         self.builders = [IndexedDatasetBuilder(n, dtype, "part", s) for n, s in zip(self.names, states, strict=True)]
         zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "bad_lines", "empty"), 0)
         self.count: dict[str, int] = {**zero, **state.get("count", {})}
+        self._whole = True  # not in the middle of a chunk
 
     def add(self, tokens: Tokens) -> None:
+        self._whole = False
         for builder, part in zip(self.builders, tokens.parts, strict=True):
             builder.add_batch(*part)
         self.count["chunks"] += 1
@@ -220,27 +227,35 @@ class _Output:
         self.count["tokens"] += sum(len(part.ids) for part in tokens.parts)
         self.count["bad_lines"] += len(tokens.bad)
         self.count["empty"] += tokens.empty
+        self._whole = True
 
-    def state(self) -> dict[str, Any]:
-        return {"builders": [builder.state() for builder in self.builders], "count": self.count}
+    def save(self, journal: Journal) -> None:
+        journal.write({"builders": [builder.state() for builder in self.builders], "count": self.count})
+
+    def keep(self, journal: Journal) -> None:
+        """After an error: all that is whole stays for a run that goes on; at least what the journal says already."""
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or files that are closed already
+            if self._whole:
+                self.save(journal)
+        for builder in self.builders:
+            builder.close()
+        journal.release()
 
     def finish(self) -> None:
         for builder in self.builders:
-            builder.finalize()
+            builder.prepare()
         for prefix in self.prefixes:
             _write_sidecar(
                 prefix, self.tokenizer, self.args, [b for b in self.builders if b.prefix.startswith(prefix)], self.count
             )
+        for builder in self.builders:
+            builder.publish()
         left_out = f", {self.count['bad_lines']} bad and {self.count['empty']} empty left out"
         print(
             f"{self.count['documents']} documents, {self.count['tokens']} tokens -> "
             + ", ".join(f"{name}.bin" for name in self.names)
             + left_out * bool(self.count["bad_lines"] or self.count["empty"])
         )
-
-    def close(self) -> None:
-        for builder in self.builders:
-            builder.close()
 
     def abort(self) -> None:
         for builder in self.builders:
@@ -274,12 +289,7 @@ def _write_sidecar(
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, folders or globs of .jsonl, .json, .csv or .txt, plain or .gz, .xz, .zst; FILE@2 takes it twice",
-    )
+    input_flags(parser)
     add("--output-prefix", required=True, help="where to write, without the ending")
     add(
         "--vocab-file",
@@ -287,12 +297,6 @@ def build_parser() -> Parser:
         help="the tokenizer: a file or folder of tools/train_tokenizer.py or of Hugging Face",
     )
     add("--tokenizer-type", choices=KINDS, default="auto", help="default: told from the file")
-    add(
-        "--segmenter",
-        choices=SEGMENTERS,
-        default="auto",
-        help="for CPM's: who cuts words; the same either way (default: rjieba if installed)",
-    )
     add(
         "--keys",
         "--json-keys",
@@ -306,18 +310,13 @@ def build_parser() -> Parser:
         action="store_true",
         help="make every sentence a sequence of its own; writes PREFIX_KEY_sentence",
     )
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    worker_flags(parser)
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="end every document with <eod> (default: yes)",
     )
-    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a bad line")
-    add(
-        "--max-document-mb", type=float, default=LARGEST_DOCUMENT / 2**20,
-        help="longest document; a worker needs 30 times it with sentencepiece, 60 with cpm, 120 with hf (default: 8)",
-    )  # fmt: skip
     add(
         "--objective", choices=("text", "cpm-t5"), default="text",
         help="cpm-t5 masks spans now and writes PREFIX_context, _target and _target_offset; T5 can mask plain text as it reads (default: text)",

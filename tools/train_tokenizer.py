@@ -4,11 +4,12 @@ import argparse
 import random
 from collections.abc import Iterator
 
-from _cli import Parser, run
+from _cli import Parser, input_flags, largest, refused, run
 from tqdm import tqdm
 
-from data_utils.documents import find_files, texts
-from data_utils.streams import InputError
+from data_utils.documents import texts
+from data_utils.files import find_files
+from data_utils.streams import BadLine, InputError
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
 from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
@@ -16,7 +17,7 @@ from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab,
 EXAMPLES = """\
   python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8000 --output tokenizer.model
       sentencepiece BPE on raw text, the default: trains fastest, fewest tokens
-  python tools/train_tokenizer.py --input texts/ --model-type unigram --word-borders auto --vocab-size 32000 \\
+  python tools/train_tokenizer.py --input texts/ --model-type unigram --word-borders jieba --vocab-size 32000 \\
       --output tokenizer.model
       no token crosses a word border of jieba; text is still tokenized without jieba
   python tools/train_tokenizer.py --input texts/ --tokenizer-type cpm --vocab-size 30000 --output cpm.model
@@ -25,11 +26,11 @@ EXAMPLES = """\
 TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
-def sample(inputs: list[str], key: str, max_bytes: int, seed: int, quiet: bool) -> list[str]:
-    """Documents of the corpus, at most about `max_bytes`, every one as likely (reservoir by size)."""
+def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
+    """Some of the documents, at most about `max_bytes`, every one as likely (reservoir by size)."""
     kept: list[str] = []
     rng, size = random.Random(seed), 0
-    for seen, text in enumerate(tqdm(texts(inputs, key), desc="reading", unit=" documents", disable=quiet), start=1):
+    for seen, text in enumerate(tqdm(documents, desc="reading", unit=" documents", disable=quiet), start=1):
         if size < max_bytes:
             kept.append(text)
             size += len(text.encode())
@@ -46,8 +47,15 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--word-borders is for --tokenizer-type sentencepiece, not for {kind}")
     if args.model_type and kind not in ("sentencepiece", "cpm"):
         raise ValueError(f"--model-type is for sentencepiece and cpm, not for {kind}")
-    find_files(args.input)
-    corpus = sample(args.input, args.json_key, args.max_mb * 10**6, args.seed, args.quiet)
+    bad: list[int] = []
+
+    def on_bad(line: BadLine) -> None:
+        if args.on_error == "stop":
+            raise refused(line)
+        bad.append(line.line)
+
+    found = texts(find_files(args.input, args.encoding), args.json_key, largest(args), on_bad)
+    corpus = sample(found, args.max_mb * 10**6, args.seed, args.quiet)
     if not any(text.strip() for text in corpus):
         raise InputError(f"no text in {', '.join(args.input)}")
 
@@ -63,17 +71,12 @@ def main(args: argparse.Namespace) -> None:
     else:
         train_byte_bpe(watched(), args.output, args.vocab_size, kind)
     tokenizer = load_tokenizer(args.output, kind)
-    print(f"{tokenizer.vocab_size} tokens -> {args.output}")
+    print(f"{tokenizer.vocab_size} tokens -> {args.output}" + f", {len(bad)} bad documents left out" * bool(bad))
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, folders or globs of .jsonl, .json, .csv or .txt, plain or .gz, .xz, .zst",
-    )
+    input_flags(parser)
     parser.add_argument(
         "--output", required=True, help="the .model, .txt or .json file to write; a folder for gpt2-bpe"
     )

@@ -1,15 +1,16 @@
 """Saves that may fail: a disk that is full for an hour does not end a run of weeks."""
 
-from megatron.runtime import RunError, print_rank_0
+from megatron.runtime import print_rank_0
 
-from .save import Saver
+from .save import SaveError, Saver
 from .state import TrainState
 
 
 class PatientSaver:
     """A `Saver` of which some saves in a row may fail; training goes on, and the next one is a new chance.
 
-    limit: how many in a row; one more raises the RunError that says why. All ranks must make the same calls.
+    limit: how many in a row; one more raises the SaveError that says why. What is not the disk's fault, as weights that
+    differ or are not finite, is raised at once. All ranks must make the same calls.
     """
 
     def __init__(self, saver: Saver, limit: int) -> None:
@@ -30,7 +31,7 @@ class PatientSaver:
             self.finish()
         try:
             self.saver.save(state, wait or must)
-        except RunError as error:
+        except SaveError as error:
             self._failed(error, must)
         else:
             self.failures = 0 if not self.pending else self.failures
@@ -38,12 +39,12 @@ class PatientSaver:
     def finish(self) -> None:
         try:
             self.saver.finish()
-        except RunError as error:
+        except SaveError as error:
             self._failed(error, must=False)
         else:
             self.failures = 0
 
-    def _failed(self, error: RunError, must: bool) -> None:
+    def _failed(self, error: SaveError, must: bool) -> None:
         self.failures += 1
         if must or self.failures > self.limit:
             raise error

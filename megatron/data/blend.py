@@ -4,6 +4,9 @@ The shares become whole numbers of samples of a block (0.7 and 0.3: 7 and 3 of 1
 takes them in the same order: of the corpora that are due, the one whose next sample must come soonest.
 That such an order exists for any shares, with less than one sample of deviation everywhere, is shown
 by Steiner and Yeomans (1993). So which corpus sample n comes from is a look-up, and depends on nothing else.
+
+Corpora of so small a share that a block holds few of their samples or none, where the weights have too many digits for a
+block that is exact, stand in a blend of their own. It has a share w of all samples: n is one of its where n w passes a whole number.
 """
 
 import heapq
@@ -18,10 +21,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 LARGEST_BLOCK = 1 << 16
+FEW = 64  # samples in the largest block; with less, rounding to whole ones would change a share by more than a percent
 
 
 def quotas(weights: Sequence[float | str]) -> list[int]:
-    """Samples of each corpus in a block: exact for weights of few digits, else to the nearest 1/65536, at least one."""
+    """Samples of each corpus in a block: exact for weights of few digits, else to the nearest 1/65536."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     common = math.lcm(*((weight / total).denominator for weight in exact))
@@ -30,6 +34,17 @@ def quotas(weights: Sequence[float | str]) -> list[int]:
     counts = [max(1, round(weight / total * LARGEST_BLOCK)) for weight in exact]
     divisor = math.gcd(*counts)
     return [count // divisor for count in counts]
+
+
+def rare(weights: Sequence[float | str]) -> list[int]:
+    """The corpora that need a blend of their own."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    if math.lcm(*((weight / total).denominator for weight in exact)) <= LARGEST_BLOCK:
+        return []
+    shares = [weight / total * LARGEST_BLOCK for weight in exact]
+    least = FEW if max(shares) >= FEW else Fraction(1, 2)
+    return [i for i, share in enumerate(shares) if share < least]
 
 
 def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
@@ -58,7 +73,15 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             raise ValueError("a blend needs a positive weight for each corpus")
         self.datasets = list(datasets)
         self.plan = getattr(datasets[0], "plan", None)  # T5's lengths, which all share
-        self.quotas = quotas(weights)
+        self._rare_ones = rare(weights)
+        self._common_ones = [i for i in range(len(weights)) if i not in set(self._rare_ones)]
+        self._rare: BlendedDataset | None = None
+        self._share = Fraction(0)
+        if self._rare_ones:
+            exact = [Fraction(str(weight)) for weight in weights]
+            self._share = sum((exact[i] for i in self._rare_ones), Fraction(0)) / sum(exact)
+            self._rare = BlendedDataset([datasets[i] for i in self._rare_ones], [weights[i] for i in self._rare_ones])
+        self.quotas = quotas([weights[i] for i in self._common_ones])
         self.block = sum(self.quotas)
         self._which = order_of(self.quotas)
         self._nth = np.empty(self.block, dtype=np.int32)
@@ -67,9 +90,14 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     def locate(self, n: int) -> tuple[int, int]:
         """(which corpus, which of its samples)."""
-        block, at = divmod(int(n), self.block)
+        n = int(n)
+        before = math.floor(n * self._share) if self._rare else 0  # samples of rare corpora among the first n
+        if self._rare and math.floor((n + 1) * self._share) > before:
+            which, k = self._rare.locate(before)
+            return self._rare_ones[which], k
+        block, at = divmod(n - before, self.block)
         which = int(self._which[at])
-        return which, block * self.quotas[which] + int(self._nth[at])
+        return self._common_ones[which], block * self.quotas[which] + int(self._nth[at])
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         which, k = self.locate(n)
@@ -78,18 +106,36 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
         """What tells samples `first` to `first + count` from all others; see sample_order.py."""
-        block, at = np.divmod(np.arange(first, first + count), self.block)
-        which = self._which[at]
+        owners, numbers = self._locate_all(first, count)
         found = np.empty(count, dtype=np.int64)
         for i, dataset in enumerate(self.datasets):
-            mine = np.flatnonzero(which == i)
+            mine = np.flatnonzero(owners == i)
             if len(mine):
-                k = block[mine] * self.quotas[i] + self._nth[at[mine]]  # consecutive numbers
+                k = numbers[mine]  # consecutive
                 found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
         return found
+
+    def _locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`locate` for samples `first` to `first + count`."""
+        begin, end = (math.floor(n * self._share) for n in (first, first + count))
+        owners, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
+        taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)
+        common = np.ones(count, dtype=np.bool_)
+        common[taken] = False
+        if self._rare and len(taken):
+            which, numbers[taken] = self._rare._locate_all(begin, len(taken))
+            owners[taken] = np.array(self._rare_ones)[which]
+        block, at = np.divmod(np.arange(first - begin, first - begin + count - len(taken)), self.block)
+        inner = self._which[at]
+        owners[common] = np.array(self._common_ones)[inner]
+        numbers[common] = block * np.array(self.quotas)[inner] + self._nth[at]
+        return owners, numbers
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples until the first corpus begins anew."""
-        pairs = zip(self.datasets, self.quotas, strict=True)
-        return min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
+        pairs = zip([self.datasets[i] for i in self._common_ones], self.quotas, strict=True)
+        common = min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
+        if not self._rare:
+            return common
+        return int(min(common / (1 - self._share), self._rare.samples_per_epoch / self._share))

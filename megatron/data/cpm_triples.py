@@ -16,7 +16,7 @@ from torch import Tensor
 from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
-from .sample_order import SampleOrder
+from .sample_order import SampleOrder, Sizes
 from .spans import SpanPlan
 from .t5_dataset import Datasets, Specials, T5Samples
 
@@ -45,8 +45,8 @@ class CPMTripleDataset(T5Samples):
         self.specials, self.first_id, self.first = specials, text_vocab_size, documents.start
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
-        sizes = np.diff(self.starts["context"])[documents.start : documents.stop]
-        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0)
+        sizes = Sizes(self.parts["context"], documents)
+        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=f"{prefix}_context.orders")
 
     def _of(self, name: str, document: int) -> Ids:
         begin, end = self.starts[name][document : document + 2]
@@ -106,4 +106,20 @@ def build_train_valid_test_datasets(
         )
         return IndexedDataset(f"{prefix}_context").num_documents, make
 
-    return build_datasets(open_, data_path, split)
+    datasets, notes = build_datasets(open_, data_path, split)
+    sentinels = len(specials.sentinels) - 1
+    lost = [_left_out(prefix, enc_seq_length, dec_seq_length, sentinels) for prefix in prefixes_of(data_path)]
+    return datasets, [*(note for note in lost if note), *notes]
+
+
+def _left_out(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
+    """What to say where the spans of an average window do not fit."""
+    tokens, written, offsets = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
+    needed, spans = encoder * written / max(tokens, 1) + 1, encoder * offsets / 2 / max(tokens, 1)
+    fits = min(decoder / needed, sentinels / max(spans, 1))
+    if fits >= 1:
+        return ""
+    return (
+        f"{prefix}: about {1 - fits:.0%} of the text is left out: {encoder} tokens of the encoder come with {spans:.0f} spans of "
+        f"{needed:.0f} tokens, there is room for {sentinels} of {decoder}; lower --enc-seq-length or raise --dec-seq-length, --num-sentinels"
+    )

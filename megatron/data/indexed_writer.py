@@ -5,6 +5,7 @@ them at the end, block by block. The pair gets its names last, the .idx after th
 proves a whole pair. A writer can say how far it is and a later one can go on from there.
 """
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ class IndexedDatasetBuilder:
     """Writes a pair. Use as a context manager: an error inside leaves nothing behind.
 
     state: what `state()` of a writer to the same prefix said; what that one wrote later is cut off.
-    suffix: of the temporary files. Raises ValueError for ids that the dtype cannot hold.
+    suffix: of the temporary files. Raises ValueError for ids that the dtype cannot hold, and where temporary
+    files are not what the state says.
     """
 
     def __init__(
@@ -39,9 +41,12 @@ class IndexedDatasetBuilder:
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         suffix = suffix or f"{os.getpid()}.tmp"
         self._names = {part: f"{self.prefix}.{part}.{suffix}" for part in ("bin", "sizes", "documents", "idx")}
-        self._tokens = _Log(self._names["bin"], state["bytes"] if state else None)
-        self._sizes = _Log(self._names["sizes"], 4 * state["sequences"] if state else None)
-        self._documents = _Log(self._names["documents"], 8 * state["documents"] if state else None)
+        sizes = (state["bytes"], 4 * state["sequences"], 8 * state["documents"]) if state else (None,) * 3
+        digests = state["digests"] if state else (None,) * 3
+        self._tokens, self._sizes, self._documents = (
+            _Log(self._names[part], size, digest)
+            for part, size, digest in zip(("bin", "sizes", "documents"), sizes, digests, strict=True)
+        )
         self.sequences: int = state["sequences"] if state else 0
         self.documents: int = state["documents"] if state else 0
         self.checksums: dict[str, Any] = {}
@@ -71,14 +76,21 @@ class IndexedDatasetBuilder:
         self.sequences += len(lengths)
         self.documents += len(sequences_per_document)
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """How far it is, once all of it is on disk."""
-        for log in (self._tokens, self._sizes, self._documents):
+        logs = (self._tokens, self._sizes, self._documents)
+        for log in logs:
             log.sync()
-        return {"bytes": self._tokens.size, "sequences": self.sequences, "documents": self.documents}
+        counts = {"bytes": self._tokens.size, "sequences": self.sequences, "documents": self.documents}
+        return {**counts, "digests": [log.digest() for log in logs]}
 
     def finalize(self) -> None:
         """Write the index and give both files their names; only now does the pair exist."""
+        self.prepare()
+        self.publish()
+
+    def prepare(self) -> None:
+        """Write the index, under a temporary name as well: the disk may be full."""
         self.state()
         index = _Log(self._names["idx"])
         index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1))
@@ -96,6 +108,9 @@ class IndexedDatasetBuilder:
         self.checksums = {"block": BLOCK, "bin": self._tokens.checksums(), "idx": index.checksums()}
         for log in (self._tokens, self._sizes, self._documents, index):
             log.close()
+
+    def publish(self) -> None:
+        """Give what is prepared its names."""
         # An old index must not stand beside new data, not even for a moment.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         os.replace(self._names["bin"], self.prefix + ".bin")
@@ -127,9 +142,15 @@ class IndexedDatasetBuilder:
 
 
 class _Log:
-    """A file that grows, with the SHA-256 of each full block of it. size: where to go on, if it exists."""
+    """A file that grows, with the SHA-256 of each full block of it.
 
-    def __init__(self, path: str, size: int | None = None) -> None:
+    size: where to go on, if it exists. digest: what `digest()` said there. Raises ValueError if the file is not that.
+    """
+
+    def __init__(self, path: str, size: int | None = None, digest: str | None = None) -> None:
+        if size is not None and os.path.getsize(path) < size:
+            # Made longer it would hold zeros, which are tokens.
+            raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but {size} were written: it was cut short")
         self.path, self.size = path, size or 0
         self._position = 0  # bytes that the checksums cover
         self._file: BinaryIO = open(path, "r+b" if size is not None else "w+b")  # noqa: SIM115  # closed in close()
@@ -140,6 +161,9 @@ class _Log:
             self._file.seek(0)
             for block in iter(lambda: self._file.read(AT_ONCE), b""):
                 self._hash(block)
+        if digest is not None and digest != self.digest():
+            self.close()
+            raise ValueError(f"{path} is not what was written (SHA-256 differs): it is damaged")
 
     def write(self, content: bytes) -> None:
         self._file.write(content)
@@ -160,6 +184,10 @@ class _Log:
     def checksums(self) -> list[str]:
         return [*self._done, self._digest.hexdigest()] if self._position % BLOCK else list(self._done)
 
+    def digest(self) -> str:
+        """One number for all checksums."""
+        return hashlib.sha256("".join(self.checksums()).encode()).hexdigest()
+
     def sync(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -171,7 +199,8 @@ class _Log:
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is still to be written, on a full disk
+            self._file.close()
 
 
 def checksums_of(path: str) -> list[str]:

@@ -15,13 +15,17 @@ Ids = NDArray[np.int64]
 
 
 class SpanPlan(NamedTuple):
-    """Numbers of a sample: tokens of the window, how many are masked, in how many spans; what encoder and decoder hold."""
+    """Numbers of a sample: tokens of the window, how many are masked, in how many spans; what encoder and decoder hold.
+
+    room: spans that there may be at most, where documents end more often than the window has spans (short_documents.py).
+    """
 
     tokens: int
     noise: int
     spans: int
     encoder: int
     decoder: int
+    room: int = 0
 
 
 def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
@@ -87,9 +91,9 @@ def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) 
     the plan has spans, or too little in front of their ends to mask all that should be; the rest is left out.
     """
     borders = np.flatnonzero(ends)
-    used = plan.tokens
-    if len(borders) > plan.spans:
-        borders = borders[: plan.spans]
+    used, most = plan.tokens, max(plan.spans, plan.room)
+    if len(borders) > most:
+        borders = borders[:most]
         used = int(borders[-1]) + 1
     while True:
         stops = borders + 1 if len(borders) and borders[-1] == used - 1 else np.append(borders + 1, used)
@@ -97,7 +101,7 @@ def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) 
         must = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(borders):
             must[-1] = 0  # a document that goes on behind the window
-        spans = _share(sizes // 2, min(plan.spans, used), must)
+        spans = _share(sizes // 2, min(max(plan.spans, len(borders)), used), must)
         noise = _share(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
         if excess <= 0:

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .blend import BlendedDataset
-from .corpora import Make, Paths, build_datasets
+from .corpora import Make, Paths, build_datasets, prefixes_of
 from .gpt2_dataset import open_corpus
 from .indexed_dataset import IndexedDataset
 from .sample_order import SampleOrder
+from .short_documents import fit_documents
 from .spans import SpanPlan, draw_spans, draw_spans_to_borders, plan_spans, splice
 from .windows import Windows
 
@@ -182,14 +183,20 @@ def build_train_valid_test_datasets(
     text_vocab_size: ids from here on are not text. Raises DatasetError as GPT-2's does, and for too few sentinels.
     """
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
+    corpora = {prefix: open_corpus(prefix, text_vocab_size) for prefix in prefixes_of(data_path)}
+    short = ""
+    if objective.convention == "cpm" and objective.name == "span-corruption":
+        sizes = [indexed.document_sizes(range(indexed.num_documents)) for indexed in corpora.values()]
+        share, span = objective.noise_density, objective.mean_span_length
+        plan, short = fit_documents(plan, sizes, share, span, dec_seq_length, len(specials.sentinels))
     note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
 
     def open_(prefix: str) -> tuple[int, Make]:
-        indexed = open_corpus(prefix, text_vocab_size)
+        indexed = corpora[prefix]
         make = lambda documents, part: T5Dataset(  # noqa: E731
             indexed, documents, objective, plan, specials, seed, part, text_vocab_size
         )
         return indexed.num_documents, make
 
     datasets, notes = build_datasets(open_, data_path, split)
-    return datasets, [note, *notes]
+    return datasets, [note, *([short] if short else []), *notes]

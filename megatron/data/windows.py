@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .indexed_dataset import DatasetError, IndexedDataset
-from .sample_order import SampleOrder
+from .sample_order import SampleOrder, Sizes
 
 
 class Windows:
@@ -28,7 +28,8 @@ class Windows:
         limits = np.iinfo(indexed.dtype)
         self._checked = vocab_size is not None and vocab_size <= limits.max
         self._vocab_size, self._signed = vocab_size or 0, limits.min < 0
-        self.order = SampleOrder(indexed.document_sizes(documents), length, seed, stream, overlap)
+        sizes = Sizes(indexed, documents)
+        self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=f"{indexed.prefix}.orders")
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
         """(tokens of window n, how many of them each of its documents has)."""

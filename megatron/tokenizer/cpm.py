@@ -38,6 +38,11 @@ def _as_text(piece: str) -> bytes:
     return piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n").encode()
 
 
+def named(kind: str, cut_with: str) -> str:
+    """Part of the fingerprint: what another segmenter cuts may have other ids."""
+    return kind if cut_with == "jieba" else f"{kind}+{cut_with}"
+
+
 class _ByPieces(Tokenizer):
     """Decodes piece by piece; what would be read as a mark is written in bytes."""
 
@@ -71,9 +76,8 @@ class _ByPieces(Tokenizer):
 class CpmTokenizer(_ByPieces):
     """A sentencepiece model over jieba's words, joined by spaces, as CPM-1's."""
 
-    name = "cpm"
-
-    def __init__(self, model_file: str, cut_with: str = "auto") -> None:
+    def __init__(self, model_file: str, cut_with: str = "jieba") -> None:
+        self.name = named("cpm", cut_with)
         self._model = open_model(model_file)
         self._cut = segmenter(cut_with)
         self.vocab_size = self._model.vocab_size()
@@ -102,9 +106,8 @@ class CpmVocabTokenizer(_ByPieces):
     The file has a token a line (.txt), its number being the id, or is a JSON object token -> id.
     """
 
-    name = "cpm-vocab"
-
-    def __init__(self, vocab_file: str, cut_with: str = "auto") -> None:
+    def __init__(self, vocab_file: str, cut_with: str = "jieba") -> None:
+        self.name = named("cpm-vocab", cut_with)
         content = Path(vocab_file).read_bytes()
         self._vocabulary = read_vocabulary(vocab_file, content)
         self._cut = segmenter(cut_with)

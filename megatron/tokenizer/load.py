@@ -4,25 +4,25 @@ from pathlib import Path
 
 from .base import Tokenizer, TokenizerError
 
-KINDS = ("auto", "sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
+KINDS = ("auto", "sentencepiece", "cpm", "cpm+rjieba", "cpm-vocab", "cpm-vocab+rjieba", "gpt2-bpe", "hf")
 PROBES = (
     "春天来了，花都开了。老人坐在树下。", "The river runs slowly to the sea.", " a  b ", "2024年1,234.5元", "\n\n1234 \t", "é, Ａﬁ①",
 )  # fmt: skip
 IN_FOLDER = ("tokenizer.json", "vocab.json", "gpt2-vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
-def load_tokenizer(vocab_file: str, kind: str = "auto", segmenter: str = "auto") -> Tokenizer:
+def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
     """The tokenizer in `vocab_file`, or in a folder of it. Raises TokenizerError.
 
-    kind: `sentencepiece` (X.model), `cpm` (X.model over words of jieba), `cpm-vocab` (X.txt or
-    X.json over words of jieba), `gpt2-bpe` (vocab.json beside merges.txt, or Megatron-LM's gpt2-vocab.json beside
-    gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
-    segmenter: what cuts words for the two of CPM: `jieba`, `rjieba` (the same words, faster) or `auto`.
+    kind: `sentencepiece` (X.model), `cpm` (X.model over words of jieba), `cpm-vocab` (X.txt or X.json over words of jieba),
+    these two with `+rjieba` (faster, and another tokenizer: see segment.py), `gpt2-bpe` (vocab.json beside merges.txt, or
+    Megatron-LM's gpt2-vocab.json beside gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
     """
     if kind not in KINDS:
         raise TokenizerError(f"--tokenizer-type {kind!r} must be one of {', '.join(KINDS)}")
     path = file_of(vocab_file)
-    return _OPEN[_recognize(path) if kind == "auto" else kind](path, segmenter)
+    name, _, segmenter = (_recognize(path) if kind == "auto" else kind).partition("+")
+    return _OPEN[name](path, segmenter or "jieba")
 
 
 def file_of(vocab_file: str) -> Path:

@@ -1,18 +1,23 @@
-"""Chinese words as jieba cuts them (accurate mode, HMM), or the same words from rjieba at ten times the speed.
+"""Chinese words as jieba cuts them (accurate mode, HMM), or nearly always the same words from rjieba at several times the speed.
 
 rjieba agrees with jieba on runs of Han characters and has its own mind about what stands between
-them (`package.json` stays whole). So it gets the Han runs alone, and the rest is cut by jieba's two
-patterns. Beside letters and digits two things can still make a difference:
+them (`package.json` stays whole). So it gets the Han runs only, and the rest is cut by jieba's two
+patterns. Beside letters and digits two things can still make a difference; there jieba itself cuts
+the whole block of Han characters, letters and digits:
 
-- a dictionary word with a letter in it (T恤, C++): jieba itself cuts the block around it;
-- single characters that jieba's best path leaves standing: it looks at them again with its HMM,
-  unless together they are a word of the dictionary, and letters beside them make them none.
+- a dictionary word with a letter in it (T恤, C++);
+- single characters that the best path leaves standing. jieba looks at such a row of them again with its
+  HMM, unless together they are a word of the dictionary, and letters beside them make them none.
+  rjieba does not see the letters, and its words do not tell where such a row begins.
+
+What is left are sums of logarithms that differ in their last bit where two ways to cut are equally good. No
+proof excludes them, so a tokenizer over rjieba has a fingerprint of its own.
 """
 
 import importlib.util
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +25,7 @@ import numpy as np
 
 from .base import TokenizerError
 
-SEGMENTERS = ("auto", "jieba", "rjieba")
+SEGMENTERS = ("jieba", "rjieba")
 _HAN = re.compile("([\u4e00-\u9fd5]+)")
 _ASCII = re.compile(r"([a-zA-Z0-9+#&._%\-]+)")  # with Han: what jieba looks up words in
 _NUMBER = re.compile(r"([a-zA-Z0-9]+(?:\.\d+)?%?)")
@@ -33,15 +38,13 @@ _LAST_SINGLES = re.compile(f"(?<![^{BORDER}])(?:[^{BORDER}]{BORDER})+[^{BORDER}]
 Cut = Callable[[str], str]
 
 
-def segmenter(kind: str = "auto") -> Cut:
+def segmenter(kind: str = "jieba") -> Cut:
     """The function that puts a BORDER between each two words of a text.
 
-    kind: `jieba`, `rjieba`, or `auto`: rjieba where it is installed. Raises TokenizerError where a package is missing.
+    kind: `jieba` or `rjieba`. Raises TokenizerError where a package is missing.
     """
     if kind not in SEGMENTERS:
         raise TokenizerError(f"there is no segmenter {kind!r}; choose one of {', '.join(SEGMENTERS)}")
-    if kind == "auto":
-        kind = "rjieba" if importlib.util.find_spec("rjieba") else "jieba"
     for name in dict.fromkeys(("jieba", kind)):
         if not importlib.util.find_spec(name):
             raise TokenizerError(f"this tokenizer needs words cut by {name}: pip install {name}")
@@ -101,7 +104,7 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 
 
 class _Fast:
-    """rjieba on Han runs, mended to jieba's cut."""
+    """rjieba on Han runs, jieba where the two could differ."""
 
     def __init__(self, jieba: Any) -> None:
         import rjieba
@@ -115,44 +118,51 @@ class _Fast:
 
     def cut(self, text: str) -> str:
         parts: list[str] = []
+        self._cut_around(text, (found.span() for found in self._doubtful.finditer(text)), parts)
+        return BORDER.join(parts)
+
+    def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
+        """jieba cuts the blocks that the doubtful places lie in, rjieba what is between them."""
         at = 0
-        for found in self._doubtful.finditer(text):
-            start, end = found.span()
+        for start, end in doubtful:
             if start < at:
                 continue
             while start > at and self._looked_up(text[start - 1]):
                 start -= 1
             while end < len(text) and self._looked_up(text[end]):
                 end += 1
-            self._cut_plain(text[at:start], parts)
-            parts.append(self._cut_doubtful(text[start:end]))
+            self._cut_plain(text[at:start], into)
+            into.append(self._cut_doubtful(text[start:end]))
             at = end
-        self._cut_plain(text[at:], parts)
-        return BORDER.join(parts)
+        self._cut_plain(text[at:], into)
 
     @staticmethod
     def _looked_up(char: str) -> bool:
         return char in _LETTERS or _HAN.match(char) is not None
 
     def _cut_plain(self, text: str, into: list[str]) -> None:
-        """Text in which rjieba can be trusted with Han."""
+        """Text without doubtful dictionary words."""
         parts = _HAN.split(text)  # between, Han, between, ..., Han, between
-        after = parts[0]
-        if after:
-            into.append(_cut_between(after))
         if len(parts) == 1:
+            into += [_cut_between(text)] if text else []
             return
         runs = BORDER.join(self._cut_han("\n".join(parts[1::2]))).split(f"{BORDER}\n{BORDER}")
-        for run, follows in zip(runs, parts[2::2], strict=True):
-            before, after = after, follows
-            if run[1:2] == BORDER and before and before[-1] in _LETTERS:
-                run = _FIRST_SINGLES.sub(self._look_again, run)
-            if run[-2:-1] == BORDER and after and after[0] in _LETTERS:
-                run = _LAST_SINGLES.sub(self._look_again, run)
-            into.append(run)
-            if after:
-                into.append(_cut_between(after))
+        doubtful: list[tuple[int, int]] = []
+        at = 0
+        for run, han, before, after in zip(runs, parts[1::2], parts[::2], parts[2::2], strict=False):
+            at += len(before)
+            if self._could_differ(run, before, after):
+                doubtful.append((at, at + len(han)))
+            at += len(han)
+        if doubtful:
+            self._cut_around(text, doubtful, into)
+            return
+        for between, run in zip(parts[::2], [*runs, ""], strict=True):
+            into += [_cut_between(between)] if between else []
+            into += [run] if run else []
 
-    def _look_again(self, found: re.Match[str]) -> str:
-        singles = found[0].replace(BORDER, "")
-        return BORDER.join(self._jieba.finalseg.cut(singles)) if self._frequency.get(singles) else found[0]
+    def _could_differ(self, run: str, before: str, after: str) -> bool:
+        """Whether a row of single characters at an edge with letters is a word of the dictionary."""
+        first = _FIRST_SINGLES.search(run) if run[1:2] == BORDER and before and before[-1] in _LETTERS else None
+        last = _LAST_SINGLES.search(run) if run[-2:-1] == BORDER and after and after[0] in _LETTERS else None
+        return any(found and self._frequency.get(found[0].replace(BORDER, "")) for found in (first, last))

@@ -33,7 +33,7 @@ def train_sentencepiece(
     """Sentencepiece on raw text, written to `model_file`.
 
     Nothing is normalised, spaces and newlines are kept, and characters outside the vocabulary
-    become bytes. word_borders: a segmenter (`jieba`, `rjieba`, `auto`) whose words no token may cross; it
+    become bytes. word_borders: a segmenter (`jieba`, `rjieba`) whose words no token may cross; it
     is needed for training only. Raises TokenizerError if the text is too small for `vocab_size`.
     """
     lines = list(_lines(texts))

@@ -50,11 +50,42 @@ def test_short_weights_are_exact(weights: list[str]) -> None:
 
 
 def test_long_weights_are_within_a_65536th() -> None:
-    weights = [0.123456789, 0.3333333333, 1.7182818284, 1e-9]
+    weights = [0.123456789, 0.3333333333, 1.7182818284]
     found = quotas(weights)
     for quota, weight in zip(found, weights, strict=True):
         assert abs(quota / sum(found) - weight / sum(weights)) < 2 / 65536
-    assert min(found) >= 1
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (0.123456789, 1e-6, 1.7182818284, 0.0001234567, 3e-6), (1, 1e-9), (1e-9, 0.9999, 1e-4, 0.001), tuple(0.01 + i / 1e7 for i in range(90)),
+        tuple(1 + i / 1e7 for i in range(2000)), (1, *[1e-5 + i * 1e-9 for i in range(300)]),
+    ],
+    ids=["mixed", "tiny", "short", "equal", "many", "many small"],
+)  # fmt: skip
+def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
+    """No floor: a corpus of a millionth gives a millionth, wherever one looks, and none of its samples twice."""
+    blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
+    total = sum(weights)
+    for n in (0, 10**6, 10**9 + 7, 10**12 + 1):
+        places = [blend.locate(k) for k in range(n, n + 3000)]
+        owners, numbers = blend._locate_all(n, 3000)
+        assert places == list(zip(owners.tolist(), numbers.tolist(), strict=True))
+        assert blend.places(n, 3000).tolist() == [k * len(weights) + i for i, k in places]
+        for which, k in places:
+            share = weights[which] / total
+            assert abs(k - n * share) < 3003 * share + 2 + n * (share / 100 + 1 / 65536) * (len(weights) != 2)
+        for which in {i for i, _ in places}:
+            mine = [k for i, k in places if i == which]
+            assert mine == list(range(mine[0], mine[0] + len(mine)))
+    assert blend.samples_per_epoch > 0
+
+
+def test_a_millionth_is_a_millionth() -> None:
+    blend = BlendedDataset([Numbers("a"), Numbers("b"), Numbers("c")], ["0.9999", "0.000099", "0.000001"])
+    owners, _ = blend._locate_all(0, 4_000_000)
+    assert np.bincount(owners).tolist() == [3_999_600, 396, 4]
 
 
 def test_every_sample_of_each_corpus_comes_once_and_in_order() -> None:

@@ -7,10 +7,19 @@ from hypothesis import strategies as st
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, clean
 from data_utils.dedup import ExactDuplicates, NearDuplicates
+from data_utils.documents import texts
 from data_utils.sentences import split_sentences
 from data_utils.shuffle import shuffled
+from tests.materials import SAMPLE
 
 LONG = "这是一篇足够长的文章，没有什么毛病。\n它有两行。"
+
+
+MORE = LONG + "".join(f"第{i}行讲的是数字{i * 7919}的故事，\n" for i in range(30))
+CODE = "for i in range(3):\n    x = [\n        0,\n        0,\n        0,\n        0,\n    ]\n    print(x)\n    print(x)\n    print(x)"
+CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
+HTML = '<div class="item"><a href="/x.html" target="_blank">新闻</a>&nbsp;<span style="color:red">更多</span></div>\n'
+BASE64 = "\n".join("iVBORw0KGgoAAAANSUhEUgAAAAUAAAAFCAYAAACNbyblAAAAHElEQVQI12P4" for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -20,6 +29,11 @@ LONG = "这是一篇足够长的文章，没有什么毛病。\n它有两行。"
         (LONG.replace("\n", "\r\n"), LONG),
         ("\ufeff" + LONG + "\x07\u200b  \n\n\n\n", LONG),
         (LONG + "\n广告：请点击这里\n广告：请点击这里\n广告：请点击这里", LONG + "\n广告：请点击这里"),
+        (LONG + "\n沙沙，沙沙。\n沙沙，沙沙。", LONG + "\n沙沙，沙沙。\n沙沙，沙沙。"),
+        (CODE, CODE),
+        (MORE + "\n" + "哈哈，好。" * 30, MORE + "\n" + "哈哈，好。"),
+        (MORE + "\n" + "-" * 300 + "\n" + "| --- |" * 50, MORE + "\n" + "-" * 300 + "\n" + "| --- |" * 50),
+        (f"one\fpage, another\v\fline of text {LONG}", f"one page, another line of text {LONG}"),
         (LONG + "  \n\n\n\n" + LONG[:9], LONG + "\n\n" + LONG[:9]),
         ("emoji 👩‍👩‍👧 keep their joiners, ＡＢＣ stays wide", "emoji 👩‍👩‍👧 keep their joiners, ＡＢＣ stays wide"),
     ],
@@ -37,8 +51,15 @@ def test_what_is_mended(before: str, after: str) -> None:
         ("太短", "too short"),
         ("è¿™æ˜¯ä¸€ç¯‡ UTF-8 read as Latin-1: Ã©tÃ© Ã  la plage", "mojibake"),
         ("锟斤拷锟斤拷锟斤拷 is what GBK makes of lost characters", "mojibake"),
+        (CHINESE.encode().decode("gb18030", "replace"), "mojibake"),
+        (CHINESE.encode().decode("gb18030", "ignore"), "mojibake"),
+        (CHINESE.encode("gb18030").decode("latin-1"), "mojibake"),
+        (HTML * 2, "html"),
+        ("A picture: " + BASE64, "base64"),
+        ("https://example.org/a/b?c=1\n" * 3 + "www.example.org/x", "urls"),
+        ("点击这里" * 40 + "。一句正常的话。", "repeated phrases"),
         ("A line of a menu\nSomething else\n" * 9, "repeated lines"),
-        ("长" * 300, "too long"),
+        ("".join(map(chr, range(0x4E00, 0x4F00))), "too long"),
         ("English only, not a single Chinese character.", "not Han"),
     ],
 )
@@ -46,10 +67,47 @@ def test_what_is_dropped_and_why(text: str, reason: str) -> None:
     limits = Limits(max_chars=250, min_script=0.3)
     outcome = clean(text, limits=limits)
     assert (outcome.text, outcome.reason) == (None, reason)
-    rule = {"too short": "length", "too long": "length", "repeated lines": "repeated", "not Han": "script"}.get(
-        reason, reason
-    )
+    rule = {
+        "too short": "length",
+        "too long": "length",
+        "repeated lines": "repeated",
+        "repeated phrases": "repeated",
+        "not Han": "script",
+    }.get(reason, reason)
     assert clean(text, [name for name in DEFAULT_RULES if name != rule], limits).reason != reason
+
+
+KEPT = [
+    CHINESE,
+    "Müller, Größe, naïve café; “Où est-il?” — ŸžŠ, ÅÄÖ and ½ of ¿qué?, ªº, þorn, íslenskt mál á ég ætla að fara heim",
+    "繁體中文：涓滴之水，鐵杵磨針，鏄鎛鐘鳴，浣紗溪畔。",
+    "这里有一个链接 https://example.org/a/very/long/path?with=many&parameters=1 和一些文字，还有更多的文字，足够长了吧，再来一句。",
+    "HTML 的 <div> 和 <span> 标签很常见，写网页的人都知道它们的区别：一个是块级元素，一个是行内元素；此外 <p> 表示段落。要注意的是，标签必须闭合。",
+    "sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 is the digest of a word of four letters, as anybody may check",
+    "पक्षी गीत गाते हैं, और सूरज उगता है।", "สวัสดีครับ ผมชื่อสมชาย ยินดีที่ได้รู้จัก",
+    "こんにちは、世界。日本語のテキストです。", "한국어 문장입니다. 안녕하세요, 여러분.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_what_is_kept(text: str) -> None:
+    assert clean(text).text == text
+
+
+def test_misread_text_is_found_everywhere() -> None:
+    """Of the bundled corpus each document, read in a wrong encoding; and none of it as it is."""
+    off_length = [name for name in DEFAULT_RULES if name != "length"]
+    thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
+    for text in texts([str(SAMPLE)]):
+        assert clean(text).reason != "mojibake"
+        if sum("\u4e00" <= c <= "\u9fa5" for c in text) < 40:
+            continue
+        for wrong in (text.encode().decode("gb18030", "replace"), text.encode("gb18030", "ignore").decode("latin-1")):
+            assert clean(wrong, off_length).reason == "mojibake"
+        for kind in thrown_away:  # here bytes are lost for good, and what is left can be anything
+            wrong = text.encode("gb18030", "ignore").decode(kind, "ignore")
+            thrown_away[kind].append(clean(wrong, off_length).reason == "mojibake")
+    assert {kind: sum(found) / len(found) > 0.6 for kind, found in thrown_away.items()} == {"big5": True, "utf-8": True}
 
 
 def test_normalisation_is_by_choice() -> None:
@@ -85,8 +143,11 @@ def test_sentences_joined_are_the_text(text: str) -> None:
 
 def test_exact_duplicates() -> None:
     found = ExactDuplicates()
-    texts = ["你好，世界", "你好世界！", "Hello", "hello.", "你好", "...", "!!!"]
-    assert [found.seen(text) for text in texts] == [False, True, False, True, False, False, False]
+    given = ["你好，世界", "你好世界！", "Hello", "hello.", "你好", "...", "!!!"]
+    assert [found.seen(text) for text in given] == [False, True, False, True, False, False, False]
+    # Vowels of Hindi and Thai are marks: other words, which only look alike without them.
+    assert not any(found.seen(text) for text in ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300"))
+    assert found.seen("दिन।")
 
 
 def test_near_duplicates_against_the_definition() -> None:

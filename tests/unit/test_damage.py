@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_utils.documents import BadLine, chunks, documents, find_files
-from data_utils.streams import InputError
+from data_utils.documents import chunks, documents
+from data_utils.files import find_files
+from data_utils.streams import BadLine, InputError
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder

@@ -1,121 +1,190 @@
-"""What a run can do without does not end it: a line of its metrics, one save of many, an old checkpoint that stays."""
+"""tools/preprocess_data.py after an accident: what is done stays, a run that goes on writes what an undisturbed one writes."""
 
 import errno
+import importlib
 import json
-import resource
-import shutil
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from megatron import metrics
-from megatron.checkpointing import PatientSaver, TrainState, prune
-from megatron.metrics import MetricsWriter
-from megatron.runtime import RunError
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from tests.support import ROOT
+
+LINES = [json.dumps({"text": f"第{i}篇文章。" + "春眠不觉晓，处处闻啼鸟。" * (i % 9)}) + "\n" for i in range(400)]
+BAD = 300
 
 
-def test_metrics_wait_for_a_disk_with_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    writer, honest, full = MetricsWriter(str(tmp_path), 0, True, False), metrics.append_whole, [False]
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The preprocessor, with chunks of a few documents and a journal after each."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    module = importlib.import_module("preprocess_data")
+    monkeypatch.setattr(module, "JOURNAL_SECONDS", 0)
+    honest = module.chunks
+    monkeypatch.setattr(module, "chunks", lambda source, largest: honest(source, 2000, largest))
+    return module
 
-    def append(path: Path, text: str) -> None:
-        if full[0]:
+
+@pytest.fixture
+def start(tool: ModuleType, tmp_path: Path, vocab_file: str) -> Callable[..., None]:
+    def go(name: str, *more: str, workers: str = "0") -> None:
+        argv = ["--input", str(tmp_path / "x.jsonl"), "--vocab-file", vocab_file, "--quiet", "--workers", workers]
+        tool.main(tool.build_parser().parse_args([*argv, "--output-prefix", str(tmp_path / name), *more]))
+
+    (tmp_path / "x.jsonl").write_text("".join(LINES))
+    return go
+
+
+def written(folder: Path, name: str) -> dict[str, bytes]:
+    return {
+        path.name.replace(f"{name}_", "", 1): path.read_bytes().replace(f"{name}_text".encode(), b"a_text")
+        for path in sorted(folder.glob(f"{name}_*"))
+    }
+
+
+def kept(folder: Path) -> None:
+    assert (folder / "b.part.json").exists()
+    assert not (folder / "b.part.json.lock").exists()
+    assert (folder / "b_text_document.bin.part").stat().st_size > 1000
+    assert not (folder / "b_text_document.idx").exists()
+
+
+class Disk:
+    """A file that is full after some writes."""
+
+    def __init__(self, file: Any, writes: int) -> None:
+        self._file, self._left = file, writes
+
+    def write(self, content: bytes) -> None:
+        self._left -= 1
+        if self._left < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        honest(path, text)
+        self._file.write(content)
 
-    monkeypatch.setattr(metrics, "append_whole", append)
-    for iteration in range(5):
-        full[0] = iteration in (1, 2)
-        writer.write({"iteration": iteration})
-    full[0] = True
-    writer.write({"iteration": 5})
-    writer.close()
-    rows = [json.loads(line)["iteration"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [0, 1, 2, 3, 4]
-    said = capsys.readouterr().out.splitlines()
-    path = tmp_path / "metrics.jsonl"
-    again = f"note: {path} cannot be written (No space left on device); training goes on, and the lines are kept until it can"
-    assert said[:3] == [again, f"note: {path} is written again, with the 2 lines that had to wait", again]
-    assert said[-1] == f"note: the last 1 lines of {path} were not written"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
-def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    metrics.append_whole(tmp_path / "file", "one\n")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # half of the line fits
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            metrics.append_whole(tmp_path / "file", "two\n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    metrics.append_whole(tmp_path / "file", "three\n")
-    assert (tmp_path / "file").read_text() == "one\nthree\n"
+def no_worker(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
+    def die(*args: Any) -> Any:
+        yield from [honest(*args)] if args[0].start < 30_000 else []
+        raise RuntimeError("a worker process died, perhaps for lack of memory; try fewer --workers")
+
+    honest = tool.tokenize
+    monkeypatch.setattr(tool, "tokenize", lambda chunk: next(die(chunk)))
 
 
-class _Saver:
-    """Saves, or not."""
+def no_disk(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
+    honest = IndexedDatasetBuilder.__init__
 
-    pending = busy = False
+    def init(self: Any, *args: Any) -> None:
+        honest(self, *args)
+        self._sizes._file = Disk(self._sizes._file, 20)
 
-    def __init__(self) -> None:
-        self.full, self.saved = False, list[int]()
-
-    def save(self, state: TrainState, wait: bool = False) -> None:
-        if self.full:
-            raise RunError(f"could not save there/iter_{state.iteration}: No space left on device")
-        self.saved.append(state.iteration)
+    monkeypatch.setattr(IndexedDatasetBuilder, "__init__", init)
 
 
-def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
-    inner: Any = _Saver()
-    saver = PatientSaver(inner, 2)
-    for iteration, full in enumerate([False, True, True, False, True, True]):
-        inner.full = full
-        saver.save(TrainState(iteration))
-    assert inner.saved == [0, 3]
-    notes = capsys.readouterr().out.splitlines()
-    assert len(notes) == 4
-    assert notes[0] == (
-        "note: could not save there/iter_1: No space left on device; training goes on, the next save tries again (1 of 2)"
-    )
-    with pytest.raises(RunError, match="iter_6"):  # one too many
-        saver.save(TrainState(6))
-    with pytest.raises(RunError, match="iter_7"):  # the last chance
-        PatientSaver(inner, 2).save(TrainState(7), must=True)
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for n in (1, 2, 3):
-        (tmp_path / f"iter_{n:07d}").mkdir()
-    (tmp_path / "latest").write_text("iter_0000003\n")
-
-    def refuse(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refuse)
-        (note, _) = prune(tmp_path, 1, None)
-    assert note.startswith(f"the old checkpoint {tmp_path}/iter_0000001 could not be deleted (Permission denied: ")
-    assert (tmp_path / "iter_0000003").is_dir()
-
-
-def test_a_report_that_cannot_be_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend("tools")
-    import report
-
-    def broken(*_: object) -> None:
+def no_disk_for_the_index(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
+    def full(self: Any, *_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(report, "draw", broken)
-    monkeypatch.setattr(report, "baselines_of", lambda *_: {})
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 7}\n')
-    (tmp_path / "config.json").write_text("{}")
-    report.main(report.build_parser().parse_args(["--run-dir", str(tmp_path)]))
-    said = capsys.readouterr()
-    assert "iterations  7" in said.out
-    assert said.err == f"report.py: loss.png and report.html were not written in {tmp_path}: No space left on device\n"
+    monkeypatch.setattr(tool, "write_json", full)
+
+
+def no_input(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def tokenize(chunk: Any) -> Any:
+        if chunk.start > 30_000:
+            os.rename(chunk.path, folder / "moved")
+        return honest(chunk)
+
+    honest = tool.tokenize
+    monkeypatch.setattr(tool, "tokenize", tokenize)
+
+
+ACCIDENTS = {
+    no_worker: "a worker process died",
+    no_disk: "No space left on device",
+    no_disk_for_the_index: "No space left on device",
+    no_input: "No such file or directory",
+}
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("objective", ["text", "cpm-t5"])
+def test_only_success_removes_what_is_done(
+    tool: ModuleType, start: Callable[..., None], tmp_path: Path, accident: Callable[..., None], objective: str
+) -> None:
+    start("a", "--objective", objective)
+    with pytest.MonkeyPatch.context() as patch:
+        accident(tool, patch, tmp_path)
+        with pytest.raises(RuntimeError, match=f"{ACCIDENTS[accident]}.*documents are kept: start again to go on"):
+            start("b", "--objective", objective)
+    if accident is no_input:
+        os.rename(tmp_path / "moved", tmp_path / "x.jsonl")
+    if objective == "text":
+        kept(tmp_path)
+    before = json.loads((tmp_path / "b.part.json").read_text())["state"]["count"]["documents"]
+    assert before > 50
+    start("b", "--objective", objective)
+    assert written(tmp_path, "b") == written(tmp_path, "a")
+    assert not (tmp_path / "b.part.json").exists()
+
+
+def test_a_bad_line_is_left_out_by_the_run_that_goes_on(start: Callable[..., None], tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("".join([*LINES[:BAD], "not JSON\n", *LINES[BAD:]]))
+    with pytest.raises(RuntimeError, match=f"line {BAD + 1}: not JSON"):
+        start("b")
+    kept(tmp_path)
+    start("b", "--on-error", "skip")
+    start("a", "--on-error", "skip")
+    assert written(tmp_path, "b") == written(tmp_path, "a")
+
+
+def test_a_part_that_is_not_what_was_written_is_refused(start: Callable[..., None], tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("".join([*LINES[:BAD], "not JSON\n", *LINES[BAD:]]))
+    with pytest.raises(RuntimeError, match="not JSON"):
+        start("b")
+    part = tmp_path / "b_text_document.bin.part"
+    whole = part.read_bytes()
+    for content, message in (
+        (whole[:-100], "it was cut short"),
+        (whole[:-200] + bytes(200), "SHA-256 differs"),
+        (None, "is gone; delete"),
+    ):
+        part.unlink()
+        if content is not None:
+            part.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            start("b", "--on-error", "skip")
+        assert (tmp_path / "b.part.json").exists()
+        part.write_bytes(whole)
+    (tmp_path / "b.part.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged; delete it"):
+        start("b")
+
+
+def test_verify_finds_zeros_in_each_part(
+    start: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start("a", "--objective", "cpm-t5")
+    tool = importlib.import_module("inspect_data")
+
+    def verify(name: str) -> None:
+        tool.verify(tool.build_parser().parse_args(["verify", str(tmp_path / name)]))
+
+    verify("a_text_document")
+    assert capsys.readouterr().out.count("all is well (lengths, borders, checksums)") == 3
+    for part in ("context", "target", "target_offset"):
+        verify(f"a_text_document_{part}")
+        assert "checksums" in capsys.readouterr().out
+        path = tmp_path / f"a_text_document_{part}.bin"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:400] + bytes(400) + whole[800:])
+        for name in ("a_text_document", f"a_text_document_{part}"):
+            with pytest.raises(ValueError, match=f"_{part}.bin, bytes 0 to .*SHA-256 differs"):
+                verify(name)
+        path.write_bytes(whole)

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 # Package -> which of the outside world it may import beside the standard library.
 OUTSIDE = {
     "tds": {"torch", "deepspeed"},
-    "data_utils": {"regex", "zstandard", "datasketch"},  # each imported where it is needed
+    "data_utils": {"regex", "zstandard", "datasketch", "pyarrow", "ray"},  # each imported where it is needed
     "megatron.options": set(),
     "megatron.model_config": set(),
     "megatron.config": set(),

@@ -1,6 +1,12 @@
+import multiprocessing
+import os
 import pickle
+import time
 from collections import Counter
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +20,7 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sample_order import SampleOrder
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
+from tests.support import command
 
 
 @pytest.fixture
@@ -128,6 +135,116 @@ def test_a_dataset_travels_without_its_epochs(indexed: IndexedDataset) -> None:
     assert len(pickle.dumps(dataset)) == small
     copy = pickle.loads(pickle.dumps(blend))
     assert [copy[n]["text"].tolist() for n in range(40)] == first
+
+
+def orders_of(prefix: str) -> list[str]:
+    return sorted(path.name for path in Path(f"{prefix}.orders").glob("*"))
+
+
+def test_a_large_epoch_is_a_file_that_all_map(
+    indexed: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same samples as from memory; made once, found again, and in another folder where the data cannot be written to."""
+
+    def dataset() -> GPT2Dataset:
+        return GPT2Dataset(indexed, range(10, 100), seq_length=16, seed=1, part="train")
+
+    small = dataset()
+    numbers = range(0, 4 * small.samples_per_epoch, 7)
+    expected = [small[n]["text"].tolist() for n in numbers]
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("megatron.data.sample_order.SMALL", 50)
+    assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
+    first = orders_of(indexed.prefix)
+    assert len(first) == 1
+    large = dataset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SampleOrder, "_fill", None)  # made by another already
+        assert [pickle.loads(pickle.dumps(large))[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
+    assert [large[n]["text"].tolist() for n in numbers] == expected
+    assert len(orders_of(indexed.prefix)) == 2, "the epoch before the last is not needed"
+    assert not (set(first) & set(orders_of(indexed.prefix)))
+    assert large.places(0, 100).tolist() == small.places(0, 100).tolist()
+    before = len(orders_of(indexed.prefix))
+    others = GPT2Dataset(indexed, range(10, 100), seq_length=17, seed=1, part="train")
+    others[0]
+    assert len(orders_of(indexed.prefix)) == before + 1, "of its own"
+    assert capsys.readouterr().err == ""
+
+    for path in Path(f"{indexed.prefix}.orders").glob("*"):
+        path.unlink()
+    Path(f"{indexed.prefix}.orders").rmdir()
+    Path(f"{indexed.prefix}.orders").write_text("")  # no folder can be made here
+    assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
+    assert "it is kept in" in capsys.readouterr().err
+    assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
+    assert capsys.readouterr().err == "", "said once"
+
+
+def _first(prefix: str, folder: str, ready: Barrier, made: "Synchronized[int]") -> list[int]:
+    import megatron.data.sample_order as module
+
+    module.SMALL = 50
+    os.environ["TMPDIR"] = folder
+    honest = SampleOrder._fill
+
+    def fill(self: SampleOrder, *args: Any) -> None:
+        with made.get_lock():
+            made.value += 1
+        time.sleep(0.2)
+        honest(self, *args)
+
+    SampleOrder._fill = fill  # type: ignore[method-assign]
+    ready.wait()
+    return GPT2Dataset(IndexedDataset(prefix), range(100), 16, 1, "train")[3]["text"].tolist()
+
+
+def test_one_process_makes_the_file(indexed: IndexedDataset, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready, made = context.Barrier(4), context.Value("i", 0)
+    expected = GPT2Dataset(indexed, range(100), 16, 1, "train")[3]["text"].tolist()
+    results = context.SimpleQueue()
+
+    def rank() -> None:
+        results.put(_first(indexed.prefix, str(tmp_path), ready, made))
+
+    ranks = [context.Process(target=rank) for _ in range(4)]
+    for each in ranks:
+        each.start()
+    assert [results.get() for _ in ranks] == [expected] * 4
+    for each in ranks:
+        each.join(60)
+    assert made.value == 1
+    assert len(orders_of(indexed.prefix)) == 1
+
+
+def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 million documents: 41 MB in memory; of its own a process that maps the file needs little, and a worker is told bytes."""
+    documents = 3_000_000
+    sizes = np.full(documents, 3, np.int32)
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint8) as builder:
+        builder.add_batch(np.zeros(3 * documents, np.uint8), sizes, np.ones(documents, np.int32))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    data = GPT2Dataset(IndexedDataset(tmp_path / "x"), range(documents), 16, 1, "train")
+    assert len(pickle.dumps(data)) < 5000
+    data[0]
+    code = (
+        "import sys\n"
+        "from megatron.data.gpt2_dataset import GPT2Dataset\n"
+        "from megatron.data.indexed_dataset import IndexedDataset\n"
+        "def memory(): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon'))\n"
+        "i = IndexedDataset(sys.argv[1])\n"
+        "i[0]; before = memory()\n"
+        f"d = GPT2Dataset(i, range({documents}), 16, 1, 'train')\n"
+        "d.order._fill = None\n"
+        "for n in range(50): d[n]\n"
+        "print(memory() - before)"
+    )
+    done = command("python", "-c", code, str(tmp_path / "x"), env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 20_000, "kB; most of it are some pieces of the lengths, which do not grow"
 
 
 def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:

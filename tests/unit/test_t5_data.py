@@ -189,6 +189,50 @@ def test_borders_of_any_density_fit(every: int, length: int, density: float) -> 
         assert (~masked[after] | first[after]).all()
 
 
+def lines(folder: Path, mean: int) -> str:
+    """Documents of about `mean` tokens, EOD included, some of them long."""
+    rng = np.random.default_rng(mean)
+    with IndexedDatasetBuilder(folder / f"lines{mean}", np.uint16) as builder:
+        for size in [*rng.poisson(mean - 2, 60_000 // mean) + 1, *rng.integers(100, 300, 5)]:
+            builder.add_document(np.append(rng.integers(4, TEXT, size), EOD))
+    return str(folder / f"lines{mean}")
+
+
+@pytest.mark.parametrize("decoder", [None, 60])
+@pytest.mark.parametrize("mean", [3, 8, 14, 40])
+def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decoder: int | None) -> None:
+    """An epoch, put together again, is all tokens once; and no more is masked than must be or was asked for."""
+    path = lines(tmp_path, mean)
+    (data, _, _), notes = build_train_valid_test_datasets(
+        path, "1", Objective(convention="cpm"), 256, decoder, CPM, 1, TEXT
+    )
+    assert isinstance(data, T5Dataset)
+    kept = hidden = ends = 0
+    for n in range(data.samples_per_epoch):
+        sample, (text, _) = data[n], data.window(n)
+        mask = np.array(numbers(sample, "loss_mask"), dtype=bool)
+        encoder = [
+            t for t, d in zip(numbers(sample, "encoder"), numbers(sample, "encoder_documents"), strict=True) if d
+        ]
+        written = np.array(numbers(sample, "decoder"))[mask].tolist()
+        found = put_together(encoder, written, CPM.sentinels)
+        assert found == text[: len(found)].tolist()
+        kept += len(found)
+        hidden += sum(t not in CPM.sentinels for t in written)
+        ends += found.count(EOD)
+        assert decoder is None or len(written) <= decoder
+    assert kept > 0.998 * data.samples_per_epoch * data.plan.tokens
+    assert hidden <= 1.02 * max(0.15 * kept, ends)
+    said = [note for note in notes if "documents are short" in note]
+    assert bool(said) == (mean < 40)
+    assert not said or "of the text out" in said[0]
+
+
+def test_ordinary_documents_have_the_plan_of_t5(prefix: str) -> None:
+    """Their samples, and so the runs on them, stay what they were."""
+    assert dataset(prefix, "cpm", encoder=512).plan == plan_spans(512, None, 0.15, 3.0, COUNT, False)
+
+
 def test_a_sample_is_a_pure_function_of_its_number_and_epochs_differ(prefix: str) -> None:
     one, two = dataset(prefix, "t5"), dataset(prefix, "t5")
     two[500]
@@ -250,8 +294,10 @@ def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path
 def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
     """Sentinels numbered anew in each sample, a closing one, padding where a span finds no room, no span in part."""
     path = write_triple(prefix, tmp_path)
-    (data, _, _), _ = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
+    (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
     assert data is not None
+    assert bool(notes) == (decoder == 20)
+    assert decoder > 20 or "of the text is left out: 100 tokens of the encoder come with" in notes[0]
     seen = set()
     for n in range(data.samples_per_epoch):
         sample = data[n]

@@ -84,6 +84,7 @@ def both_segmenters() -> tuple[Cut, Cut]:
 @given(text=st.one_of(UNICODE, CHINESE))
 @example(text="他常在这里看C盘，白云常在水潺潺，B34C常在书房里")
 @example(text="来AddPort请求新端口，应用到GPU大型机")
+@example(text="达至年近6，年近6岁，B年近达至")
 @settings(max_examples=1000, deadline=None)
 def test_the_fast_segmenter_cuts_as_jieba(text: str) -> None:
     fast, slow = both_segmenters()
@@ -96,6 +97,16 @@ def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> Non
     for text in texts([str(sample_corpus)]):
         assert fast(text) == slow(text)
         assert fast(text).replace(BORDER, "") == text
+
+
+def test_ids_do_not_depend_on_what_is_installed(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    """jieba cuts unless another is asked for, and who asks gets another fingerprint, and another name."""
+    path = tmp_path / "vocab.txt"
+    path.write_text("<unk>\n<eod>\n你\n", encoding="utf-8")
+    plain, fast = load_tokenizer(str(path)), load_tokenizer(str(path), "cpm-vocab+rjieba")
+    assert (plain.name, fast.name) == ("cpm-vocab", "cpm-vocab+rjieba")
+    assert plain.fingerprint != fast.fingerprint
+    assert load_tokenizer(str(path), "cpm-vocab").fingerprint == plain.fingerprint
 
 
 def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
@@ -208,4 +219,4 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (tmp_path / "m").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TokenizerError, match="pip install jieba"):
-        segmenter("auto")
+        segmenter()

@@ -1,0 +1,103 @@
+"""Which files are read, in which order, and which are not."""
+
+import glob
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .streams import COMPRESSED, InputError, is_utf8
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".parquet")
+KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
+NAMED = 3  # of the files that are not read
+
+
+class Source(NamedTuple):
+    """A file, how often each of its documents is taken (0.5: every second one at random), its place among all, its encoding."""
+
+    path: str
+    weight: float = 1.0
+    number: int = 0
+    encoding: str = "utf-8"
+
+
+def _to_stderr(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[str], None] = _to_stderr) -> list[Source]:
+    """The text files that `inputs` name, in the order of the inputs and there by name.
+
+    An input is a file, a folder (searched through, but for what is hidden) or a glob pattern, and may end with
+    `@WEIGHT`. say: is told which files of folders and patterns are of no kind that is read.
+    Raises InputError for what does not exist, cannot be read, or is of an unknown kind.
+    """
+    is_utf8(encoding)
+    files: list[Source] = []
+    for given in inputs:
+        name, weight = _weight(given)
+        path = Path(name)
+        if path.is_dir():
+            found = _known(name, (p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path))), say)
+            if not found:
+                raise InputError(f"the folder {name} holds no file of {KINDS}")
+        elif glob.has_magic(name) and not path.exists():
+            found = _known(name, (Path(p) for p in glob.glob(name, recursive=True) if os.path.isfile(p)), say)
+            if not found:
+                raise InputError(f"no file of {KINDS} matches {name}")
+        else:
+            found = [name]
+        for each in found:
+            _check_file(each)
+            files.append(Source(each, weight, len(files), encoding))
+    return files
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _known(where: str, paths: Iterable[Path], say: Callable[[str], None]) -> list[str]:
+    """Those of a kind that is read, sorted; the others are said."""
+    every = sorted(map(str, paths))
+    known = [path for path in every if kind(path)]
+    others = [path for path in every if not kind(path)]
+    if known and others:
+        named = ", ".join(others[:NAMED]) + ", ..." * (len(others) > NAMED)
+        say(f"{where}: {len(others)} of {len(every)} files are not read, being of another kind ({named})")
+    return known
+
+
+def _weight(given: str) -> tuple[str, float]:
+    name, at, weight = given.rpartition("@")
+    if not at or os.path.exists(given):
+        return given, 1.0
+    try:
+        value = float(weight)
+    except ValueError:
+        return given, 1.0
+    if not 0 < value < 1e6:
+        raise InputError(f"the weight in {given} must be a positive number")
+    return name, value
+
+
+def _check_file(path: str) -> None:
+    if not os.path.isfile(path):
+        raise InputError(f"there is no file {path}")
+    if not kind(path):
+        raise InputError(f"{path} is none of {KINDS}")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"cannot read {path}: no permission")
+
+
+def is_compressed(path: str) -> bool:
+    return path.lower().endswith(COMPRESSED)
+
+
+def kind(path: str) -> str | None:
+    """The suffix that says what a file holds, e.g. `.jsonl` for x.jsonl.gz or X.JSONL."""
+    stem = os.path.splitext(path)[0].lower() if is_compressed(path) else path.lower()
+    found = next((suffix for suffix in SUFFIXES if stem.endswith(suffix)), None)
+    return None if found == ".parquet" and is_compressed(path) else found  # parquet compresses by itself

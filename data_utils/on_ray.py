@@ -1,0 +1,85 @@
+"""`ordered_map` over the machines of a Ray cluster (Moritz et al. 2018): the same results in the same order.
+
+Ray starts the processes, moves what they are given and make, and starts again what dies with a machine. All machines must see the
+project and the data under the same paths.
+"""
+
+import importlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .streams import InputError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+AHEAD = 3  # items under way for each process
+TRIES = 3  # of an item whose process dies
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class _Process:
+    """One process of the cluster; functions are known by their names, as a tool is a script."""
+
+    def __init__(self, folder: str, module: str, start: str, settings: tuple[Any, ...]) -> None:
+        os.chdir(folder)
+        self._module = importlib.import_module(module)
+        getattr(self._module, start)(*settings)
+
+    def do(self, work: str, item: Any) -> Any:
+        return getattr(self._module, work)(item)
+
+
+def connect(address: str) -> Any:
+    """Ray's package, connected; address: of a cluster, `auto` for the one that this machine belongs to, `local` to start one.
+
+    Raises InputError where Ray is missing, or the cluster.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise InputError("--ray needs the package ray: pip install ray") from None
+    # Processes import the tools as this one does. Ray starts them before it knows what they will run.
+    paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+    try:
+        ray.init(
+            None if address == "local" else address, runtime_env=environment, log_to_driver=False, logging_level="ERROR",
+            **({"include_dashboard": False} if address == "local" else {}),
+        )  # fmt: skip
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(f"there is no Ray cluster at {address} ({' '.join(str(error).split())[:200]})") from None
+    return ray
+
+
+def ordered_map_on_ray(
+    work: Callable[[Item], Result],
+    items: Iterable[Item],
+    workers: int,
+    start: Callable[..., None],
+    settings: tuple[Any, ...],
+    address: str,
+) -> Iterator[Result]:
+    """As parallel.ordered_map; `work` and `start` are functions of a module, or of the script that runs."""
+    ray = connect(address)
+    script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None
+    module = Path(script).stem if script else work.__module__
+    process = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=TRIES)(_Process)
+    processes = [process.remote(os.getcwd(), module, start.__name__, settings) for _ in range(max(workers, 1))]
+    under_way: deque[Any] = deque()
+    try:
+        for number, item in enumerate(items):
+            under_way.append(processes[number % len(processes)].do.remote(work.__name__, item))
+            if len(under_way) >= len(processes) * AHEAD:
+                yield ray.get(under_way.popleft())
+        while under_way:
+            yield ray.get(under_way.popleft())
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(f"Ray gave a chunk up: {' '.join(str(error).split())[:300]}") from None
+    finally:
+        ray.shutdown()

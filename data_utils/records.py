@@ -1,0 +1,235 @@
+"""Files of records that are read from the front only: CSV, JSON arrays, parquet. Each record comes as one line of JSON.
+
+What is wrong with a record is its own: the one behind it is read again.
+"""
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Iterator
+
+from .streams import BadLine, InputError, blocks, open_text
+
+Record = tuple[int, bytes]  # the number, from 1, of the line (of parquet: the row) it begins on; JSON
+BLOCK = 1 << 20
+
+
+def is_array(path: str, encoding: str) -> bool:
+    """Whether a .json file holds one array, not an object a line."""
+    head = b"".join(piece for piece, _ in zip(blocks(path, 4096, encoding), range(2), strict=False))
+    return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def too_long(largest: int, ends: str) -> str:
+    return f"a document of more than {largest} bytes, which --max-document-mb bounds; documents end with {ends}"
+
+
+def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterator[Record | BadLine]:
+    """The records of a file in order, and what is wrong with those that are none.
+
+    largest: bytes of a record. Raises InputError where the file as a whole is at fault.
+    """
+    if kind == ".csv":
+        yield from _rows(path, encoding, largest)
+    elif kind == ".parquet":
+        yield from _table(path)
+    else:
+        yield from _Array(path, encoding, largest).items()
+
+
+class _Lines:
+    """The lines of a CSV file, and of the record under way: its first line, whether a quote is open, whether it is too long."""
+
+    def __init__(self, path: str, encoding: str, largest: int) -> None:
+        self._file, self._largest = open_text(path, encoding), largest
+        self.number = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.first, self.size, self.open = self.number + 1, 0, False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(self._largest + 1)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        part = line
+        while True:
+            self.size += len(part)
+            self.open ^= part.count('"') % 2 == 1
+            if len(part) <= self._largest or part.endswith(("\n", "\r")):
+                break
+            part, line = self._file.readline(self._largest + 1), ""  # of a line that is too long nothing is kept
+        return line
+
+    def leave(self) -> None:
+        """Read to the end of the record."""
+        while self.open and next(self, None) is not None:
+            pass
+
+
+def _rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
+    csv.field_size_limit(largest)
+    lines = _Lines(path, encoding, largest)
+    reader, header = csv.reader(lines, strict=True), None
+    while True:
+        lines.begin()
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if header is None:
+                raise InputError(f"{path}, line {lines.first}: the header is not CSV ({error})") from None
+            if lines.size > largest:
+                lines.leave()
+                yield BadLine(path, lines.first, too_long(largest, "the line, or with a closing quote"))
+            else:
+                yield BadLine(path, lines.first, f"not CSV ({error})")
+            continue
+        if lines.size > largest:
+            yield BadLine(path, lines.first, too_long(largest, "the line, or with a closing quote"))
+        elif header is None:
+            header = row or None
+        elif len(row) == len(header):
+            record = json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
+            yield lines.first, record.encode("utf-8", "surrogateescape")
+        elif row:
+            yield BadLine(path, lines.first, f"not a row of this CSV: {len(row)} fields, the header has {len(header)}")
+
+
+def _table(path: str) -> Iterator[Record]:
+    """The columns of text of a parquet file."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            texts = [f.name for f in file.schema_arrow if f.type in (pyarrow.string(), pyarrow.large_string())]
+            for batch in file.iter_batches(256, columns=texts):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(
+            f"{path}, after row {number}: damaged parquet ({' '.join(str(error).split())[:200]})"
+        ) from None
+
+
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_MARKS = re.compile(r'\\.|["\n\[\]{},]', re.DOTALL)
+_DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1, ",": 0}
+_NEAR = 16  # an item that is cut off can look wrong in its last few characters
+
+
+class _Array:
+    """A JSON array in a window that moves over the file; no character is copied more than a few times."""
+
+    def __init__(self, path: str, encoding: str, largest: int) -> None:
+        self._path, self._largest = path, largest
+        self._blocks = blocks(path, BLOCK, encoding)
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+        self._held, self._at, self._line = "", 0, 1  # the window, the place in it, the line of that place
+
+    def items(self) -> Iterator[Record | BadLine]:
+        self._skip(_SPACE)
+        self._move(self._at + 1)  # is_array has seen the bracket
+        parse = json.JSONDecoder().raw_decode
+        while self._skip(_BETWEEN):
+            if self._held[self._at] == "]":
+                self._move(self._at + 1)
+                if self._skip(_SPACE):
+                    yield BadLine(self._path, self._line, "what follows the end of the array is not read")
+                return
+            try:
+                _, end = parse(self._held, self._at)
+                wrong, cut = "", end == len(self._held)  # a number might go on
+            except json.JSONDecodeError as error:
+                wrong = error.msg
+                cut = wrong.startswith("Unterminated") or error.pos + _NEAR > len(self._held)
+            except RecursionError:
+                wrong, cut = "nested too deep", False
+            if cut and len(self._held) - self._at <= self._largest and self._more():
+                continue
+            if wrong or end - self._at > self._largest:
+                long = cut and len(self._held) - self._at > self._largest
+                reason = too_long(self._largest, "their object") if long or not wrong else f"not JSON ({wrong})"
+                yield BadLine(self._path, self._line, reason)
+                self._leave(bounded=not long)
+                continue
+            # In JSON a line break stands between tokens only, so a space does as well.
+            raw = self._held[self._at : end].replace("\r", " ").replace("\n", " ")
+            yield self._line, raw.encode("utf-8", "surrogateescape")
+            self._move(end)
+        yield BadLine(self._path, self._line, "the array does not end: a ] is missing")
+
+    def _move(self, to: int) -> None:
+        self._line += self._held.count("\n", self._at, to)
+        self._at = to
+
+    def _more(self) -> bool:
+        """Read on; False at the end of the file."""
+        block = next(self._blocks, None)
+        if block is None:
+            return False
+        self._held, self._at = self._held[self._at :] + self._decode(block), 0
+        return True
+
+    def _skip(self, pattern: re.Pattern[str]) -> bool:
+        """Go on behind what the pattern matches; False at the end of the file."""
+        while True:
+            found = pattern.match(self._held, self._at)
+            self._move(found.end() if found else self._at)
+            if self._at < len(self._held):
+                return True
+            if not self._more():
+                return False
+
+    def _leave(self, bounded: bool) -> None:
+        """Go on behind an item that cannot be read: where its brackets close, or else where the line ends.
+
+        bounded: look no further than the largest item.
+        """
+        walk, passed = _Walk(), 0
+        while (end := walk.end(self._held, self._at)) is None:
+            until = len(self._held) - self._held.endswith("\\")
+            passed += until - self._at
+            self._move(until)
+            if (bounded and passed > self._largest) or not self._more():
+                end = len(self._held)
+                break
+        self._move(end)
+
+
+class _Walk:
+    """Looks for the end of an item, through one window after the other."""
+
+    def __init__(self) -> None:
+        self._depth, self._quoted, self._lines = 0, False, 0
+
+    def end(self, text: str, at: int) -> int | None:
+        """Where the item ends; None if behind this text."""
+        for mark in _MARKS.finditer(text, at):
+            char = mark[0]
+            if char == "\n":
+                if self._quoted and not self._lines:  # no string has a line break: this one was never closed
+                    return mark.start()
+                self._quoted = False
+                self._lines += 1
+            elif char == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted and char in _DEPTH:
+                if self._depth == 0 and char in "],":
+                    return mark.start()
+                self._depth += _DEPTH[char]
+                if self._depth <= 0 and char != ",":
+                    return mark.end()
+        return None

@@ -1,0 +1,138 @@
+"""What is no text, or was one: how much of it a document holds."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+# What UTF-8 looks like when it was read as Latin-1 or GBK, and GBK when it was read as something else.
+_BROKEN = re.compile(
+    r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|æ[\u0080-\u00bf]{2}|å[\u0080-\u00bf]{2}|ç[\u0080-\u00bf]{2}|è[\u0080-\u00bf]{2}"
+)
+_TAG = re.compile(
+    r"</?(?:a|b|br|button|center|dd|div|dl|dt|em|embed|font|form|h[1-6]|head|hr|html|i|iframe|img|input|label|li|link|meta|nav|object|ol|"
+    r"option|p|param|pre|script|section|select|small|span|strong|style|sub|sup|table|tbody|td|th|thead|title|tr|u|ul)\b[^<>]{0,2000}>"
+    r"|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>|&(?:nbsp|lt|gt|amp|quot|ldquo|rdquo|middot|#\d{2,5}|#x[0-9a-fA-F]{2,5});",
+    re.IGNORECASE | re.DOTALL,
+)
+_ENCODED = re.compile(r"[A-Za-z0-9+/=]{60,}(?:\s+[A-Za-z0-9+/=]{20,})*")
+_URL = re.compile(r"(?:https?://|ftp://|www\.)[!-~]+", re.IGNORECASE)
+_BEYOND = re.compile(r"[^\x00-\x7f]{2,}")
+_LATIN = re.compile("[\u00a1-\u00ff]{4,}")
+_AGAIN = re.compile(r"(.{2,200}?)\1{9,}")
+_CODE_END = (";", "{", "}", "},", "};", ");", "]", "],", ")", "\\\\", "*/", ":", "/>")
+# In any modern text, simplified or not, about every fourth character is one of these.
+_COMMON = frozenset(
+    "的一是不了在人有我他中大来上到和地出也要下以生可里用所方前主行面同而之其于本部分如成者作多天心日月年小自此"
+)
+_TWO_BYTES = re.compile("[\u0100-\u07ff]")
+_SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
+LOOKED_AT = 600  # characters beyond ASCII, to tell a misread text
+TAGS = 5  # a text that speaks of HTML has some, too
+PROBE = 8  # characters of a line that are looked for in the rest of it
+OFTEN = 10
+
+
+def broken_characters(text: str) -> int:
+    """Characters that come of a wrong encoding and stand in no text."""
+    return sum(len(found) for found in _BROKEN.findall(text))
+
+
+def is_misread(text: str) -> bool:
+    """Whether UTF-8 was read as GB18030, or GB18030 as Latin-1, Big5 or UTF-8, throughout.
+
+    Read the other way round it is Chinese; where the bytes that did not fit were thrown away, letters of many scripts are left.
+    """
+    if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20 and _is_han(
+        "".join(_LATIN.findall(text)), "latin-1", "gb18030"
+    ):
+        return True
+    parts: list[str] = []
+    for found in _BEYOND.finditer(text):
+        parts.append(found[0])
+        if sum(map(len, parts)) > LOOKED_AT:
+            break
+    beyond = "".join(parts)[:LOOKED_AT]
+    return _is_han(beyond, "gb18030", "utf-8") or _becomes_common(beyond) or _is_mixed(text)
+
+
+def _is_han(text: str, read_as: str, was: str) -> bool:
+    if len(text) < 8:
+        return False
+    again = text.encode(read_as, "replace").decode(was, "replace")
+    han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in again)
+    return han > 4 and again.count("\ufffd") + again.count("?") < 0.5 * len(again) and 2 * han > len(again)
+
+
+def _becomes_common(text: str) -> bool:
+    """Whether no usual character is in it, but many are once Big5 is GB18030 again."""
+    if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
+        return False
+    again = text.encode("big5", "replace").decode("gb18030", "replace")
+    return sum(char in _COMMON for char in again) > 0.15 * len(again)
+
+
+def _is_mixed(text: str) -> bool:
+    """Whether much of it is in scripts of two bytes, four or more of them mixed, as no language is written."""
+    found = _TWO_BYTES.findall(text[:20_000])
+    if len(found) < 20 or len(found) < 0.2 * len(text[:20_000]):
+        return False
+    counts: list[int] = [sum(low <= char < high for char in found) for low, high in pairwise(_SCRIPTS)]
+    return sum(count > 0.05 * len(found) for count in counts) >= 4
+
+
+def html_characters(text: str) -> int:
+    """Characters of tags, comments and entities of HTML; none where a text only speaks of some."""
+    if "<" not in text and "&" not in text:
+        return 0
+    sizes = [len(found[0]) for found in _TAG.finditer(text)]
+    return sum(sizes) if len(sizes) >= TAGS else 0
+
+
+def encoded_characters(text: str) -> int:
+    """Characters of base64 and the like: long rows of letters and digits of both cases."""
+    return sum(
+        len(found[0])
+        for found in _ENCODED.finditer(text)
+        if any(map(str.isdigit, found[0])) and any(map(str.isupper, found[0])) and any(map(str.islower, found[0]))
+    )
+
+
+def url_characters(text: str) -> int:
+    """Characters of lines that are addresses for the most part."""
+    if "://" not in text and "www." not in text:
+        return 0
+    lines = ((len(line), sum(len(found[0]) for found in _URL.finditer(line))) for line in text.split("\n"))
+    return sum(size for size, of_urls in lines if of_urls > 0.8 * size)
+
+
+def once(line: str) -> str:
+    """A line without the repetitions of a phrase that stands in it ten times or more in a row."""
+    if len(line) < PROBE * OFTEN:
+        return line
+    for place in (len(line) // 4, len(line) // 2, 3 * len(line) // 4):
+        if line.count(line[place : place + PROBE]) >= OFTEN // 2:
+            return _AGAIN.sub(lambda found: found[0] if _is_ruler(found[1]) else found[1], line)
+    return line
+
+
+def _is_ruler(phrase: str) -> bool:
+    """A drawn line, a row of a table or dots of a table of contents, not words."""
+    return not any(map(str.isalpha, phrase))
+
+
+def looks_like_code(lines: Sequence[str]) -> bool:
+    """Whether a third of the lines are indented with spaces or tabs, or end as those of programs do."""
+    full = [line for line in lines if line.strip()]
+    like = sum(line.startswith(("  ", "\t")) or line.endswith(_CODE_END) for line in full)
+    return 3 * like > len(full)
+
+
+def without_rows(lines: Iterable[str]) -> Iterator[str]:
+    """Of a line that stands three times or more in a row, one."""
+    row: list[str] = []
+    for line in lines:
+        if row and line != row[0]:
+            yield from row if len(row) < 3 or not row[0].strip() else row[:1]
+            row = []
+        row.append(line)
+    yield from row if len(row) < 3 or not row or not row[0].strip() else row[:1]

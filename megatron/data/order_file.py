@@ -1,0 +1,122 @@
+"""The order of a large epoch as a file: made once by one process of a node, mapped by all others.
+
+An epoch of a billion documents is 12 GB and more of numbers. In memory every rank and every reader would
+hold them; mapped they are pages that the node has once, and may drop. A file is named by what its content
+follows from, gets its name when it is whole, and never changes after that.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+AT_ONCE = 1 << 20  # numbers handled at once outside of a map
+Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
+
+
+def forget(array: NDArray[Any]) -> None:
+    """Let go of the pages that this process has touched in the map below an array: they count as its memory."""
+    base: Any = array
+    while isinstance(base, (np.ndarray, memoryview)):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def pieces(count: int) -> Iterator[slice]:
+    yield from (slice(at, min(at + AT_ONCE, count)) for at in range(0, count, AT_ONCE))
+
+
+def mapped(
+    folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Callable[[dict[str, NDArray[Any]]], None]
+) -> dict[str, NDArray[Any]]:
+    """The arrays in `folder/name`, read-only; `make` fills them where there is no such file yet.
+
+    Where the folder cannot be written to, the file is made in a temporary folder of this user, which is said.
+    """
+    places = [Path(folder) / name, scratch() / name]
+    size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
+    found = next((path for path in places if _is_whole(path, size)), None)
+    if found is None:
+        with _alone(name):
+            found = next((path for path in places if _is_whole(path, size)), None) or _made(places, arrays, size, make)
+    return _views(found, arrays, "r")
+
+
+def remove(folder: str | os.PathLike[str], name: str) -> None:
+    """A file that is not needed any more. Who has it mapped keeps it."""
+    for path in (Path(folder) / name, scratch() / name):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def scratch() -> Path:
+    """A folder of this user on this machine. Raises ValueError if somebody else has made it."""
+    path = Path(tempfile.gettempdir()) / f"sample-orders-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise ValueError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
+    return path
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """One process of this node at a time; the lock is on this machine, for shared file systems do not all have locks."""
+    with open(scratch() / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _made(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[str, NDArray[Any]]], None]) -> Path:
+    for path in places:
+        temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a signal later
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if path == places[-1]:
+                raise
+            print(
+                f"the order of samples cannot be kept in {path.parent} ({error.strerror}): it is kept in {places[-1].parent}",
+                file=sys.stderr,
+            )
+            continue
+        try:
+            views = _views(temporary, arrays, "r+")
+            make(views)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return path
+    raise AssertionError("unreachable")
+
+
+def _views(path: Path, arrays: Arrays, mode: Any) -> dict[str, NDArray[Any]]:
+    raw = np.memmap(path, np.uint8, mode)
+    found: dict[str, NDArray[Any]] = {}
+    at = 0
+    for name, (length, dtype) in arrays.items():
+        end = at + length * np.dtype(dtype).itemsize
+        found[name] = raw[at:end].view(np.ndarray).view(dtype)  # slices of a memmap are slow
+        at = end
+    return found

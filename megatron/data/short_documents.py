@@ -1,0 +1,84 @@
+"""Lengths for samples of which every document ends with a span (CPM), where documents are short.
+
+A plan of T5's shares has a span for every 20 tokens or so. Where documents are shorter, a window has more of
+them than the plan has spans, and the rest of the window would be left out: most of a corpus of single lines. So a
+window is made shorter, and has room for as many spans as documents end in it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .spans import SpanPlan
+
+ENOUGH = 200_000  # documents that tell how they fall into windows
+TOLERATED = 1e-3  # of the text; for less a plan is not changed
+Sizes = NDArray[np.integer]
+
+
+def _places(sizes: Sizes) -> NDArray[np.int64]:
+    """Where documents end, in the tokens of all of them (or of a sample of them) end to end, in a random order."""
+    rng = np.random.default_rng(0)
+    chosen = sizes if len(sizes) <= ENOUGH else sizes[np.sort(rng.choice(len(sizes), ENOUGH, replace=False))]
+    chosen = rng.permutation(chosen[chosen > 0])
+    return np.cumsum(chosen, dtype=np.int64) - 1
+
+
+def left_out(sizes: Sizes, plan: SpanPlan) -> float:
+    """Share of the text that windows of this plan have no spans for. sizes [documents]: tokens of each."""
+    return _left_out(_places(sizes), plan)
+
+
+def _left_out(ends: NDArray[np.int64], plan: SpanPlan) -> float:
+    windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
+    if not windows:
+        return 0.0
+    # Of each window the number of its first end; it is full behind the last one that has a span.
+    first = ends.searchsorted(np.arange(windows) * plan.tokens)
+    last = first + max(plan.spans, plan.room) - 1
+    over = (last + 1 < len(ends)) & (ends[np.minimum(last + 1, len(ends) - 1)] < (np.arange(windows) + 1) * plan.tokens)
+    used = np.where(over, ends[np.minimum(last, len(ends) - 1)] + 1 - np.arange(windows) * plan.tokens, plan.tokens)
+    return float(1 - used.sum() / (windows * plan.tokens))
+
+
+def _most_ends(ends: NDArray[np.int64], tokens: int) -> int:
+    windows = max(int(ends[-1] + 1) // tokens, 1) if len(ends) else 1
+    return int(np.diff(ends.searchsorted(np.arange(windows + 1) * tokens)).max())
+
+
+def fit_documents(
+    plan: SpanPlan, corpora: Sequence[Sizes], density: float, mean_span: float, decoder: int | None, sentinels: int
+) -> tuple[SpanPlan, str]:
+    """(the plan, or one of shorter windows if `plan` would leave text out, and what to say of it).
+
+    corpora: of each the tokens of its documents [documents]. decoder: its most tokens, if bounded. sentinels: how
+    many there are, the closing one included.
+    """
+    every = [_places(sizes) for sizes in corpora]
+    lost = max((_left_out(ends, plan) for ends in every), default=0.0)
+    if lost <= TOLERATED:
+        return plan, ""
+    tokens = plan.tokens
+    while True:
+        most = max(_most_ends(ends, tokens) for ends in every)
+        room = most + -(-most // 8)  # other orders have other windows
+        noise = max(round(tokens * density), 1)
+        spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
+        room = min(max(room, spans), tokens)
+        hidden = max(noise, room)
+        made = SpanPlan(tokens, noise, spans, tokens - hidden + room, hidden + room, room)
+        fits = made.encoder <= plan.encoder and made.room < sentinels and made.decoder <= (decoder or made.decoder)
+        if fits or tokens <= 2:
+            break
+        tokens -= max(tokens // 64, 1)
+    still = max(_left_out(ends, made) for ends in every)
+    mean = min(float(np.mean(sizes)) for sizes in corpora)
+    note = (
+        f"documents are short ({mean:.0f} tokens) and each ends with a masked span: a sample is {made.tokens} tokens of text with "
+        f"room for {made.room} spans, as {plan.tokens} with {plan.spans} would leave {lost:.0%} of the text out"
+    )
+    more = f"; {still:.1%} still is" if still > TOLERATED else ""
+    return made, note + more + f" (longer samples need more than --num-sentinels {sentinels})" * (
+        made.encoder < plan.encoder
+    )

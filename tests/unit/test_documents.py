@@ -1,0 +1,257 @@
+"""From files to documents: every document once, whatever the file looks like, and a word about all that is not read."""
+
+import bz2
+import csv
+import gzip
+import importlib
+import io
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_utils.documents import chunks, documents, texts
+from data_utils.files import Source, find_files
+from data_utils.streams import BadLine, InputError
+from tests.support import ROOT
+
+LARGEST = 4000
+
+
+def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "utf-8") -> tuple[list[str], list[str]]:
+    """(texts, what is said of the bad ones without the path)."""
+    found = [
+        d for c in chunks(Source(str(path), encoding=encoding), size, largest) for d in documents(c, largest=largest)
+    ]
+    bad = [str(each).removeprefix(str(path) + ", ") for each in found if isinstance(each, BadLine)]
+    return [each[0] for each in found if not isinstance(each, BadLine)], bad
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t", "\u3000", "\u00a0 ", " \u3000\n\n "])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_blank_line_is_a_blank_line(tmp_path: Path, end: str, blank: str) -> None:
+    """Line ends of any system, and spaces of any kind between them; whole paragraphs of Chinese begin with U+3000."""
+    expected = [f"\u3000\u3000第{i}篇，\n" + "  第二行\n" * (i % 5) + "完" for i in range(848)]
+    content = (f"\n{blank}\n".join([blank, *expected, blank])).replace("\n", end).encode()
+    for name, raw in (("x.txt", content), ("x.txt.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(raw)
+        for size in (1 << 20, 100):
+            assert read(tmp_path / name, size) == (expected, [])
+
+
+def test_an_input_that_shrinks_ends_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "abc"}\n' * 1000)
+    cut = chunks(Source(str(path)), 256)
+    first = next(cut)
+    path.write_text('{"text": "abc"}\n')
+    with pytest.raises(InputError, match="became shorter while it was read"):
+        list(cut)
+    with pytest.raises(InputError, match="became shorter while it was read"):
+        first.read()
+
+
+LONG = "long, long text. " * 1000
+
+
+def as_csv(rows: list[str]) -> str:
+    file = io.StringIO()
+    csv.writer(file).writerows([["n", "text"], *([i, row] for i, row in enumerate(rows))])
+    return file.getvalue()
+
+
+FORMATS: dict[str, Callable[[list[str]], str]] = {
+    ".jsonl": lambda rows: "".join(json.dumps({"text": row}) + "\n" for row in rows),
+    ".json": lambda rows: json.dumps([{"text": row} for row in rows], indent=1),
+    ".csv": as_csv,
+    ".txt": lambda rows: "\n\n".join(rows),
+}
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize("at", [0, 7, 29])
+def test_a_document_that_is_too_long_is_one_bad_document(tmp_path: Path, ending: str, at: int) -> None:
+    rows = [f"row {i},\n“second” line" for i in range(30)]
+    rows[at] = LONG
+    content = FORMATS[ending](rows)
+    line = content[: content.index(LONG)].count("\n") + 1
+    for name, raw in ((f"x{ending}", content.encode()), (f"x{ending}.gz", gzip.compress(content.encode()))):
+        (tmp_path / name).write_bytes(raw)
+        for size in (256, 1 << 20):
+            found, bad = read(tmp_path / name, size)
+            assert found == rows[:at] + rows[at + 1 :]
+            assert len(bad) == 1
+            assert bad[0].startswith(f"line {line - (ending == '.json')}: a document of more than 4000 bytes")
+            assert read(tmp_path / name, size, 1 << 20) == (rows, [])
+
+
+BAD_ITEMS = {
+    "a missing value": '{"text": }',
+    "an open quote": '{"text": "abc}',
+    "an open bracket": '{"text": ["abc", {"x": "}"}',
+    "a stray word": "nonsense",
+    "a bad escape": r'{"text": "\x"}',
+    "an object in it": '{"deep": [{"text": "not this"}, 2], "text": oops}',
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ITEMS)
+def test_a_bad_item_of_an_array_is_one_bad_document(tmp_path: Path, kind: str) -> None:
+    items = [json.dumps({"text": f"t{i}", "more": [{"a": "]"}, {}]}) for i in range(12)]
+    items[5] = BAD_ITEMS[kind]
+    (tmp_path / "x.json").write_text("[" + ",\n".join(items) + "]\n")
+    found, bad = read(tmp_path / "x.json")
+    expected = [f"t{i}" for i in range(12) if i != 5]
+    assert found == (expected[:5] + expected[-6:] if kind != "an open bracket" else expected[:5])
+    assert bad[0].startswith("line 6: not JSON (")
+    assert kind == "an open bracket" or len(bad) == 1
+
+
+def test_what_stands_in_no_array_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('[{"text": "a"},\n{"text": "b"}]\n[{"text": "c"}]')
+    assert read(path) == (["a", "b"], ["line 3: what follows the end of the array is not read"])
+    path.write_text('[{"text": "a"},\n{"text": "b"}')
+    assert read(path) == (["a", "b"], ["line 2: the array does not end: a ] is missing"])
+    path.write_bytes(b'[{"text": "a"},\n{"text": "\xff"}]')
+    assert read(path) == (["a"], ["line 2: not UTF-8 (byte 11 is 0xff)"])
+
+
+def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b'\xef\xbb\xbfn,text\n\n1,a\n2,"b\n\n"\n3,"c"d\n4,e,f\n5\n6,\xff\n7,g\n8,"h')
+    found, bad = read(path)
+    assert found == ["a", "b\n\n", "g"]
+    assert [each.split(":")[0] for each in bad] == ["line 7", "line 8", "line 9", "line 10", "line 12"]
+    assert "3 fields, the header has 2" in bad[1]
+    assert "not UTF-8" in bad[3]
+
+
+def test_lines_are_counted_once(tmp_path: Path) -> None:
+    """A bad line in every second place of 2 MB: each message has its own line, and none reads the file again."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(('{"text": "good"}\n' + "x" * 40 + "\n") * 30_000)
+    begin = time.process_time()
+    lines = [d.line for c in chunks(Source(str(path))) for d in documents(c) if isinstance(d, BadLine)]
+    assert lines == list(range(2, 60_001, 2))
+    assert time.process_time() - begin < 20
+
+
+def test_folders(tmp_path: Path) -> None:
+    """All kinds that are read, in one order; the others are said; what is hidden is passed over."""
+    line = b'{"text": "%s"}\n'
+    for name, content in {
+        "a.ndjson": line % b"a", "b.JSONL": line % b"b", "c.jsonl.bz2": bz2.compress(line % b"c"), "d.TXT.GZ": gzip.compress(b"d"),
+        ".hidden.jsonl": line % b"no", ".git/x.jsonl": line % b"no", "e/f.jsonl": line % b"f", "z.md": b"", "y.doc": b"",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    said: list[str] = []
+    found = find_files([str(tmp_path)], say=said.append)
+    assert list(texts(found)) == ["a", "b", "c", "d", "f"]
+    assert len(said) == 1
+    assert "2 of 7 files are not read, being of another kind" in said[0]
+    assert "z.md" in said[0]
+    find_files([f"{tmp_path}/*"], say=said.append)
+    assert "2 of 6 files" in said[1]
+
+
+def test_all_tools_leave_out_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that is none, a document that is too long: named with file and line, or left out and counted."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    dice = random.Random(1)
+    lines = [json.dumps({"text": "".join(dice.choices("abcdefghij 春眠不觉晓", k=60))}) for _ in range(300)]
+    lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    for name, output, says in (
+        ("train_tokenizer", "x.model", "2 bad documents left out"),
+        ("clean_corpus", "clean.jsonl", "dropped: unreadable 2"),
+    ):
+        tool = importlib.import_module(name)
+        argv = [
+            "--input",
+            str(tmp_path / "x.jsonl"),
+            "--output",
+            str(tmp_path / output),
+            "--max-document-mb",
+            "0.01",
+            "--quiet",
+        ]
+        argv += ["--vocab-size", "340"] if name == "train_tokenizer" else ["--workers", "0"]
+        with pytest.raises(
+            ValueError, match=r"x.jsonl, line 101: not JSON .*\(--on-error skip leaves such documents out\)"
+        ):
+            tool.main(tool.build_parser().parse_args(argv))
+        tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
+        assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [f"第{i}行\n{'x' * i}" for i in range(700)]
+    columns = {"n": list(range(700)), "text": [None if i == 500 else row for i, row in enumerate(rows)]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    found, bad = read(tmp_path / "x.parquet")
+    assert found == rows[:500] + rows[501:]
+    assert bad == ["row 501: no text under the key 'text'"]
+    (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-30])
+    with pytest.raises(InputError, match="damaged parquet"):
+        read(tmp_path / "x.parquet")
+
+
+CHINESE = [f"第{i}篇：春眠不觉晓，处处闻啼鸟。\n夜来风雨声，花落知多少。𠮷" for i in range(60)]
+
+
+@pytest.mark.parametrize("encoding", ["gb18030", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("ending", FORMATS)
+def test_other_encodings(tmp_path: Path, ending: str, encoding: str) -> None:
+    content = FORMATS[ending](CHINESE)
+    (tmp_path / f"x{ending}").write_bytes(content.encode(encoding))
+    assert read(tmp_path / f"x{ending}", encoding=encoding) == (CHINESE, [])
+    (tmp_path / f"x{ending}.gz").write_bytes(gzip.compress(content.encode(encoding)))
+    assert read(tmp_path / f"x{ending}.gz", encoding=encoding) == (CHINESE, [])
+
+
+def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    for encoding in ("gb18030", "utf-16", "utf-16-le"):
+        path.write_bytes("\n\n".join(CHINESE).encode(encoding))
+        _, bad = read(path)
+        assert any(each.endswith(f"; it looks like {encoding}: try --encoding {encoding}") for each in bad)
+    path.write_bytes("\n\n".join("plain words"[:i] for i in range(1, 12)).encode("utf-16-le"))
+    assert "looks like utf-16" in read(path)[1][0]
+    dice = random.Random(1)
+    for _ in range(200):  # damaged UTF-8 is not taken for anything else
+        raw = bytearray("\n\n".join(CHINESE[:3]).encode())
+        raw[dice.randrange(len(raw))] ^= 0x80
+        path.write_bytes(raw)
+        assert not any("looks like" in each for each in read(path)[1])
+    path.write_text("\n\n".join(CHINESE), encoding="utf-8")
+    with pytest.raises(InputError, match="is UTF-8, not gb18030"):
+        read(path, encoding="gb18030")
+    with pytest.raises(InputError, match="is none that Python knows"):
+        find_files([str(path)], "klingon")
+    path.write_bytes("好\n\n".encode("gb18030") + b"\xff\xff" + "\n\n好".encode("gb18030"))
+    assert read(path, encoding="gb18030") == (["好", "好"], ["line 3: not gb18030"])
+
+
+def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
+    """In CPU time of reading and parsing; the array is parsed twice, once to find where its items end."""
+    records = [{"text": f"{i} " + "一段话" * 40} for i in range(12_000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False))
+
+    def seconds(name: str) -> float:
+        begin = time.process_time()
+        assert sum(1 for _ in texts([str(tmp_path / name)])) == 12_000
+        return time.process_time() - begin
+
+    pairs = [(seconds("a.json"), seconds("a.jsonl")) for _ in range(3)]
+    assert min(a for a, _ in pairs) < 5 * min(b for _, b in pairs)

@@ -1,0 +1,126 @@
+"""More machines than one: whoever does the work, the bytes are those of one machine."""
+
+import importlib
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_utils.files import find_files
+from data_utils.parallel import ordered_map
+from tests.support import FULL, ROOT
+
+Tool = Callable[..., None]
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+    def run(name: str, *argv: object) -> None:
+        module = importlib.import_module(name)
+        args = module.build_parser().parse_args([*map(str, argv)])
+        args.function(args) if name == "inspect_data" else module.main(args)
+
+    return run
+
+
+def shards(folder: Path) -> list[Path]:
+    """Three files; of the documents of each some are nearly those of another."""
+    dice = random.Random(2)
+    texts = ["".join(dice.choices("春眠不觉晓处闻啼鸟夜来风雨声花落知多少", k=200)) for _ in range(60)]
+    texts += [text[:100] + "改" + text[101:] for text in texts[:30]]
+    dice.shuffle(texts)
+    paths = [folder / f"part{i}.jsonl" for i in range(3)]
+    for i, path in enumerate(paths):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[30 * i : 30 * i + 30]))
+    return paths
+
+
+def same(folder: Path, one: str, other: str) -> None:
+    for ending in ("bin", "idx"):
+        assert (folder / f"{one}.{ending}").read_bytes() == (folder / f"{other}.{ending}").read_bytes()
+
+
+def test_shards_and_merge_are_one_run(tool: Tool, tmp_path: Path, vocab_file: str) -> None:
+    """The recipe of docs/data.md for those who have only a scheduler."""
+    pytest.importorskip("datasketch")
+    paths, quiet = shards(tmp_path), ("--workers", 0, "--quiet")
+    near = (*quiet, "--near-duplicates", "--min-chars", 20)
+    tool("clean_corpus", "--input", *paths, "--output", tmp_path / "whole.jsonl", *near)
+    for i, path in enumerate(paths):
+        tool("clean_corpus", "--input", path, "--output", tmp_path / f"cleaned{i}.jsonl", "--no-shuffle", *quiet)
+    tool("clean_corpus", "--input", f"{tmp_path}/cleaned*.jsonl", "--output", tmp_path / "all.jsonl", *near)
+    assert (tmp_path / "all.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert (tmp_path / "all.jsonl").read_text().count("\n") == 60
+
+    common = ("--vocab-file", vocab_file, *quiet)
+    tool("preprocess_data", "--input", *paths, "--output-prefix", tmp_path / "whole", *common)
+    for i, path in enumerate(paths):
+        tool("preprocess_data", "--input", path, "--output-prefix", tmp_path / f"data{i}", *common)
+    parts = sorted(tmp_path.glob("data*_text_document.bin"))
+    tool("inspect_data", "merge", *parts, "--output", tmp_path / "merged")
+    same(tmp_path, "whole_text_document", "merged")
+
+
+def test_a_folder_of_thousands_of_files_has_one_order(tmp_path: Path) -> None:
+    names = [f"{i % 7}/part{i:05}.jsonl" for i in range(3000)]
+    for name in random.Random(1).sample(names, len(names)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = [source.path for source in find_files([str(tmp_path)])]
+    assert found == [str(tmp_path / name) for name in sorted(names)]
+
+
+class _Told:
+    marker: str
+
+
+def begin(marker: str) -> None:
+    _Told.marker = marker
+
+
+def square(number: int) -> int:
+    if number == 7 and not os.path.exists(_Told.marker):
+        Path(_Told.marker).touch()
+        os._exit(1)  # as a machine that goes away
+    if number == 30:
+        raise ValueError("thirty is no number")
+    return number * number
+
+
+@FULL
+def test_ray_gives_what_one_machine_gives(tmp_path: Path) -> None:
+    """Two workers: in order, past a death, and with the error of the work."""
+    pytest.importorskip("ray", reason="needs ray")
+    found = []
+    with pytest.raises(ValueError, match="thirty is no number"):
+        for each in ordered_map(square, range(60), 2, begin, (str(tmp_path / "marker"),), "local"):
+            found.append(each)
+    assert found == [number * number for number in range(30)]
+    assert (tmp_path / "marker").exists()
+
+
+@FULL
+def test_the_tools_on_ray_write_the_same_bytes(tool: Tool, tmp_path: Path, vocab_file: str) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    pytest.importorskip("datasketch")
+    paths = shards(tmp_path)
+    for name, who in (("a", ("--workers", 0)), ("b", ("--workers", 2, "--ray", "local"))):
+        tool(
+            "clean_corpus",
+            "--input",
+            *paths,
+            "--output",
+            tmp_path / f"{name}.jsonl",
+            "--near-duplicates",
+            "--quiet",
+            *who,
+        )
+        argv = ("--input", *paths, "--output-prefix", tmp_path / name, "--vocab-file", vocab_file, "--quiet")
+        tool("preprocess_data", *argv, *who)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    same(tmp_path, "a_text_document", "b_text_document")
