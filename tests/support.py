@@ -88,7 +88,7 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
 
 def _end(code: int) -> None:
     for worker in multiprocessing.active_children():  # loaders' workers do not notice that a child of a forkserver ends
-        worker.terminate()
+        worker.kill()
     os._exit(code)
 
 
