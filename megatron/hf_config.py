@@ -95,6 +95,14 @@ MUST: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Of keys that may be null, what they are otherwise.
+OPTIONAL: dict[str, type] = {
+    "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
+    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
+    "is_encoder_decoder": bool,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model of theirs: its class, the keys that are read with their defaults, and other names of keys."""
@@ -151,10 +159,12 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     Raises ValueError for a model of another family, a key that is not known, or a value that our models do not have.
     """
     kind = content.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{where} describes a model of type {kind!r}; gpt2, t5 and mt5 can be converted")
-    family = FAMILIES[kind]
-    for name in content.get("architectures") or []:
+    family, named = FAMILIES[kind], content.get("architectures") or []
+    if not isinstance(named, list):
+        raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
+    for name in named:
         if name not in family.architectures:
             raise ValueError(
                 f"{where} is of a {name}; of {kind}, {' and '.join(family.architectures)} can be converted"
@@ -166,6 +176,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
         if name in values:
             if name in given and values[name] != value:
                 raise ValueError(f"{where}: {given[name]} is {values[name]}, but {key}, the same thing, is {value}")
+            _check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
             given[name], values[name] = key, value
         elif name in MUST and value not in (MUST[name], None):
             raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
@@ -177,7 +188,19 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     wanted = family.defaults["is_encoder_decoder"]
     if values["is_encoder_decoder"] not in (wanted, None):
         raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, of a {kind} it is {wanted}")
+    if "scale_decoder_outputs" in given:  # null is no, only a file without the key leaves it open
+        values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
+
+
+def _check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
+    """Raise ValueError for a value that is no number, name or truth value where the default is one."""
+    if value is None and (default is None or optional is not None):
+        return
+    wanted = type(default) if default is not None else optional
+    ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
+    if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
+        raise ValueError(f"{where}: {key} is {value!r}, where {wanted.__name__} is meant")
 
 
 def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
@@ -242,8 +265,13 @@ def _scales_logits(values: Mapping[str, Any]) -> bool:
     return bool(said if said is not None else values["tie_word_embeddings"] is not False)
 
 
-def check_special_tokens(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> None:
-    """Raise ValueError where a tokenizer of ours ends texts, pads or begins with other ids than config.json says."""
+def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
+    """What is to be said of a tokenizer of ours and the model that config.json describes.
+
+    Raises ValueError where it has more tokens than the model, or ends texts, pads or begins with other ids.
+    """
+    if tokenizer.vocab_size > values["vocab_size"]:
+        raise ValueError(f"{where}: the model has {values['vocab_size']} tokens, its tokenizer {tokenizer.vocab_size}")
     ends = values["eos_token_id"] if isinstance(values["eos_token_id"], list) else [values["eos_token_id"]]
     if (
         "eos_token_id" in given
@@ -253,8 +281,11 @@ def check_special_tokens(values: Mapping[str, Any], given: Mapping[str, Any], to
         raise ValueError(
             f"{where}: eos_token_id is {values['eos_token_id']}, but the tokenizer ends texts with {tokenizer.eod}"
         )
+    notes = []
+    if len(ends) > 1:
+        notes = [f"eos_token_id names {ends}; here a text ends with {tokenizer.eod} only"]
     if values["model_type"] == "gpt2":
-        return
+        return notes
     if values["pad_token_id"] != tokenizer.pad:
         raise ValueError(
             f"{where}: pad_token_id is {values['pad_token_id']}, but the tokenizer pads with {tokenizer.pad}"
@@ -264,6 +295,7 @@ def check_special_tokens(values: Mapping[str, Any], given: Mapping[str, Any], to
         raise ValueError(
             f"{where}: decoder_start_token_id is {start}; here a decoder begins with the padding, {tokenizer.pad}"
         )
+    return notes
 
 
 def _refuse(what: Sequence[tuple[bool, str]], model: str) -> None:

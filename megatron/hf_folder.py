@@ -20,6 +20,7 @@ from .hf_config import read_config, settings_of
 from .hf_names import Match, gpt2_matches, t5_matches
 from .model import GPT2Model, T5Model
 from .model.layers import global_parameters
+from .tokenizer.base import read_object
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = "lm_head.weight"
@@ -60,9 +61,15 @@ class FolderReader:
         self._opened: dict[str, Any] = {}
         self._asked: set[str] = set()
         index = folder / "model.safetensors.index.json"
+        single = (folder / "model.safetensors").is_file()
         if index.is_file():
-            self._where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif (folder / "model.safetensors").is_file():
+            self._where: Mapping[str, str] = _weight_map(index)
+            if single and set(self._where.values()) != {"model.safetensors"}:
+                raise ValueError(
+                    f"{folder} holds model.safetensors and model.safetensors.index.json of other files: one of them is left "
+                    f"over from another model (transformers reads the first); remove it"
+                )
+        elif single:
             self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             raise ValueError(
@@ -99,7 +106,10 @@ class FolderReader:
         if found is None:
             raise ValueError(f"{self.folder} holds no tensor {name}")
         self._asked.add(found)
-        return self._open(self._where[found]), found
+        file = self._open(self._where[found])
+        if found not in file.keys():  # noqa: SIM118  # no mapping
+            raise ValueError(f"{self.folder / self._where[found]} lacks {found}, which the index says it holds")
+        return file, found
 
     def shape(self, name: str) -> list[int]:
         file, found = self._find(name)
@@ -110,6 +120,14 @@ class FolderReader:
         file, found = self._find(name)
         tensor: Tensor = file.get_tensor(found)
         return tensor.float()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which tensor. Raises ValueError for what is no name of a file in the same folder."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
+        raise ValueError(f"{index}: weight_map must give, for each tensor, the name of a file in the same folder")
+    return found
 
 
 def publish(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -130,7 +148,7 @@ def publish(folder: Path, fill: Callable[[Path], None]) -> None:
 def entries_of(
     matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
 ) -> list[Entry]:
-    """What to write for Hugging Face, from our tensors."""
+    """What to write for Hugging Face, from our tensors. Making one raises ValueError where `dtype` cannot hold it."""
     found = []
     for match in matches:
         # Shapes follow from an empty tensor of ours, without reading it.
@@ -138,6 +156,11 @@ def entries_of(
 
             def make(match: Any = match, i: int = i) -> Tensor:
                 tensor: Tensor = match.split(read(match.ours))[i]
+                if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
+                    largest = float(tensor.abs().max())
+                    raise ValueError(
+                        f"{match.theirs[i]} reaches {largest:.3g}, more than {dtype} holds; choose another --dtype"
+                    )
                 return tensor
 
             found.append(Entry(match.theirs[i], tuple(part.shape), DTYPES[dtype], make))
@@ -147,7 +170,7 @@ def entries_of(
 def is_hf_folder(folder: Path) -> bool:
     """Whether a folder holds a model of theirs; a run directory has a config.json, too, without a model_type."""
     path = folder / "config.json"
-    return path.is_file() and "model_type" in json.loads(path.read_text(encoding="utf-8"))
+    return path.is_file() and "model_type" in read_object(path)
 
 
 class Folder:
@@ -161,7 +184,7 @@ class Folder:
         self.path, where = path, path / "config.json"
         if not where.is_file():
             raise ValueError(f"{where} does not exist: {path} is not a model of Hugging Face")
-        self.given = json.loads(where.read_text(encoding="utf-8"))
+        self.given = read_object(where)
         self.values = read_config(self.given, where)
         self.tensors = FolderReader(path)
         settings, self.notes = settings_of(self.values, self._tied(), where)

@@ -33,10 +33,11 @@ class RankFiles:
     """Tensors by our names, joined over the ranks when asked for.
 
     version: of the checkpoint, 0 to 3, which says how query, key and value are laid out; for files that do not say it.
+    layers: how many the model has; for a file a layer, where nothing else says it.
     Raises ValueError for folders, files and names that are not known, and where nothing tells the version.
     """
 
-    def __init__(self, folder: Path, version: int | None = None) -> None:
+    def __init__(self, folder: Path, version: int | None = None, layers: int | None = None) -> None:
         self.folder = _newest(folder)
         found = self._files(_LAYER_FILE, lambda m: (int(m[1]), int(m[2] or 0)))
         self.by_layer = bool(found)
@@ -70,8 +71,13 @@ class RankFiles:
         tellers = [load_plain(path) for path in list(beside.values())[:1]] if self.by_layer else list(contents.values())
         known = tellers[0].get("args") if tellers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
-        if self.settings.get("num_layers", self.layers) != self.layers:
-            raise ValueError(f"{self.folder} holds {self.layers} of the {self.settings['num_layers']} layers it names")
+        named = self.settings.get("num_layers", layers)
+        if named is None and self.by_layer and not _as_cpm_pretrain(stages, list(blocks)):
+            raise ValueError(
+                f"{self.folder} does not say how many layers the model has (there are files of {self.layers}): give --num-layers"
+            )
+        if any(each not in (None, self.layers) for each in (named, layers)):
+            raise ValueError(f"{self.folder} holds {self.layers} layers of the model, which has {named}, or {layers}")
         self.version, self.told_by = self._version_of(tellers, version)
 
     def _files(
@@ -81,7 +87,11 @@ class RankFiles:
         matches = (
             (form.fullmatch(path.relative_to(self.folder).as_posix()), path) for path in _candidates(self.folder)
         )
-        return {place(match): path for match, path in matches if match}
+        found: dict[tuple[int, int], Path] = {}
+        for match, path in matches:
+            if match and found.setdefault(place(match), path) != path:
+                raise ValueError(f"{found[place(match)]} and {path.name} are of the same rank: remove one of them")
+        return found
 
     def _version_of(self, tellers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
         """The checkpoint version, and who tells it: the files, the user, or names that only one version has."""
@@ -125,6 +135,10 @@ class RankFiles:
                 continue
             if not ours:
                 raise ValueError(f"{path}: no place is known for the tensor {name} of shape {list(tensor.shape)}")
+            if not tensor.is_floating_point():
+                raise ValueError(
+                    f"{path}: {name} is of {tensor.dtype}, quantised or no weight: save it as floating point"
+                )
             layer = re.match(r"layers\.(\d+)\.", ours)
             top = max(top, int(layer[1]) + 1) if layer else top
             # The last stage has a copy of the embedding for the logits; positions beside it are not used there.
@@ -143,7 +157,7 @@ class RankFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         shape = list(self._part(name)[0].shape)
         dim = _cut(name)
-        if dim is not None:
+        if dim is not None and dim < len(shape):
             shape[dim] *= self.ranks
         return tuple(shape)
 
@@ -164,6 +178,12 @@ class RankFiles:
         if len(parts) != self.ranks:
             raise ValueError(f"{self.folder}: {name} is in the files of {len(parts)} of {self.ranks} ranks")
         return [parts[rank] for rank in range(self.ranks)]
+
+
+def _as_cpm_pretrain(items: Sequence[int], blocks: Sequence[int]) -> bool:
+    """Whether the files are those of its list, whole: 0 casts, 1 embeds, 2 transposes, blocks from 3, 2 more, norm, head."""
+    last = len(blocks) + 5
+    return list(items) == [1, *range(3, last - 2), last - 1, last]
 
 
 def _candidates(folder: Path) -> Iterator[Path]:

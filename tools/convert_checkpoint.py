@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
-from megatron.hf_config import FAMILIES, check_special_tokens, gpt2_config, t5_config
+from megatron.hf_config import FAMILIES, check_tokenizer, gpt2_config, t5_config
 from megatron.hf_folder import DTYPES, Folder, FolderReader, entries_of, publish, write_tensors
 from megatron.hf_names import Match, gpt2_matches, t5_matches
 from megatron.hf_tokenizer import as_theirs
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.rank_files import ORDERS, RankFiles
+from megatron.rank_settings import check_whole, settings_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron.tokenizer.load import folder_has_one, refuse_other_ids
+from megatron.tokenizer.base import read_object
+from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 
 EXAMPLES = """\
@@ -97,8 +100,12 @@ def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_f
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     theirs = as_theirs(base)
     if theirs is None:
-        source = Path(vocab_file or str(config.data.vocab_file))
+        source = file_of(vocab_file or str(config.data.vocab_file))
         (folder / source.name).write_bytes(source.read_bytes())
+        if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer):
+            about = {"tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
+            (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
+            return
         print(
             f"note: {source.name} is of the kind {base.name}, which transformers does not read; use it with this project's tokenizers"
         )
@@ -125,14 +132,17 @@ def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_f
 
 def bring_in(args: argparse.Namespace) -> None:
     """A checkpoint of ours from a folder of another format, before any training."""
+    output = Path(args.output)
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} exists and is not empty; choose another --output")
     config, fingerprint, entries = from_megatron(args) if args.from_megatron else from_hf(args)
     if args.verify and args.from_hf:
         by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
         compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
-    final = Path(args.output) / "iter_0000000"
+    final = output / "iter_0000000"
     write_checkpoint(final, entries, config, fingerprint)
     print(f"{len(entries)} tensors -> {final}")
-    settings = Path(args.output) / "settings.json"
+    settings = output / "settings.json"
     _write_settings(settings, config)
     script = "pretrain_t5.py" if config.is_t5 else "pretrain_gpt2.py"
     print(f"to train on: python {script} --config {settings} --load {args.output} --data-path ... --run-dir ...")
@@ -165,6 +175,11 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
     there = folder_has_one(theirs.path)
     path = vocab_file or (str(theirs.path) if there else None)
     if path is None:
+        usual = theirs.values["pad_token_id"] in (0, None) and theirs.values["eos_token_id"] in (1, [1], None)
+        if theirs.config.is_t5 and not (usual and theirs.values["decoder_start_token_id"] in (0, None)):
+            raise ValueError(
+                f"{theirs.path} pads, begins and ends with ids of its own, but holds no tokenizer: give --vocab-file"
+            )
         print(f"note: there is no tokenizer in {theirs.path}; training and writing will need --vocab-file")
         return {}, ""
     found = load_tokenizer(path)
@@ -173,37 +188,34 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
     settings: dict[str, Any] = {"vocab_file": path}
     tokenizer = found
     if theirs.config.is_t5:
-        # Their T5Tokenizer adds 100 behind a vocabulary without them; a model with fewer rows has fewer.
         free = theirs.values["vocab_size"] - found.vocab_size - ("<pad>" not in found.specials)
-        settings["num_sentinels"] = len(own_sentinels(found, "t5")) or max(min(100, free), 1)
+        settings["num_sentinels"] = len(own_sentinels(found, "t5")) or _extra_ids(file_of(path), free)
         tokenizer = SentinelTokenizer(found, settings["num_sentinels"], "t5")
-    check_special_tokens(theirs.values, theirs.given, tokenizer, theirs.path / "config.json")
-    if tokenizer.vocab_size > theirs.values["vocab_size"]:
-        raise ValueError(f"{path} has {tokenizer.vocab_size} tokens, the model {theirs.values['vocab_size']}")
+    for note in check_tokenizer(theirs.values, theirs.given, tokenizer, theirs.path / "config.json"):
+        print(f"note: {note}")
     return settings, found.fingerprint
 
 
+def _extra_ids(vocab_file: Path, free: int) -> int:
+    """How many sentinels their T5Tokenizer adds after a vocabulary without them: 100, or what is said, or has rows in the model."""
+    beside = vocab_file.with_name("tokenizer_config.json")
+    said = read_object(beside).get("extra_ids") if beside.is_file() else None
+    if said is None:
+        if 0 < free < 100:
+            print(
+                f"note: {vocab_file} does not say how many sentinels it has; taken for {free}, for which the model has rows"
+            )
+        return min(100, max(free, 1))
+    if type(said) is not int or said < 1:
+        raise ValueError(f"{beside}: extra_ids is {said!r}; a T5 needs sentinels, of which 1 or more must be said")
+    return said
+
+
 def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
-    theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version)
-    heads = args.num_attention_heads or theirs.settings.get("num_attention_heads")
-    if heads is None:
-        raise ValueError(f"{theirs.folder} does not say how many heads the model has: give --num-attention-heads")
-    if int(heads) < 1 or int(heads) % theirs.ranks:
-        raise ValueError(f"{heads} heads do not go into {theirs.ranks} model-parallel ranks: see --num-attention-heads")
+    theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
+    settings = settings_of(theirs, args.num_attention_heads)
+    rows, fingerprint = settings["vocab_size"], ""
     print(f"query, key and value: in the order of checkpoint version {theirs.version:g}, {theirs.told_by}")
-    rows, hidden = theirs.shape("embedding.word_embeddings.weight")
-    positions = theirs.shape("position_embedding.weight")[0]
-    settings = {
-        "num_layers": theirs.layers,
-        "hidden_size": hidden,
-        "num_attention_heads": int(heads),
-        "ff_hidden_size": theirs.shape("layers.0.mlp.dense_h_to_4h.weight")[0],
-        "max_position_embeddings": positions,
-        "seq_length": positions,
-        "vocab_size": rows,
-        "layernorm_epsilon": float(theirs.settings.get("layernorm_epsilon", 1e-5)),
-    }
-    fingerprint = ""
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
         if tokenizer.vocab_size > rows:
@@ -211,6 +223,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
         fingerprint = tokenizer.fingerprint
         settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # the rest is padding
     config = with_values(Config(), settings)
+    check_whole(theirs, config)
     return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
 
 
@@ -267,8 +280,13 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(
             "give one of --load (a run to be exported), --from-hf and --from-megatron (a folder of theirs)"
         )
-    if args.checkpoint_version is not None and not args.from_megatron:
-        raise ValueError("--checkpoint-version belongs to --from-megatron")
+    for flag in ("checkpoint_version", "num_layers", "num_attention_heads"):
+        if getattr(args, flag) is not None and not args.from_megatron:
+            raise ValueError(f"--{flag.replace('_', '-')} belongs to --from-megatron")
+    if args.verify and args.from_megatron:
+        raise ValueError("--verify compares with transformers, which do not read --from-megatron; leave it out")
+    if not 0 < args.max_shard_size < math.inf:
+        raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a number of GB")
     if args.load:
         export(args)
     else:
@@ -285,6 +303,11 @@ def build_parser() -> Parser:
         help="a folder of CPM-1, CPM-Pretrain, Megatron-LM (GPT) or DeepSpeed with mp_rank_* or layer_* files, likewise",
     )
     add("--num-attention-heads", type=int, help="of --from-megatron, where its files do not tell: 32 for CPM-1-large")
+    add(
+        "--num-layers",
+        type=int,
+        help="of --from-megatron with a file a layer, where nothing tells how many there should be",
+    )
     add(
         "--checkpoint-version",
         type=int,

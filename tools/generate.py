@@ -20,6 +20,7 @@ from megatron import device as device_module
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config import Config
 from megatron.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
+from megatron.hf_config import check_tokenizer
 from megatron.hf_folder import Folder, is_hf_folder
 from megatron.initialize import initialize_megatron
 from megatron.model import GPT2Model, T5Model
@@ -159,6 +160,9 @@ def load(args: argparse.Namespace) -> Writer:
         raise ValueError(
             f"{theirs.path} is a T5: make it a checkpoint first, with tools/convert_checkpoint.py --from-hf"
         )
+    if theirs:
+        for note in check_tokenizer(theirs.values, theirs.given, tokenizer, theirs.path / "config.json"):
+            print(f"note: {note}", file=sys.stderr)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     several = args.model_parallel_size > 1 or args.pipe_parallel_size > 1

@@ -1,8 +1,11 @@
 """What every tokenizer answers to."""
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +13,17 @@ from numpy.typing import NDArray
 
 class TokenizerError(ValueError):
     """A vocabulary file is missing or is not what it should be; the message names it."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ValueError, with the file's name, for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of decoding, or of JSON
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {str(content)[:40]!r}, not an object with keys")
+    return content
 
 
 class Tokenizer(ABC):
@@ -27,6 +41,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that goes on after a special token."""
+        return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Ids of each text. One thread: callers run a process a core."""

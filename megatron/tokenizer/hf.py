@@ -1,6 +1,8 @@
 """Byte-level BPE of GPT-2 (Radford et al. 2019), and whatever else a tokenizer.json of Hugging Face describes."""
 
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, fingerprint
+from .base import Tokenizer, TokenizerError, fingerprint, read_object
 
+SENTINEL = re.compile(r"<(?:extra_id_|s_)\d+>")
 END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -38,12 +41,8 @@ class HFTokenizer(Tokenizer):
             raise
         except Exception as error:  # the library raises no narrower class
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
-        beside = Path(path).with_name("tokenizer_config.json")
-        ends = list(END_NAMES)
-        if beside.is_file():
-            token = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-            ends.insert(0, token["content"] if isinstance(token, dict) else token)
-        self._use(tokenizer, path, ends)
+        self._use(tokenizer, path, [_end_beside(Path(path)), *END_NAMES])
+        _check_beside(Path(path), tokenizer)
         self.fingerprint = fingerprint(self.name, content)
 
     def _use(self, tokenizer: Any, path: str, ends: Sequence[str | None]) -> None:
@@ -57,19 +56,100 @@ class HFTokenizer(Tokenizer):
         if end is None:
             raise TokenizerError(f"{path} has no token to end a document with, such as {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
-        self.specials = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.specials = {
+            token.content: i
+            for i, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special or SENTINEL.fullmatch(token.content)
+        }
         self.specials |= {end: self.eod}
+        self._inside = _without_prefix(tokenizer, "first")
+        self._bare = _without_prefix(tokenizer, "first", "always")
+        # A unigram model holds the names of special tokens as pieces, and would find them in a text.
+        found = [name for name, i in self.specials.items() if i in self._ids(tokenizer, name)]
+        self._names = re.compile(
+            "|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in found if len(n) > 1) or "(?!)"
+        )
+
+    @staticmethod
+    def _ids(tokenizer: Any, text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        return self._pieces(text, self._tokenizer)
+
+    def encode_inside(self, text: str) -> list[int]:
+        return self._pieces(text, self._inside)
+
+    def _pieces(self, text: str, first: Any) -> list[int]:
+        """Ids of a text, cut after the first character of whatever would be taken for a special token."""
+        cuts = [0, *(name.start() for name in self._names.finditer(text)), len(text)]
+        ids = self._ids(first, text[: cuts[1]])
+        for begin, end in itertools.pairwise(cuts[1:]):
+            ids += self._ids(self._bare, text[begin:end])
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, dtype=np.int32) for each in found]
+        return [
+            np.array(self.encode(text) if self._names.search(text) else each.ids, dtype=np.int32)
+            for text, each in zip(texts, found, strict=True)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=False)
         return text
+
+
+def _end_beside(path: Path) -> str | None:
+    """The eos_token of tokenizer_config.json. Raises TokenizerError for one that is no token."""
+    beside = path.with_name("tokenizer_config.json")
+    token = read_object(beside).get("eos_token") if beside.is_file() else None
+    name = token.get("content", token) if isinstance(token, dict) else token
+    if name is not None and not isinstance(name, str):
+        raise TokenizerError(f"{beside}: eos_token is {name!r}, not a token")
+    return name
+
+
+def _check_beside(path: Path, tokenizer: Any) -> None:
+    """Raise TokenizerError for what transformers takes from the files beside, and the tokenizer does not have."""
+    beside, more = path.with_name("tokenizer_config.json"), path.with_name("added_tokens.json")
+    settings = read_object(beside) if beside.is_file() else {}
+    added = {token: i for token, i in read_object(more).items()} if more.is_file() else {}
+    listed = settings.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
+        raise TokenizerError(f"{beside}: added_tokens_decoder must give a token for each id")
+    added |= {token.get("content"): int(i) for i, token in listed.items()}
+    for token, i in added.items():
+        if tokenizer.token_to_id(str(token)) != i:
+            raise TokenizerError(
+                f"{path} has no token {token!r} of id {i}, which a file beside it names: save the tokenizer again, with "
+                f"transformers' save_pretrained, as one tokenizer.json"
+            )
+    prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
+    if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
+        raise TokenizerError(
+            f"{beside} says add_prefix_space {settings['add_prefix_space']}, but {path.name} does not: say the same in both"
+        )
+
+
+def _prefixes(part: Any) -> bool | None:
+    """Whether a description of byte-level words puts a space in front of a text; None for another kind of words."""
+    for each in (part or {}).get("pretokenizers", [part]):
+        if each and each["type"] == "ByteLevel":
+            return bool(each["add_prefix_space"])
+    return None
+
+
+def _without_prefix(tokenizer: Any, *schemes: str) -> Any:
+    """The same, but without the space that a `prepend_scheme` of these puts in front: for what goes on inside of a text."""
+    description = inside = tokenizer.to_str()
+    for scheme in schemes:
+        inside = inside.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
+    if inside == description:
+        return tokenizer
+    other = library().Tokenizer.from_str(inside)
+    other.encode_special_tokens = True
+    return other
 
 
 def merges_of(path: Path) -> Path:
@@ -92,7 +172,11 @@ class Gpt2BpeTokenizer(HFTokenizer):
             tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(path, str(merges)))
         except Exception as error:  # the library raises no narrower class
             raise TokenizerError(f"{path} and {merges} are not GPT-2's files ({str(error)[:200]})") from None
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        beside = Path(path).with_name("tokenizer_config.json")
+        prefix = bool(beside.is_file() and read_object(beside).get("add_prefix_space"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         self._use(tokenizer, path, ("<eod>", "<|endoftext|>"))
-        self.fingerprint = fingerprint(self.name, Path(path).read_bytes(), merges.read_bytes())
+        _check_beside(Path(path), tokenizer)
+        kind = f"{self.name}, a space in front" if prefix else self.name
+        self.fingerprint = fingerprint(kind, Path(path).read_bytes(), merges.read_bytes())

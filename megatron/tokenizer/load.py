@@ -15,11 +15,18 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
     """The tokenizer in `vocab_file`, or in a folder of it. Raises TokenizerError.
 
     kind: `sentencepiece` (X.model), `cpm` (X.model over words of jieba), `cpm-vocab` (X.txt or
-    X.json over words of jieba), these two with `+rjieba` (faster, and another tokenizer: see segment.py), `gpt2-bpe` (vocab.json beside merges.txt, or Megatron-LM's gpt2-vocab.json beside
-    gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
+    X.json over words of jieba), these two with `+rjieba` (faster, and another tokenizer: see segment.py), `gpt2-bpe`
+    (vocab.json beside merges.txt, or Megatron-LM's gpt2-vocab.json beside gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
     """
     if kind not in KINDS:
         raise TokenizerError(f"--tokenizer-type {kind!r} must be one of {', '.join(KINDS)}")
+    path = file_of(vocab_file)
+    name, _, segmenter = (_recognize(path) if kind == "auto" else kind).partition("+")
+    return _OPEN[name](path, segmenter or "jieba")
+
+
+def file_of(vocab_file: str) -> Path:
+    """The file of a tokenizer, of which its folder may be given. Raises TokenizerError."""
     path = Path(vocab_file)
     if path.is_dir():
         path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
@@ -27,8 +34,7 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
             raise TokenizerError(f"the folder {vocab_file} holds none of {', '.join(IN_FOLDER)}")
     if not path.is_file():
         raise TokenizerError(f"there is no vocabulary file {vocab_file}; tools/train_tokenizer.py makes one")
-    name, _, segmenter = (_recognize(path) if kind == "auto" else kind).partition("+")
-    return _OPEN[name](path, segmenter or "jieba")
+    return path
 
 
 def folder_has_one(folder: Path) -> bool:
@@ -37,11 +43,14 @@ def folder_has_one(folder: Path) -> bool:
 
 
 def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
-    """Raise TokenizerError unless both give the same ids, as far as sizes, ends and a few texts tell."""
+    """Raise TokenizerError unless both give the same ids, as far as their tokens, ends and a few texts tell."""
     if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
         raise TokenizerError(
             f"{what}: {found.vocab_size} tokens, of which {found.eod} ends a text, not {expected.vocab_size} and {expected.eod}"
         )
+    for i in range(found.vocab_size):
+        if found.decode([i]) != expected.decode([i]):
+            raise TokenizerError(f"{what}: its token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")
     for text in PROBES:
         if found.encode(text) != expected.encode(text):
             raise TokenizerError(f"{what}: for {text!r} it gives other ids")

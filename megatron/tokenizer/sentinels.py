@@ -40,10 +40,15 @@ class SentinelTokenizer(Tokenizer):
             number = int(mark[1])
             if number >= self.count:
                 raise ValueError(f"{mark[0]} in the text: the model has {self.count} sentinels, 0 to {self.count - 1}")
-            ids += self.base.encode(text[at : mark.start()]) if mark.start() > at else []
+            ids += self._between(text, at, mark.start())
             ids.append(self.sentinels[number])
             at = mark.end()
-        return ids + (self.base.encode(text[at:]) if at < len(text) else [])
+        return ids + self._between(text, at, len(text))
+
+    def _between(self, text: str, begin: int, end: int) -> list[int]:
+        if begin == end:
+            return []
+        return self.base.encode_inside(text[begin:end]) if begin else self.base.encode(text[:end])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with sentinels in it; padding and ids that no token has (rows that fill a table) are left out."""
