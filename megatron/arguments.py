@@ -58,7 +58,7 @@ def build_parser(script: str | None = None) -> argparse.ArgumentParser:
             many: dict[str, Any] = {"nargs": "+", "type": str} if kind is tuple else {"type": kind}
             metavar = kind.__name__.upper()
             if kind is tuple:
-                metavar = "PATH" if f.name.endswith("_path") else "NAME"
+                metavar = "PATH" if f.name.endswith("_path") else "A-B" if f.name.startswith("skip_") else "NAME"
             groups[name].add_argument(flag(f.name), metavar=metavar, help=text, **many)
     # Launchers hand this to every process they start; ranks are read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

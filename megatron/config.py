@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from .model_config import ModelConfig
-from .options import ConfigError, Section, at_least, between, one_of, opt
+from .options import ConfigError, Section, at_least, between, is_range, one_of, opt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +152,24 @@ class TrainConfig(Section):
         "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
         one_of("auto", "fp32", "bf16", "fp16", "fp64"),
     )
+    max_skipped_steps: int = opt(
+        10,
+        "end the run when so many steps in a row had a gradient that is not finite and were not applied; those with which "
+        "fp16 looks for its first loss scale do not count",
+        at_least(1),
+    )
+    skip_iterations: tuple[str, ...] | None = opt(
+        None, "iterations to pass over, e.g. 41 or 41-50: their samples count as read, but nothing is learned from them"
+    )
+    skip_samples: tuple[str, ...] | None = opt(
+        None, "samples, e.g. 328-335, whose iterations are passed over; the lines of a run name them"
+    )
+    check_replicas: int = opt(
+        0,
+        "iterations between two comparisons of the copies of weights on different ranks, which every save begins with; 0 for "
+        "those at saves alone",
+        at_least(0),
+    )
     compile: bool = opt(
         False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
     )
@@ -166,6 +184,13 @@ class TrainConfig(Section):
         "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page anew",
     )
     deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):
+            for word in ranges or ():
+                if not is_range(word):
+                    raise ConfigError(f"{name} {word} is no number and no range as 10-12")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     given = {k: v for k, v in (read_json(path) if path else {}).items() if v != "auto"}
     path = path or "ds_config"
     _refuse_unknown(given, path)
+    _refuse_blindness(given, path)
     batch = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
     zero = _zero_stage(config, given, path, precision)
@@ -98,6 +99,15 @@ def _refuse_unknown(given: dict[str, Any], path: str) -> None:
             raise ConfigError(f"{path}: {key!r} has no effect here; remove it and use {INSTEAD[key]}")
         if key not in PASSED_ON | RESOLVED:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, PASSED_ON | RESOLVED)}")
+
+
+def _refuse_blindness(given: dict[str, Any], path: str) -> None:
+    """Settings by which DeepSpeed would apply gradients that are not finite."""
+    for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if given.get(section, {}).get(key) is False:
+            raise ConfigError(
+                f"{path} says {section}.{key} = false, by which gradients that are not finite would be applied; remove it"
+            )
 
 
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> dict[str, int]:

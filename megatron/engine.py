@@ -4,8 +4,9 @@ Losses are sums over target tokens, divided by the number of targets in the whol
 That number is counted before the first backward pass, so gradients come out right at once.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -29,7 +30,9 @@ CountTargets = Callable[[dict[str, Tensor] | None], Tensor]
 class Step(NamedTuple):
     """What one optimizer step gave; loss is over the global batch, grad_norm before clipping.
 
-    Both may be on the device still, which works on while nobody reads them.
+    Both may be on the device still, which works on while nobody reads them. If grad_norm is not finite, the step was not
+    applied: weights, moments and the optimizer's step count are as they were, on all ranks. skipped: that this is known
+    already.
     """
 
     loss: Tensor
@@ -47,6 +50,10 @@ class Engine(Protocol):
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         """Of a global batch: `loss`, its sum; `targets`, their number; sums of what the model looks at apart, by name."""
+        ...
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """Seconds since this was last asked that this rank worked by itself, as far as that is known. timed: what `Timers.take` gave."""
         ...
 
 
@@ -71,6 +78,8 @@ def build_engine(
     )
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
+    if mpu.get_mesh().replica.size > 1:
+        zero_state.heed_copies(engine)
     if pipeline:
         return PipeEngine(engine, timers)
     return PlainEngine(engine, resolved, config.train.gas, forward_step, count_targets, timers)
@@ -107,7 +116,23 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any) -> Step:
     scale = float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
     skipped = bool(getattr(engine.optimizer, "overflow", False))
-    return Step(loss.detach(), norm if norm is not None else 0.0, scale, skipped)
+    return Step(loss.detach(), math.inf if skipped else norm if norm is not None else 0.0, scale, skipped)
+
+
+def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Before `optimizer.step()`: let it change nothing, neither weights nor moments nor step counts, if `norm` is not finite.
+
+    torch's fused optimizers take that from a flag on the device. Any other (SGD, apex's Adam) is asked for by the host,
+    which waits for the device in every step: it gets no gradients.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    elif not norm.isfinite():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts calls
+                group["step"] = group.get("step", 0) - 1
 
 
 class PipeEngine:
@@ -129,6 +154,12 @@ class PipeEngine:
         micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
         aside = {name: mean.item() * micros for name, mean in ds.additional_losses.items()}
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aside}
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """On an accelerator 0: stages note no times there."""
+        progress = self.deepspeed.progress
+        seconds, progress.busy = progress.busy, 0.0
+        return float(seconds)
 
     def _exact_loss(self) -> Tensor:
         """In fp64, as it was added up."""
@@ -178,6 +209,7 @@ class PlainEngine:
         ds.train()
         with self.timers("data"):
             read = self._read(batches)
+        with self.timers("targets"):
             targets = self._count(read)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         norm = None
@@ -195,6 +227,7 @@ class PlainEngine:
             with self.timers("optimizer"):
                 if last and self.own_clip is not None:
                     norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
+                    leave_out_unless_finite(ds.optimizer, norm)
                 ds.step()
         return _result(ds, self._sum(total) / targets, ds.get_global_grad_norm() if norm is None else norm)
 
@@ -210,6 +243,10 @@ class PlainEngine:
             for name, value in (getattr(ds.module, "get_additional_losses", dict)() or {}).items():
                 sums[name] += value
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """Reading and forward passes; behind these begins the waiting for replicas."""
+        return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
     def _loss(self, batches: Batches | None, model: Any) -> Tensor:
         """Of one micro-batch, by the user's function. Raises TypeError if that is no loss."""

@@ -12,6 +12,7 @@ import tds
 
 from . import device as device_module
 from . import mpu
+from .agreement import same_everywhere, settings_and_versions
 from .config import Config
 from .options import ConfigError
 
@@ -24,7 +25,8 @@ def world_size() -> int:
 def initialize_megatron(config: Config) -> torch.device:
     """Join the other ranks and build the (pipe, data, model) grid. Returns this rank's device.
 
-    Raises ConfigError if the grid does not fit the number of ranks.
+    Raises ConfigError if the grid does not fit the number of ranks, and RunError if ranks were started with different settings
+    or versions.
     """
     config.parallel.data_parallel_size(world_size())
     if "RANK" not in os.environ:
@@ -49,6 +51,7 @@ def initialize_megatron(config: Config) -> torch.device:
         tds.init_distributed(device_module.backend(device), auto_mpi_discovery=False, timeout=timeout)
     if dist.get_world_size() != world_size():
         raise ConfigError(f"{dist.get_world_size()} ranks are running, the launcher announced {world_size()}")
+    same_everywhere(settings_and_versions(config))
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
     onednn = cpu_products_by_onednn(config.train.cpu_matmul, device)

@@ -3,28 +3,32 @@
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
+from . import culprit, mpu, zero_state
 from . import device as device_module
-from . import mpu
+from .agreement import check_replicas
 from .checkpointing import Saver, TrainState
 from .config import Config
 from .data.position import extend
 from .data.sampler import ConsecutiveSampler, build_loader
+from .data.skips import Skips, parse_ranges
 from .ds_config import Resolved
 from .engine import Batches, Engine, Step
 from .gradient_watch import GradientWatch
+from .health import Fault, Health, Taken
 from .metrics import MetricsWriter, Timers, flops_per_token
 from .optim import lr_at
 from .runtime import RunError, is_rank_0, print_rank_0
 from .stopping import Wish, Wishes
+from .stragglers import straggler
 from .tokenizer import Tokenizer
 
 Datasets = tuple[Any, Any, Any]
@@ -58,46 +62,50 @@ class Run:
         return self.config.train_batch_size(dist.get_world_size())
 
 
-def data_iterator(run: Run, dataset: Any, consumed_samples: int) -> Batches | None:
-    """Micro-batches for this rank; None where it gets its data from another rank or needs none."""
+def data_iterator(
+    run: Run, dataset: Any, consumed_samples: int, passed_over: Callable[[int], bool] | None = None
+) -> Batches | None:
+    """Micro-batches for this rank; None where it gets its data from another rank or needs none. passed_over: see the sampler."""
     mesh = mpu.get_mesh()
     reads = mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
     if not reads:
         return None
     t = run.config.train
-    sampler = ConsecutiveSampler(t.batch_size, t.gas, mesh.data.rank, mesh.data.size, consumed_samples)
+    sampler = ConsecutiveSampler(t.batch_size, t.gas, mesh.data.rank, mesh.data.size, consumed_samples, passed_over)
     return iter(build_loader(dataset, sampler, run.config.data.num_workers))
 
 
 def train(run: Run) -> None:
-    """Train up to --train-iters, evaluating and saving on the way and at the end."""
+    """Train up to --train-iters, evaluating and saving on the way and at the end. Raises RunError where a run cannot go on."""
     state, config = run.state, run.config
     last = config.train.train_iters
     if state.iteration >= last:
         print_rank_0(f"trained {state.iteration} of --train-iters {last} iterations already; raise it to go on")
-    batches = data_iterator(run, run.datasets[0], state.consumed_samples) if state.iteration < last else None
+    passed_over = _passed_over(run)
+    batches = (
+        data_iterator(run, run.datasets[0], state.consumed_samples, passed_over) if state.iteration < last else None
+    )
     window = _Window(run)
-    start = saved = state.iteration
-    watch = GradientWatch(run.engine.deepspeed.module)
+    saved = state.iteration
+    watch: GradientWatch | None = GradientWatch(run.engine.deepspeed.module)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     with bar, Wishes(config.checkpoint.exit_duration_in_mins) as wishes:
         wish = Wish.NOTHING
         while state.iteration < last and wish is not Wish.SAVE_AND_STOP:
-            mpu.get_mesh().rng.begin(state.iteration)
-            step = run.engine.train_batch(batches, lr_at(state.iteration, config))
-            if state.iteration == start:
-                if config.train.keep_freed_memory:  # now that moments have their place and each step asks for the same
-                    device_module.keep_freed_memory(run.device)
-                for warning in watch.warnings(step):
-                    print_rank_0(warning)
-            state.iteration += 1
-            state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, run.global_batch)
-            state.consumed_samples += run.global_batch
-            state.consumed_tokens += run.global_batch * sum(run.sample_shape)
+            if passed_over and passed_over(state.consumed_samples):
+                window.pass_over(_advance(run))
+            else:
+                mpu.get_mesh().rng.begin(state.iteration)
+                step = run.engine.train_batch(batches, lr_at(state.iteration, config))
+                if watch:
+                    _first_step(run, watch, step)
+                    watch = None
+                window.add(step, _advance(run))
             bar.update()
-            window.add(step)
+            if due(state.iteration, config.train.check_replicas):
+                check_replicas(run.engine.deepspeed)
             if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
-                window.report(step, lr_at(state.iteration - 1, config))
+                window.report(lr_at(state.iteration - 1, config))
             if due(state.iteration, config.train.eval_interval) and state.iteration < last:
                 window.check()
                 evaluate(run, "valid")
@@ -108,19 +116,44 @@ def train(run: Run) -> None:
             if run.saver.pending and written:
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
-                window.check()
-                run.saver.save(state)
-                saved = state.iteration
-                window.restart()
+                saved = window.save(saved)
     if run.saver.pending:
         run.saver.finish()
     if state.iteration < last:
         print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
         return
     if state.iteration != saved and config.checkpoint.save_at_end:
-        run.saver.save(state, wait=True)
+        window.save(saved, wait=True)
     evaluate(run, "valid")
     evaluate(run, "test")
+
+
+def _advance(run: Run) -> Taken:
+    """Count an iteration and its samples, which were learned from or passed over."""
+    state, count = run.state, run.global_batch
+    state.iteration += 1
+    taken = Taken(state.iteration, state.consumed_samples, count)
+    state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
+    state.consumed_samples += count
+    state.consumed_tokens += count * sum(run.sample_shape)
+    return taken
+
+
+def _first_step(run: Run, watch: GradientWatch, step: Step) -> None:
+    if run.config.train.keep_freed_memory:  # now that moments have their place and each step asks for the same
+        device_module.keep_freed_memory(run.device)
+    for warning in watch.warnings(step):
+        print_rank_0(warning)
+
+
+def _passed_over(run: Run) -> Callable[[int], bool] | None:
+    """By the first sample of an iteration, whether --skip-iterations or --skip-samples leaves it out; None without them."""
+    t, count = run.config.train, run.global_batch
+    skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
+    iteration, consumed = run.state.iteration, run.state.consumed_samples
+    if not skips.iterations and not skips.samples:
+        return None
+    return lambda first: skips.hold(iteration + (first - consumed) // count + 1, first, count)
 
 
 def due(iteration: int, interval: int) -> bool:
@@ -153,43 +186,78 @@ def evaluate(run: Run, part: str) -> float | None:
 
 
 class _Window:
-    """The iterations since the last line: mean loss and speed."""
+    """The iterations since the last line: mean loss, speed, and whether the run may go on."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.losses: list[Tensor] = []
-        self.checked: list[bool] = []  # of each loss, whether it has to be a number
+        least = zero_state.least_loss_scale(run.engine.deepspeed)
+        scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
+        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
+        self.forget()
         self.restart()
 
     def restart(self) -> None:
         """Leave what happened between two lines (an evaluation, a save) out of the speed."""
         self.begin, self.timed = time.perf_counter(), 0
 
-    def add(self, step: Step) -> None:
-        """Keep the loss, unread: reading it would make this process wait for the device."""
-        self.losses.append(step.loss)
-        self.checked.append(not step.skipped)
+    def forget(self) -> None:
+        """What follows belongs to the next line."""
+        self.losses: list[float] = []
+        self.grad_norm, self.skipped, self.left_out = math.nan, 0, 0
+        self.loss_scale: float | None = None
+        self.spikes: list[dict[str, Any]] = []
+
+    def add(self, step: Step, taken: Taken) -> None:
+        self.health.add(step, taken, self.run.state)
+        self.loss_scale = step.loss_scale
         self.timed += 1
 
-    def check(self) -> list[float]:
-        """The losses since the last line. Raises RunError if one is not a number, so that none is saved behind it."""
-        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
-        for at, (loss, checked) in enumerate(zip(losses, self.checked, strict=True)):
-            if checked and not math.isfinite(loss):
-                iteration = self.run.state.iteration - len(losses) + at + 1
-                raise RunError(f"the loss became {loss} at iteration {iteration}; lower --lr or raise --warmup")
-        return losses
+    def pass_over(self, taken: Taken) -> None:
+        """Say that an iteration was left out as it was asked for."""
+        self.check()
+        self.health.passed_over(self.run.state)
+        self.left_out += 1
+        print_rank_0(f"{taken} is passed over, as --skip-iterations or --skip-samples says")
 
-    def report(self, step: Step, lr: float) -> None:
+    def check(self) -> None:
+        """Read losses and norms since this was last called, with one wait for the device. Raises RunError if the run cannot go on."""
+        found = self.health.read()
+        self.losses += found.losses
+        self.skipped += found.skipped
+        if found.norms or found.skipped:
+            self.grad_norm = found.norms[-1] if found.norms else math.inf
+        for taken, loss, median in found.spikes:
+            print_rank_0(f"warning: the loss jumped to {loss:.4f} at {taken}; the median before is {median:.4f}")
+            self.spikes.append({**taken._asdict(), "lm_loss": loss, "median": median})
+        if self.health.fault:
+            if self.run.saver.pending:  # of an iteration before
+                self.run.saver.finish()
+            raise RunError(_sentence(self.run, self.health.fault))
+
+    def save(self, saved: int, wait: bool = False) -> int:
+        """Save what the last applied step left, unless iteration `saved` was that; returns the iteration of the newest save.
+
+        So nothing is saved, and nothing pruned, for steps that were not applied.
+        """
+        self.check()
+        good = self.health.worth_saving(self.run.state)
+        if good.iteration != self.run.state.iteration:
+            print_rank_0(f"no step was applied since iteration {good.iteration}, which is what a checkpoint can hold")
+        if good.iteration != saved:
+            self.run.saver.save(good, wait)
+        self.restart()
+        return good.iteration
+
+    def report(self, lr: float) -> None:
         run, config = self.run, self.run.config
-        losses = self.check()
+        self.check()
         device_module.synchronize(run.device)
         seconds = (time.perf_counter() - self.begin) / max(self.timed, 1)
         tokens_per_second = run.global_batch * sum(run.sample_shape) / seconds if seconds and self.timed else 0.0
         ranks = dist.get_world_size()
         tflops = flops_per_token(run.parameters, config, *run.sample_shape) * tokens_per_second / ranks / 1e12
         peak = device_module.peak_tflops(run.device)
-        loss, grad_norm = sum(losses) / len(losses), float(step.grad_norm)
+        loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
         row: dict[str, Any] = {
             "split": "train",
             "iteration": run.state.iteration,
@@ -197,22 +265,51 @@ class _Window:
             "consumed_tokens": run.state.consumed_tokens,
             "lm_loss": loss,
             "lr": lr,
-            "grad_norm": grad_norm,
-            "loss_scale": step.loss_scale,
+            "grad_norm": self.grad_norm,
+            "loss_scale": self.loss_scale,
+            "skipped_steps": self.skipped,
             "tokens_per_second": tokens_per_second,
             "tflops": tflops,
             "mfu": tflops / peak if peak else None,
             "memory_mb": device_module.peak_memory_mb(run.device),
         }
-        scale = "" if step.loss_scale is None else f" | loss scale {step.loss_scale:g}"
+        row |= {"spikes": self.spikes} if self.spikes else {}
+        row |= {"passed_over": self.left_out} if self.left_out else {}
+        timed = run.timers.take()
+        behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
+        row |= {"straggler": behind._asdict()} if behind else {}
+        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
+        scale = "" if self.loss_scale is None else f" | loss scale {self.loss_scale:g}"
+        skipped = f" | {self.skipped} not applied" if self.skipped else ""
         print_rank_0(
             f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f} | lr {lr:.2e} | "
-            f"grad norm {grad_norm:.3f}{scale} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms"
+            f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms{waits}"
         )
-        timed = run.timers.take()
         if run.resolved.wall_clock_breakdown and self.timed:
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in timed.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
         run.metrics.write(row)
-        self.losses, self.checked = [], []
+        self.forget()
         self.restart()
+
+
+def _sentence(run: Run, fault: Fault) -> str:
+    """Why the run ends, and what can be done. Computes the iteration once more, so that a rank and a parameter can be named."""
+    taken, t = fault.taken, run.config.train
+
+    def again() -> None:
+        mpu.get_mesh().rng.begin(taken.iteration - 1)
+        run.engine.train_batch(data_iterator(run, run.datasets[0], taken.first_sample), 0.0)
+
+    if not fault.streak:
+        return f"the loss became {fault.loss} at {taken}, its gradient did not; lower --lr or raise --warmup"
+    found = culprit.find(run.engine.deepspeed.module, again)
+    why = culprit.words(found, taken.first_sample, t.batch_size * t.gas)
+    begin = taken.iteration - fault.streak + 1
+    skip = f"--skip-iterations {begin}-{taken.iteration} goes on past them, a lower --lr or a longer --warmup may keep them away"
+    if fault.scale is not None:
+        return (
+            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at {taken}: {why}; "
+            f"take --precision bf16 or fp32, or a lower --lr"
+        )
+    return f"{fault.streak} steps in a row were not applied, the last one at {taken}: {why}; {skip}"

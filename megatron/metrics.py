@@ -1,6 +1,7 @@
 """What a run measures: timers, the lines people read, `metrics.jsonl` and TensorBoard."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -129,6 +130,15 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     return (6.0 * (by_encoder * encoder + by_decoder * decoder) + 12.0 * inner * products) / (encoder + decoder)
 
 
+def _plain(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and TensorBoard on rank 0; does nothing elsewhere.
 
@@ -166,8 +176,9 @@ class MetricsWriter:
         os.replace(temporary, path)
 
     def write(self, row: dict[str, Any]) -> None:
+        """A row of numbers, texts, and lists and dicts of such; of a number that is not finite, null is written."""
         if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
             self._file.flush()
         if self._board is not None:
             split = row.get("split", "train")

@@ -40,6 +40,12 @@ def each_of(*choices: Any) -> Callable[[Any], str | None]:
     return lambda values: None if set(values) <= set(choices) else f"may name {', '.join(map(str, choices))} alone"
 
 
+def is_range(word: str) -> bool:
+    """Whether this is a number, or two with a dash between them of which the second is no less."""
+    first, dash, last = word.partition("-")
+    return first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
+
+
 def opt(default: Any, help: str, check: Callable[[Any], str | None] | None = None) -> Any:
     """A setting with its default, the help of its flag, and a check that returns what is wrong."""
     return field(default=default, metadata={"help": help, "check": check})

@@ -17,6 +17,7 @@ import tds
 
 from . import device as device_module
 from . import mpu
+from .agreement import same_everywhere
 from .arguments import build_parser, parse, with_values
 from .checkpointing import Saver, start_or_resume
 from .compiling import compile_layers
@@ -116,6 +117,7 @@ def set_up(
     device = initialize_megatron(config)
     timers = Timers(device)
     config, tokenizer, run_dir = together(lambda: _prepare(config, name, tokenizer_provider))
+    same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     start(config, tokenizer, timers)
     _say_what_runs(config, resolved, device)
     datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))

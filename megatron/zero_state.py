@@ -5,6 +5,7 @@ tensor-parallel part). Reading is a collective over the data-parallel ranks wher
 all of them must ask for the same parameters in the same order.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,6 +149,46 @@ def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
     for key, value in state.items():
         if hasattr(scaler, key):
             setattr(scaler, key, value)
+
+
+def least_loss_scale(engine: Any) -> float | None:
+    """Where fp16's dynamic loss scale cannot fall any more; None where it is not dynamic. The engine then goes on skipping steps."""
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    if not engine.fp16_enabled() or not hasattr(scaler, "min_scale"):
+        return None
+    scaler.raise_error_at_min_scale = False  # a bare Exception; who drives the engine says it better
+    return float(scaler.min_scale)
+
+
+def heed_copies(engine: Any) -> None:
+    """Let DeepSpeed's optimizers leave out a step, too, if the gradient of a copied or tied weight is not finite on one rank alone.
+
+    Their norms count such weights on one rank, so that the others would apply it. ZeRO 1 and 2 in fp32 and ZeRO 3 then
+    look at all gradients, which is one more pass over them and one more wait for the device.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "get_grads_for_norm"):
+        optimizer.get_grads_for_norm = partial(_with_copies, optimizer, optimizer.get_grads_for_norm)
+    elif hasattr(optimizer, "_get_norm_groups"):
+        optimizer._get_norm_groups = partial(_invalid_if_any_is, optimizer, optimizer._get_norm_groups)
+    elif hasattr(optimizer, "check_grad_overflow"):
+        optimizer.check_grad_overflow = True
+
+
+def _with_copies(optimizer: Any, honest: Any, for_clipping: bool = False) -> Any:
+    """What the bf16 optimizer takes the norm of, and 0 times the norms of the rest, which is nan unless they are finite."""
+    found = honest(for_clipping)
+    if for_clipping:
+        return found
+    counted, experts = found
+    known = {id(grad) for grad in counted}
+    rest = [grad for grads in optimizer.fp32_groups_gradients for grad in grads if id(grad) not in known]
+    return [*counted, *([0 * torch.stack(list(torch._foreach_norm(rest))).sum()] if rest else [])], experts
+
+
+def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:
+    optimizer.check_overflow()
+    return [*honest(), *([float("inf")] if optimizer.overflow else [])]
 
 
 def use_fp64(engine: Any) -> None:

@@ -11,19 +11,22 @@ def clip_grad_norm(module: nn.Module, grid: Any, limit: float, device: torch.dev
     """Scale the gradients of this rank's `module` to a global norm of at most `limit` (0: leave them); the norm before.
 
     A tied weight counts on the first of its stages alone, a weight that is not split over the
-    tensor-parallel ranks (no `tensor_model_parallel` on it) on the first of them.
+    tensor-parallel ranks (no `tensor_model_parallel` on it) on the first of them. The norm is not finite if any
+    gradient on any rank is not, that of a copy which does not count included.
     """
     grads = {p: p.grad for p in module.parameters() if p.grad is not None}
     copies_elsewhere = grid.get_slice_parallel_rank() > 0
-    mine = [
-        grad
-        for p, grad in grads.items()
-        if not getattr(p, "ds_pipe_replicated", False)
-        and (not copies_elsewhere or getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False))
-    ]
+    mine: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
+    for p, grad in grads.items():
+        split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
+        counts = not getattr(p, "ds_pipe_replicated", False) and (not copies_elsewhere or split)
+        (mine if counts else copies).append(grad.norm())
     total = torch.zeros((), dtype=torch.float64, device=device)
     if mine:
-        total += torch.stack([g.norm() for g in mine]).double().square().sum()
+        total += torch.stack(mine).double().square().sum()
+    if copies:
+        total += 0 * torch.stack(copies).double().square().sum()  # which is nan unless all are finite
     dist.all_reduce(total, group=grid.get_model_parallel_group())
     norm = total.sqrt()
     if limit > 0 and grads:

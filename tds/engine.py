@@ -75,7 +75,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self._scale = torch.ones((), device=self.device)
-        self._progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
+        self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
 
     # ---------------------------------------------------------------- public
 
@@ -99,7 +99,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         finally:
             timer.stop()
         self._report("train_loss", self.agg_train_loss)
-        line = self._progress.step(self.global_steps, self.train_batch_size(), self._losses.named)
+        line = self.progress.step(self.global_steps, self.train_batch_size(), self._losses.named)
         if line:
             timer.elapsed(reset=True)
             if self.global_rank == 0:
@@ -113,11 +113,11 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             )
         self._begin(self.micro_batches)
         self._run(list(self.schedule(self.stage_id, self.num_stages, self.micro_batches)), self.micro_batches)
-        with self._progress.timed("Reduce"):
+        with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
             self._exec_reduce_tied_grads()
             self._exec_reduce_grads()
-        with self._progress.timed("Step"), quietly():
+        with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
         self.agg_train_loss = self._share_losses()
@@ -184,7 +184,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         self._borders.begin_step(instructions, micros)
         for instruction in instructions:
             self._at(instruction)
-            with self._progress.timed(type(instruction).__name__):
+            with self.progress.timed(type(instruction).__name__):
                 self._DO[type(instruction)](self, (instruction.micro, instruction.chunk))
         self._at("waiting until its last messages have left")
         for channel in self._channels:

@@ -10,25 +10,37 @@ from torch import Tensor
 
 from ._deepspeed import finish
 
+COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
+
 
 class Progress:
-    """every: steps between two lines; none without. breakdown: measure each kind of instruction, which waits for the device."""
+    """every: steps between two lines; none without. breakdown: measure each kind of instruction, which waits for the device.
+
+    On a CPU `busy` are the seconds that this rank itself computed, waiting for no other stage, since it was last set to 0.
+    """
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
         self.device, self.every, self.breakdown = device, every, breakdown
         self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last line
         self._since = time.perf_counter()
+        self._on_cpu = device.type == "cpu"
+        self.busy = 0.0
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        if not self.breakdown:
+        computes = self._on_cpu and what in COMPUTING
+        if not self.breakdown and not computes:
             yield
             return
         finish(self.device)
         begin = time.perf_counter()
         yield
         finish(self.device)
-        self._seconds[what] += time.perf_counter() - begin
+        took = time.perf_counter() - begin
+        if computes:
+            self.busy += took
+        if self.breakdown:
+            self._seconds[what] += took
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
         """After each step: the line to print, if it is time for one. samples: of a step."""

@@ -3,6 +3,7 @@
 An optimizer decays a weight with a gradient of zeros (AdamW), but leaves one without a gradient as it is.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -66,8 +67,23 @@ class Reductions:
     """What the engine does otherwise than DeepSpeed's between the last backward pass and the optimizer's step."""
 
     def clip_fp32_gradients(self: Any) -> None:
-        """Scale the gradients to the global norm; DeepSpeed's own counts the first stage alone."""
-        self._global_grad_norm = clip_grad_norm(self.module, self.grid, self.gradient_clipping(), self.device)
+        """Scale the gradients to the global norm; DeepSpeed's own counts the first stage alone.
+
+        Without any gradient where the norm is not finite: an optimizer then leaves weights, moments and step counts as
+        they are, and as all ranks know the same norm, all of them do. A `torch.amp.GradScaler` sees to that itself.
+        """
+        norm = self._global_grad_norm = clip_grad_norm(self.module, self.grid, self.gradient_clipping(), self.device)
+        if getattr(self, "torch_autocast_z0_gradscaler", None):
+            return
+        self.optimizer.overflow = not math.isfinite(norm)  # which DeepSpeed counts as a skipped step
+        if self.optimizer.overflow:
+            self.module.zero_grad(set_to_none=True)
+
+    def _take_model_step(self: Any, lr_kwargs: Any) -> None:
+        wrapped = self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()
+        if not wrapped and not self.gradient_clipping():  # else DeepSpeed asks for the norm, or its own optimizer does
+            self.clip_fp32_gradients()
+        super()._take_model_step(lr_kwargs)  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.dp_world_size == 1:

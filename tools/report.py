@@ -22,7 +22,8 @@ def read_metrics(run_dir: Path) -> list[Row]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows: list[Row] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null says nan
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:

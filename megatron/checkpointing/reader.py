@@ -14,6 +14,7 @@ from megatron.config import Config
 from megatron.model.layers import global_parameters
 
 from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
+from .stream import CODES
 
 
 class CheckpointReader:
@@ -52,6 +53,9 @@ class CheckpointReader:
         entry = self.tensors[key]
         if dim != entry["dim"]:  # stored along another dimension: the whole of it is needed
             return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
+        if begin == end:  # a rank that holds padding alone
+            empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]
+            return torch.empty(empty, dtype=self._dtype(key))
         found = []
         for piece in sorted(entry["pieces"], key=lambda p: int(p["begin"])):
             low, high = max(begin, piece["begin"]), min(end, piece["end"])
@@ -62,6 +66,10 @@ class CheckpointReader:
         if sum(part.shape[dim] for part in found) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are not all there")
         return torch.cat(found, dim) if len(found) > 1 else found[0]
+
+    def _dtype(self, key: str) -> torch.dtype:
+        some = next(piece for piece in self.tensors[key]["pieces"] if piece["begin"] < piece["end"])
+        return next(d for d, code in CODES.items() if code == self._file(some["file"]).get_slice(key).get_dtype())
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
         """This rank's part of `key`, laid out as `parameter`, padding as zeros, fp32 or fp64."""

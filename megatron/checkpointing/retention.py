@@ -1,16 +1,18 @@
-"""Which checkpoints stay: the newest few, and every so many iterations one for good."""
+"""Which checkpoints stay: the newest few, every so many iterations one for good, and always one that is whole."""
 
 import shutil
 from pathlib import Path
 
 from .files import latest_name
+from .whole import is_whole
 
 
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
     """Delete older checkpoints.
 
     keep_last: how many of the newest stay; None keeps all. keep_every: those of iterations divisible by
-    it stay, too. The one that `latest` names always stays. Each is renamed before it is deleted, so
+    it stay, too. The one that `latest` names always stays, and the newest one whose files hold all that its index
+    names: whatever went wrong with newer ones, there is one to go back to. Each is renamed before it is deleted, so
     that a crash leaves no half of one under its name.
     """
     if keep_last is None:
@@ -20,6 +22,9 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
     dropped = [
         name for name in names[:-keep_last] if name != latest and not (keep_every and int(name[5:]) % keep_every == 0)
     ]
+    if dropped:
+        whole = next((name for name in reversed(names) if is_whole(folder / name)), None)
+        dropped = [name for name in dropped if name != whole]
     for name in dropped:
         doomed = folder / f"{name}.old.tmp"
         shutil.rmtree(doomed, ignore_errors=True)

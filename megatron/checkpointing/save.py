@@ -1,6 +1,7 @@
 """Saving: every rank writes its share, at once or in the background, and rank 0 makes the whole of it valid."""
 
 import json
+import math
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu, zero_state
+from megatron.agreement import check_replicas
 from megatron.config import Config
 from megatron.model.layers import global_parameters
 from megatron.options import describe
@@ -22,6 +24,7 @@ from .files import FORMAT, WEIGHT, publish
 from .retention import prune
 from .state import TrainState
 from .stream import Entry, Slot, StreamWriter, write_entries
+from .whole import check_whole
 
 Place = dict[str, Any]  # of a piece in its whole: dim, begin, end, shape
 
@@ -70,6 +73,7 @@ class Saver:
         self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, what the index needs of that moment
         self._thread: threading.Thread | None = None
         self._report: dict[str, Any] | None = None
+        self._expected: dict[str, list[int]] = {}
         self._problem: str | None = None
 
     def save(self, state: TrainState, wait: bool = False) -> None:
@@ -91,8 +95,12 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: TrainState) -> None:
-        """Write this rank's share of a checkpoint of `state.iteration`, or copy it and let a thread write. Raises RunError."""
+        """Write this rank's share of a checkpoint of `state.iteration`, or copy it and let a thread write. Raises RunError.
+
+        What goes wrong with this rank's share alone, `finish` says on all ranks.
+        """
         assert not self.pending, "finish() comes before the next begin()"
+        check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
         temporary = _temporary(final)
 
@@ -111,20 +119,24 @@ class Saver:
         mesh = mpu.get_mesh()
         path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
         parts = _parts(self.engine, optimizer["moments"])
-        values: Iterable[tuple[str, Tensor]] = _values(self.engine, parts)
+        self._expected = _expected(parts)
         self._report, self._problem = None, None
-        if self.background:
-            values = [(key, value.to("cpu", copy=True)) for key, value in values]
-            self._thread = threading.Thread(target=self._write, args=(path, parts, values), daemon=True)
-            self._thread.start()
-        else:
+        values = _values(self.engine, parts)
+        if not self.background:
             self._write(path, parts, values)
+            return
+        try:
+            copies = _copies(values)
+            self._thread = threading.Thread(target=self._write, args=(path, parts, copies), daemon=True)
+            self._thread.start()
+        except Exception as error:  # no memory, no thread: the others must hear of it
+            self._thread, self._problem = None, _words(error)
 
     def _write(self, path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> None:
         try:
             self._report = _write_share(path, parts, values)
-        except OSError as error:
-            self._problem = describe(error)
+        except Exception as error:
+            self._problem = _words(error)
 
     def finish(self) -> Path:
         """Wait for every rank's share, then make the checkpoint valid. Returns its folder. Raises RunError alike on all ranks."""
@@ -140,12 +152,15 @@ class Saver:
                 raise OSError(self._problem)
 
         self._guard(settle, temporary)
-        reports = [report for report in _gather(self._report) if report]
+        told = _gather((self._report, self._expected))
+        reports = [report for report, _ in told if report]
+        expected = {key: shape for _, each in told for key, shape in each.items()}
 
         def make_valid() -> None:
             if is_rank_0():
                 seed = mpu.get_mesh().rng.seed
                 tensors = _merge(reports)
+                check_whole(temporary, tensors, expected)
                 text = index_text(
                     config=self.config, fingerprint=self.fingerprint, tensors=tensors, rng_seed=seed, **content
                 )
@@ -196,6 +211,28 @@ def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fing
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _words(error: Exception) -> str:
+    """What went wrong, in one line; of what no user can have meant, with its kind."""
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__} "
+    return f"{kind}{describe(error)}" if str(error) else type(error).__name__
+
+
+def _copies(values: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Of all of them, on the CPU. Goes through to the end whatever happens, as reading may be a collective."""
+    copied: list[tuple[str, Tensor]] = []
+    problem: Exception | None = None
+    for key, value in values:
+        if problem is None:
+            try:
+                copied.append((key, value.to("cpu", copy=True)))
+            except Exception as error:
+                problem = error
+                copied.clear()
+    if problem is not None:
+        raise problem
+    return copied
+
+
 def _temporary(final: Path) -> Path:
     return final.with_name(final.name + ".tmp")
 
@@ -211,10 +248,20 @@ def _parts(engine: Any, moments: list[str]) -> list[_Part]:
         load[writer[name]] += torch.Size(mpu.local_shape(parameter)).numel()
     parts = []
     for name, parameter in every:
-        mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank)
+        _, begin, end = mpu.own_rows(parameter)  # a rank may hold padding of the vocabulary alone
+        mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
         parts.append(_Part(name, parameter, kinds, mine))
     return parts
+
+
+def _expected(parts: list[_Part]) -> dict[str, list[int]]:
+    """key -> shape of the whole of what a checkpoint must hold by what this rank knows: all weights, and the moments it writes."""
+    return {
+        f"{kind}.{part.name}": list(mpu.full_shape(part.parameter))
+        for part in parts
+        for kind in (part.kinds if part.mine else [WEIGHT])
+    }
 
 
 def _values(engine: Any, parts: list[_Part]) -> Iterator[tuple[str, Tensor]]:
@@ -229,8 +276,9 @@ def _values(engine: Any, parts: list[_Part]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
-    """The file of this rank; None where it has nothing to write. Raises OSError."""
+    """The file of this rank; None where it has nothing to write. Raises OSError, and ValueError for a weight that is not finite."""
     values = iter(values)
+    learned = {part.name for part in parts if part.parameter.requires_grad}
     slots, places, learns = [], {}, set()
     for name, parameter, kinds, _ in (part for part in parts if part.mine):
         dim, begin, end = mpu.own_rows(parameter)
@@ -252,12 +300,19 @@ def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Ten
             for key, value in values:
                 writer.add(key, value)
                 kind, name = key.split(".", 1)
+                if kind == WEIGHT and name in learned and not _finite(value):
+                    raise ValueError(f"the weight {name} is not finite")
                 if name.startswith("tied_modules.") and kind != WEIGHT and value.count_nonzero():
                     learns.add(name)
     finally:
         for _ in values:  # reading may be a collective, and the others wait for this rank
             pass
     return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": learns}
+
+
+def _finite(x: Tensor) -> bool:
+    """Without a tensor of answers, which would need memory."""
+    return not x.numel() or all(map(math.isfinite, (each.item() for each in torch.aminmax(x))))
 
 
 def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:

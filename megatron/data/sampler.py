@@ -1,6 +1,6 @@
 """Which samples a rank reads when: arithmetic on the number of samples consumed so far."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -14,17 +14,28 @@ class ConsecutiveSampler(Sampler[list[int]]):
     not depend on how many ranks or micro-batches share them.
 
     consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
+    passed_over: of the first sample of an iteration, whether that iteration is left out; its samples are not even read.
     """
 
-    def __init__(self, batch_size: int, gas: int, data_rank: int, data_size: int, consumed_samples: int = 0) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        gas: int,
+        data_rank: int,
+        data_size: int,
+        consumed_samples: int = 0,
+        passed_over: Callable[[int], bool] | None = None,
+    ) -> None:
         self.batch_size, self.gas = batch_size, gas
         self.data_rank, self.data_size = data_rank, data_size
-        self.consumed_samples = consumed_samples
+        self.consumed_samples, self.passed_over = consumed_samples, passed_over
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.consumed_samples
         share = self.batch_size * self.gas
         while True:
+            while self.passed_over and self.passed_over(start):
+                start += share * self.data_size
             for micro in range(self.gas):
                 first = start + self.data_rank * share + micro * self.batch_size
                 yield list(range(first, first + self.batch_size))

@@ -23,15 +23,18 @@ def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
 def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
     """The 2-norm of the gradients of the whole model, the same on every rank, fp32 (fp64 for fp64).
 
-    Gradients must already agree over the data-parallel ranks.
+    Gradients must already agree over the data-parallel ranks. It is not finite if any gradient on any rank of the
+    model is not, that of a copy which does not count included.
     """
     mesh = mesh or current()
-    grads = [p.grad for p in parameters if p.grad is not None and counts_here(p, mesh.model.rank)]
-    dtype = torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32
-    norms = torch._foreach_norm([g.detach().to(dtype) for g in grads]) if grads else ()
-    device = grads[0].device if grads else "cpu"
-    total = torch.stack(list(norms)).double().square().sum() if grads else torch.zeros((), dtype=torch.float64)
-    total = total.to(device)
+    there = [(p.grad.detach(), counts_here(p, mesh.model.rank)) for p in parameters if p.grad is not None]
+    dtype = torch.promote_types(there[0][0].dtype, torch.float32) if there else torch.float32
+    total = torch.zeros((), dtype=torch.float64, device=there[0][0].device if there else "cpu")
+    for counted in (True, False):
+        grads = [grad.to(dtype) for grad, counts in there if counts is counted]
+        if grads:
+            squares = torch.stack(list(torch._foreach_norm(grads))).double().square().sum()
+            total += squares if counted else 0 * squares  # which is nan unless all are finite
     if mesh.replica.size > 1:
         dist.all_reduce(total, group=mesh.replica.group)
     return total.sqrt().to(dtype)

@@ -16,7 +16,7 @@ from megatron import device as device_module
 from megatron.arguments import parse
 from megatron.ds_config import resolve
 from megatron.initialize import world_size
-from megatron.training import set_up, train
+from megatron.training import Run, set_up, train
 from tests.conformance.engines import remembered_groups
 from tests.support import losses
 
@@ -56,6 +56,15 @@ def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
 
 
 def _run(start: Start, data: str, vocab_file: str) -> None:
+    run = make(start, data, vocab_file)
+    if start.save_first:
+        run.saver.save(run.state, wait=True)
+    train(run)
+    run.metrics.close()
+
+
+def make(start: Start, data: str, vocab_file: str) -> Run:
+    """A run that is ready to train."""
     name = start.model.split("-")[0]
     entry = importlib.import_module(f"pretrain_{name}")
     argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --data-path {data} --vocab-file {vocab_file}"
@@ -67,11 +76,7 @@ def _run(start: Start, data: str, vocab_file: str) -> None:
         entry.forward_step,
         entry.count_targets,
     )
-    run = set_up(config, resolved, *providers, name, getattr(entry, "tokenizer_provider", None))
-    if start.save_first:
-        run.saver.save(run.state, wait=True)
-    train(run)
-    run.metrics.close()
+    return set_up(config, resolved, *providers, name, getattr(entry, "tokenizer_provider", None))
 
 
 def losses_of(run_dir: Path) -> list[float]:

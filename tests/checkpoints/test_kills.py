@@ -52,12 +52,12 @@ def _die_at(count: int, target: Any, name: str) -> None:
 
 def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
     """The body of a rank that will not come to its end."""
-    import megatron.training
+    from megatron import loop
     from megatron.checkpointing import stream
 
     if kill.rank in (None, int(os.environ["RANK"])):
         if kill.moment == "read":  # a batch has been read, no step was made
-            honest = megatron.training.data_iterator
+            honest = loop.data_iterator
 
             def broken(*args: Any) -> Any:
                 batches = honest(*args)
@@ -66,9 +66,9 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
                 reads = enumerate(batches)
                 return (os.kill(os.getpid(), signal.SIGKILL) if n == kill.count else batch for n, batch in reads)
 
-            megatron.training.data_iterator = broken  # type: ignore[assignment]
+            loop.data_iterator = broken  # type: ignore[assignment]
         elif kill.moment == "step":  # the step was made, nobody has counted it
-            _die_at(kill.count, megatron.training, "extend")
+            _die_at(kill.count, loop, "extend")
         elif kill.moment == "write":  # in the middle of a file
             _die_at(kill.count * 7, stream.StreamWriter, "add")
         elif kill.moment == "files":  # between any two changes of the folder

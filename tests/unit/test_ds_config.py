@@ -40,6 +40,7 @@ def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
     ("content", "argv", "message"),
     [
         ({"train_batchsize": 1}, (), "unknown key 'train_batchsize'; did you mean train_batch_size?"),
+        ({"bf16": {"check_grad_overflow": False}}, (), "gradients that are not finite would be applied; remove it"),
         ({"optimizer": {}}, (), "'optimizer' has no effect here; remove it and use --optimizer, --lr"),
         ({"gradient_clipping": 0.5}, ("--clip-grad", "1"), "gradient_clipping = 0.5, --clip-grad says 1.0"),
         ({"steps_per_print": 5}, ("--log-interval", "7"), "steps_per_print = 5, --log-interval says 7"),

@@ -1,0 +1,206 @@
+"""Nothing incomplete is published, whatever goes wrong in a writer, and nothing whole is deleted for it."""
+
+import contextlib
+import io
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron import mpu, runtime, zero_state
+from megatron.arguments import parse
+from megatron.checkpointing import (
+    CheckpointError,
+    CheckpointReader,
+    TrainState,
+    find_checkpoint,
+    load_checkpoint,
+    prune,
+)
+from megatron.checkpointing import save as save_module
+from megatron.checkpointing.stream import StreamWriter
+from megatron.checkpointing.whole import check_whole, is_whole
+from megatron.ds_config import resolve
+from megatron.engine import build_engine
+from megatron.initialize import initialize_megatron
+from megatron.loop import train
+from megatron.metrics import Timers
+from megatron.model import GPT2Model
+from megatron.runtime import RunError
+from tests.conformance.engines import remembered_groups
+from tests.support import on_ranks
+
+from .runs import Start, make, whole_tensors
+
+
+def _memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError
+
+
+_HONEST = torch.Tensor.to
+
+
+def _no_copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _memory() if kwargs.get("copy") else _HONEST(self, *args, **kwargs)
+
+
+def _thread(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A writer that dies without a word."""
+
+
+class _NoThread(threading.Thread):
+    start = _thread
+
+
+FAULTS: dict[str, tuple[Any, str, Any, str]] = {
+    "memory in a thread": (StreamWriter, "add", _memory, "rank 1: MemoryError"),
+    "no thread to hash": (ThreadPoolExecutor, "submit", _thread, "rank 1: RuntimeError can't start new thread"),
+    "no thread to write": (save_module.threading, "Thread", _NoThread, "rank 1: RuntimeError can't start new thread"),
+    "memory for the copy": (torch.Tensor, "to", _no_copy, "rank 1: MemoryError"),
+    "no word": (save_module.Saver, "_write", _nothing, "no rank has written"),
+}
+
+
+@contextlib.contextmanager
+def _struck(target: Any, name: str, by: Any) -> Iterator[None]:
+    honest = getattr(target, name)
+    setattr(target, name, by)
+    try:
+        yield
+    finally:
+        setattr(target, name, honest)
+
+
+def _break_saves(folder: str, data: str, vocab_file: str) -> dict[str, str]:
+    """By fault, what this rank is told; rank 1 alone is struck, while it saves a second checkpoint."""
+    told = {}
+    with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
+        begin()
+        flags = "--precision fp32 --batch-size 2 --train-iters 1 --async-save --keep-last 1 --zero-stage 1"
+        run = make(Start("gpt2", Path(folder), flags), data, vocab_file)
+        train(run)
+        run.metrics.close()
+        later = TrainState(iteration=2)
+        for name, (target, attribute, by, _) in FAULTS.items():
+            with _struck(target, attribute, by) if dist.get_rank() == 1 else contextlib.nullcontext():
+                run.saver.begin(later)
+                if run.saver._thread is not None:
+                    run.saver._thread.join()
+            with pytest.raises(RunError) as error:
+                run.saver.finish()
+            told[name] = str(error.value)
+        weight = next(p for p in run.engine.deepspeed.module.parameters() if p.dim() == 1)
+        zero_state.set_weight(weight, torch.full_like(weight, float("nan")))
+        with pytest.raises(RunError) as error:
+            run.saver.save(later, wait=True)
+        told["nan"] = str(error.value)
+    return told
+
+
+def test_every_error_of_a_writer_ends_the_save_and_nothing_else(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    for told in on_ranks(2, _break_saves, str(tmp_path), tiny_data, vocab_file):
+        for name, (*_, words) in FAULTS.items():
+            assert f"could not save a checkpoint in {tmp_path}/checkpoints: {words}" in told[name], name
+            assert told[name].endswith("earlier checkpoints are as they were"), name
+        assert "is not finite" in told["nan"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iter_0000001", "latest"]
+    CheckpointReader(find_checkpoint(str(tmp_path))).verify()
+
+
+@pytest.fixture
+def three(tmp_path: Path, tiny_data: str, vocab_file: str) -> Path:
+    on_ranks(1, _three, str(tmp_path), tiny_data, vocab_file)
+    return tmp_path / "checkpoints"
+
+
+def _three(folder: str, data: str, vocab_file: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        flags = "--precision fp32 --batch-size 2 --train-iters 3 --save-interval 1"
+        run = make(Start("gpt2", Path(folder), flags), data, vocab_file)
+        train(run)
+        run.metrics.close()
+
+
+def test_the_newest_whole_checkpoint_stays(three: Path) -> None:
+    """Two newer ones were published with nothing in them, and with less rows than the index says."""
+    for name in ("iter_0000002", "iter_0000003"):
+        assert is_whole(three / name)
+    index = json.loads((three / "iter_0000003" / "checkpoint.json").read_text())
+    check_whole(three / "iter_0000003", index["tensors"])
+    key, entry = next((k, e) for k, e in index["tensors"].items() if e["shape"][0] > 4)
+    entry["pieces"][0]["end"] -= 1
+    with pytest.raises(CheckpointError, match="does not hold"):
+        check_whole(three / "iter_0000003", index["tensors"])
+    entry["pieces"] = []
+    with pytest.raises(CheckpointError, match=f"rows 0 and on of '{key}' were written by no rank"):
+        check_whole(three / "iter_0000003", index["tensors"])
+    with pytest.raises(CheckpointError, match="no rank has written 'weight.x'"):
+        check_whole(three / "iter_0000003", {}, {"weight.x": [1]})
+    for file in (three / "iter_0000003").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-4])
+    next((three / "iter_0000002").glob("*.safetensors")).unlink()
+    prune(three, 1, None)
+    assert sorted(path.name for path in three.iterdir()) == ["iter_0000001", "iter_0000003", "latest"]
+    shutil.rmtree(three / "iter_0000003")
+    (three / "latest").write_text("iter_0000001\n")
+    CheckpointReader(find_checkpoint(str(three))).verify()
+
+
+PADDED = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 65 --batch-size 2 --precision fp32"
+
+
+def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, torch.Tensor]]:
+    """65 tokens over two ranks, of which one has padding alone. The rows of this rank when it saves, and after loading."""
+    config = parse(f"{PADDED} --model-parallel-size {ranks}".split())
+    initialize_megatron(config)
+    runtime.start(config, None, Timers())
+    text = torch.randint(65, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
+        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
+
+    def new() -> Any:
+        model = GPT2Model(config)
+        return build_engine(
+            model, config, resolve(config, ranks, False), forward_step, lambda _: torch.tensor(16.0), Timers()
+        )
+
+    def rows(engine: Any) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, p in engine.deepspeed.module.named_parameters():
+            dim, begin, end = mpu.own_rows(p)
+            found[name] = p.detach().narrow(dim, 0, end - begin).clone()
+        return found
+
+    engine = new()
+    engine.train_batch(iter([{}]), 1e-2)
+    saved = rows(engine)
+    if save:
+        save_module.save_checkpoint(folder, engine.deepspeed, TrainState(1, 2), config, "")
+        engine = new()
+    load_checkpoint(find_checkpoint(folder), engine.deepspeed, config, "")
+    return [saved, rows(engine)]
+
+
+def test_a_rank_with_padding_alone_saves_and_loads(tmp_path: Path) -> None:
+    for rank, (saved, loaded) in enumerate(on_ranks(2, _small_vocabulary, str(tmp_path), 2, True)):
+        assert saved["embedding.word_embeddings.weight"].shape == ((65, 0)[rank], 16)
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    whole = whole_tensors(tmp_path / "iter_0000001")
+    for _, loaded in on_ranks(1, _small_vocabulary, str(tmp_path), 1, False):
+        assert loaded["embedding.word_embeddings.weight"].shape == (65, 16)
+        for name, value in loaded.items():
+            assert torch.equal(value, torch.from_numpy(whole[f"weight.{name}"])), name

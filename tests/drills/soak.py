@@ -1,0 +1,213 @@
+"""Hours of a run's life in minutes: a random fault every so many iterations, and the end must be that of an undisturbed run.
+
+    python -m tests.drills.soak --iterations 2000 --every 100
+
+GPT-2 on two pipeline stages and T5 on two replicas, each started by tools/launch.py, which restarts ranks that died. What
+happens is drawn from FAULTS; where a fault ends the launcher, too, the same command is given again, as a user would.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from tests.materials import random_corpus, small_tokenizer
+from tests.support import ROOT
+
+SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --batch-size 2 --gas 2"
+RUN = "--log-interval 10 --save-interval 20 --keep-last 2 --eval-iters 0 --warmup 10 --lr 1e-3 --precision fp32 --no-tensorboard"
+MODELS = {
+    "gpt2, pp 2": ("pretrain_gpt2.py", "--pipe-parallel-size 2 --pipeline-timeout 30"),
+    "t5, dp 2": (
+        "pretrain_t5.py",
+        "--enc-seq-length 32 --num-sentinels 20 --distributed-timeout-minutes 0.5 --async-save",
+    ),
+}
+
+
+class Seen(NamedTuple):
+    """Of the ranks at one moment of a run that nobody disturbs."""
+
+    iteration: int
+    megabytes: float
+    descriptors: int
+
+
+class Soak:
+    """One model, one folder: a launcher, its ranks, and what is done to them."""
+
+    def __init__(self, argv: list[str], run_dir: Path) -> None:
+        self.argv, self.run_dir = argv, run_dir
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.starts, self.seen = 0, list[Seen]()
+
+    def start(self) -> None:
+        self.starts += 1
+        log = open(self.run_dir.with_suffix(".log"), "ab")  # noqa: SIM115  # the child's
+        self.launcher = subprocess.Popen(self.argv, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that train; those that read data for them have other command lines."""
+        return [p for p in self.processes() if any("pretrain_" in word for word in p.info["cmdline"][:4])]
+
+    def processes(self) -> Iterator[Any]:
+        for process in psutil.process_iter(["cmdline"]):
+            line = process.info["cmdline"] or []
+            if str(self.run_dir) in line and "tools/launch.py" not in line:
+                yield process
+
+    def iteration(self) -> int:
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        with contextlib.suppress(ValueError):
+            return int(json.loads(lines[-1])["iteration"]) if lines else 0
+        return 0
+
+    def look(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            ranks = self.ranks()
+            if ranks:
+                memory = sum(p.memory_info().rss for p in ranks) / 2**20
+                self.seen.append(Seen(self.iteration(), memory, sum(p.num_fds() for p in ranks)))
+
+    def losses(self) -> dict[int, float]:
+        rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return {row["iteration"]: row["lm_loss"] for row in rows if row["split"] == "train"}
+
+
+def _one_rank(number: int) -> Callable[[Soak, random.Random], None]:
+    def act(soak: Soak, dice: random.Random) -> None:
+        ranks = soak.ranks()
+        if ranks:
+            dice.choice(ranks).send_signal(number)
+
+    return act
+
+
+def _freeze(soak: Soak, dice: random.Random) -> None:
+    """For longer than the others wait."""
+    ranks = soak.ranks()
+    if ranks:
+        dice.choice(ranks).send_signal(signal.SIGSTOP)
+
+
+def _launcher(number: int) -> Callable[[Soak, random.Random], None]:
+    def act(soak: Soak, dice: random.Random) -> None:
+        assert soak.launcher is not None
+        soak.launcher.send_signal(number)
+
+    return act
+
+
+FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
+    "a rank is killed": _one_rank(signal.SIGKILL),
+    "a rank is told to save and stop": _one_rank(signal.SIGTERM),
+    "a rank freezes": _freeze,
+    "the launcher is killed": _launcher(signal.SIGKILL),
+    "the launcher is told to save and stop": _launcher(signal.SIGTERM),
+    "the launcher is told to save": _launcher(signal.SIGUSR1),
+    "Ctrl-C": _launcher(signal.SIGINT),
+}
+
+
+def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, patience: float) -> Counter[str]:
+    """Until the last iteration; a fault every `every` iterations, None for none. Raises RuntimeError where nothing moves any more."""
+    done: Counter[str] = Counter()
+    soak.start()
+    assert soak.launcher is not None
+    due, moved, before = every or iterations + 1, time.monotonic(), 0
+    while True:
+        time.sleep(0.2)
+        now = soak.iteration()
+        if now != before:
+            before, moved = now, time.monotonic()
+            if every is None:
+                soak.look()
+        code = soak.launcher.poll()
+        if code is not None and now >= iterations:
+            return done
+        if code is not None:
+            soak.start()  # what a user does who reads that the same command continues
+            moved = time.monotonic()
+        elif now >= due and now < iterations:
+            what = dice.choice(list(FAULTS))
+            done[what] += 1
+            print(f"  iteration {now}: {what}", flush=True)
+            FAULTS[what](soak, dice)
+            due = now + int(every * dice.uniform(0.7, 1.3)) if every else iterations + 1
+        if time.monotonic() - moved > patience:
+            raise RuntimeError(f"nothing moved for {patience:.0f} s after iteration {now}; see {soak.run_dir}.log")
+
+
+def command(model: str, run_dir: Path, data: str, vocab_file: str, iterations: int) -> list[str]:
+    script, flags = MODELS[model]
+    return [
+        sys.executable, "tools/launch.py", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1000", script,
+        *SIZES.split(), *RUN.split(), *flags.split(), "--train-iters", str(iterations), "--split", "1",
+        "--run-dir", str(run_dir), "--data-path", data, "--vocab-file", vocab_file,
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=100, help="iterations between two faults, about")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience", type=float, default=300.0, help="seconds without a step after which it has failed"
+    )
+    parser.add_argument("--folder", type=Path, help="where runs and logs stay (default: a temporary folder)")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder = args.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_file = small_tokenizer(folder)
+    data = random_corpus(folder, vocab_file)
+    bad = 0
+    for model in args.models:
+        dice, name = random.Random(args.seed), model.split(",")[0]
+        whole, hurt = (
+            Soak(
+                command(model, folder / f"{name}-{kind}", data, vocab_file, args.iterations), folder / f"{name}-{kind}"
+            )
+            for kind in ("whole", "hurt")
+        )
+        print(f"{model}: undisturbed", flush=True)
+        run(whole, args.iterations, None, dice, args.patience)
+        print(f"{model}: with faults", flush=True)
+        begin = time.monotonic()
+        done = run(hurt, args.iterations, args.every, dice, args.patience)
+        time.sleep(2)
+        left = [*whole.processes(), *hurt.processes()]
+        expected, found = whole.losses(), hurt.losses()
+        equal = found == expected
+        quarter = [seen for seen in whole.seen if seen.iteration >= args.iterations // 4] or whole.seen
+        bad += not equal or bool(left)
+        print(
+            f"{model}: {sum(done.values())} faults ({', '.join(f'{n} x {w}' for w, n in done.items())}), {hurt.starts} commands, "
+            f"{time.monotonic() - begin:.0f} s\n"
+            f"  losses: {len(expected)} lines, {'equal to the last bit' if equal else 'NOT EQUAL'}; the last {found.get(args.iterations)} "
+            f"and {expected.get(args.iterations)}\n"
+            f"  memory of the undisturbed ranks: {quarter[0].megabytes:.0f} MB after a quarter, {quarter[-1].megabytes:.0f} MB at the end; "
+            f"descriptors {quarter[0].descriptors} and {quarter[-1].descriptors}\n"
+            f"  processes left: {len(left)}",
+            flush=True,
+        )
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Ranks that were started differently do not train, and copies of weights that differ are not saved."""
+
+import contextlib
+import io
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron import mpu
+from megatron.agreement import check_replicas, fingerprint
+from megatron.arguments import parse
+from megatron.initialize import initialize_megatron
+from megatron.loop import train
+from megatron.model.layers import global_parameters
+from megatron.runtime import RunError
+from megatron.stragglers import Straggler, slowest
+from tests.checkpoints.runs import Start, make
+from tests.conformance.engines import remembered_groups
+from tests.support import covering, on_ranks
+
+DIFFERENT = {
+    "--lr 1e-3": ("--lr 2e-3", "--lr is 0.001 on rank 0 and 0.002 on rank 2"),
+    "--seed 1": ("--seed 2", "--seed is 1 on rank 0 and 2 on rank 2"),
+    "--gas 1": ("--gas 2", "--gas is 1 on rank 0 and 2 on rank 2"),
+    "--pipe-parallel-size 3": ("", "--pipe-parallel-size is 3 on rank 0 and 0 on rank 2"),
+    "--no-eod-mask-loss --lr 1e-3": (
+        "--eod-mask-loss --lr 2e-3",
+        "--eod-mask-loss is False on rank 0 and True on rank 2; --lr is",
+    ),
+}
+
+
+def _start_differently(folder: str) -> list[str]:
+    rank, told = dist.get_rank(), []
+    for usual, (other, _) in DIFFERENT.items():
+        with pytest.raises(RunError) as error:
+            initialize_megatron(parse((other if rank == 2 else usual).split()))
+        told.append(str(error.value))
+    own = Path(folder) / str(rank)  # as on nodes whose files differ
+    own.mkdir()
+    os.chdir(own)
+    Path("ds.json").write_text(json.dumps({"gradient_clipping": float(rank == 2)}))
+    with pytest.raises(RunError) as error:
+        initialize_megatron(parse(["--deepspeed-config", "ds.json"]))
+    return [*told, str(error.value)]
+
+
+def test_ranks_that_were_started_differently_say_so(tmp_path: Path) -> None:
+    """All of them, in one sentence with the setting and both values, before any group is made that not all would join."""
+    for told in on_ranks(3, _start_differently, str(tmp_path)):
+        for sentence, (_, words) in zip(told, DIFFERENT.values(), strict=False):
+            assert sentence.startswith(words)
+            assert sentence.endswith(": start all ranks with the same settings and versions")
+        assert told[-1].startswith("the SHA-256 of --deepspeed-config ds.json is ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_fingerprint_sees_every_bit_and_every_place(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    raw, seen = x.view(torch.uint8), {int(fingerprint(x))}
+    for at in range(raw.numel()):
+        for bit in range(8):
+            changed = raw.clone()
+            changed.view(-1)[at] ^= 1 << bit
+            seen.add(int(fingerprint(changed.view(dtype).view(7, 5))))
+    assert len(seen) == 8 * raw.numel() + 1
+    assert int(fingerprint(x.T.contiguous())) not in seen
+    assert int(fingerprint(x[:0])) == 0
+
+
+def test_a_fingerprint_goes_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(10.0)
+    monkeypatch.setattr("megatron.agreement.AT_ONCE", 4)
+    assert int(fingerprint(x)) != int(fingerprint(torch.cat([x[4:8], x[:4], x[8:]])))
+
+
+LAYOUTS = {  # with the weight in which a bit is flipped on the last rank
+    "dp2": ("--precision fp32", "layers.0.mlp.dense_h_to_4h.weight"),
+    "dp2-zero1-bf16": ("--precision bf16", "embedding.word_embeddings.weight"),
+    "dp2-zero2": ("--precision fp32 --zero-stage 2", "final_norm.norm.bias"),
+    "tp2": ("--precision fp32 --model-parallel-size 2 --hidden-dropout 0.1", "layers.1.input_layernorm.weight"),
+    "tp2-bf16": (
+        "--precision bf16 --model-parallel-size 2 --sequence-parallel",
+        "final_norm.norm.weight",
+    ),
+    "tp2-zero3": ("--precision fp32 --model-parallel-size 2 --zero-stage 3", "layers.0.attention.dense.bias"),
+    "pp2": ("--precision fp32 --pipe-parallel-size 2 --gas 2", "embedding.word_embeddings.weight"),
+    "dp2-pipe1": ("--precision bf16 --pipe-parallel-size 1", "layers.1.mlp.dense_4h_to_h.bias"),
+}
+IN_CI = ["dp2", "tp2", "pp2"]
+
+
+def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str, list[str]]:
+    """What is said at a save, and between saves, when a bit was flipped on the last rank alone."""
+    told: dict[str, list[str]] = {}
+    with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
+        for name in names:
+            begin()
+            flags, where = LAYOUTS[name]
+            common = "--num-layers 2 --batch-size 2 --train-iters 4 --save-interval 1 --keep-last 2 --check-replicas 1"
+            run = make(Start("gpt2", Path(folder) / name, f"{common} {flags}"), data, vocab_file)
+            train(run)  # copies do not drift by themselves
+            if dist.get_rank() == dist.get_world_size() - 1:
+                weight: Any = next(p for n, p in global_parameters(run.engine.deepspeed.module) if n == where)
+                own = getattr(weight, "ds_tensor", weight)
+                with torch.no_grad():
+                    own.view(-1)[:1].view(torch.uint8)[0] ^= 1
+            told[name] = []
+            for action in (
+                lambda run=run: run.saver.save(run.state, wait=True),
+                lambda run=run: check_replicas(run.engine.deepspeed),
+            ):
+                with pytest.raises(RunError) as error:
+                    action()
+                told[name].append(str(error.value))
+            run.metrics.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    "names", covering([IN_CI, [n for n in LAYOUTS if n not in IN_CI]], lambda names: names is IN_CI)
+)
+def test_copies_that_differ_by_a_bit_are_not_saved(
+    names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    for told in on_ranks(2, _flip, names, str(tmp_path), tiny_data, vocab_file, timeout=300):
+        for name in names:
+            for sentence in told[name]:
+                assert sentence.startswith(f"the weight {LAYOUTS[name][1]} is another on rank 1 than on rank 0"), (
+                    sentence
+                )
+    for name in names:
+        left = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+        assert left == ["iter_0000003", "iter_0000004", "latest"]
+
+
+def _minority() -> list[str]:
+    """Three replicas: the one that differs is named, whichever it is."""
+    mpu.initialize_model_parallel(1, 1)
+    told = []
+    for victim in range(3):
+        layer = torch.nn.Linear(2, 2)
+        torch.nn.init.ones_(layer.weight)
+        torch.nn.init.constant_(layer.bias, 2.0 if dist.get_rank() == victim else 1.0)
+        with pytest.raises(RunError) as error:
+            check_replicas(SimpleNamespace(module=layer, device=torch.device("cpu")))
+        told.append(str(error.value))
+    return told
+
+
+def test_of_three_the_one_that_differs_is_named() -> None:
+    for told in on_ranks(3, _minority):
+        for victim, sentence in enumerate(told):
+            assert sentence.startswith(f"the weight bias is another on rank {victim} than on rank {int(victim == 0)},")
+
+
+def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) -> dict[str, str]:
+    """The last line of a run whose last rank is slow in each forward pass."""
+    told = {}
+    with remembered_groups() as begin:
+        for name, flags in names.items():
+            begin()
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                common = (
+                    "--num-layers 2 --batch-size 1 --train-iters 3 --save-interval 0 --log-interval 3 --no-save-at-end"
+                )
+                run = make(Start("gpt2", Path(folder) / name, f"{common} --precision fp32 {flags}"), data, vocab_file)
+                if dist.get_rank() == dist.get_world_size() - 1:
+                    run.engine.deepspeed.module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+                train(run)
+                run.metrics.close()
+            told[name] = said.getvalue()
+    return told
+
+
+def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    flags = {"dp2": "", "pp2": "--pipe-parallel-size 2"}
+    told = on_ranks(2, _wait_for, flags, str(tmp_path), tiny_data, vocab_file)[0]
+    for name in flags:
+        (line,) = [line for line in told[name].splitlines() if "tokens/s" in line]
+        assert "| rank 1 takes " in line, line
+        row = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        assert row["straggler"]["rank"] == 1
+
+
+def test_who_is_far_behind() -> None:
+    assert slowest([(1.0, 0), (1.1, 0), (1.2, 0)], 3.0) is None
+    assert slowest([(1.0, 0), (1.1, 0), (2.2, 0)], 3.0) == Straggler(2, 2.0)
+    assert slowest([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, "stages have other layers"
+    assert slowest([(0.001, 0), (0.005, 0)], 3.0) is None, "nobody waits for so little"
+    assert slowest([(0.0, 0), (0.0, 1)], 3.0) is None

@@ -1,0 +1,231 @@
+"""A gradient that is no number, on one rank: no rank applies the step, nothing is saved for it, and the run says where it was."""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron import mpu, zero_state
+from megatron.loop import Run, train
+from megatron.model.layers import global_parameters
+from megatron.runtime import RunError
+from tests.checkpoints.runs import Start, make, whole_tensors
+from tests.conformance.engines import remembered_groups
+from tests.support import covering, on_ranks
+
+SMALL = "--num-layers 2 --batch-size 2 --train-iters 4 --save-interval 0"
+BAD = 2  # of the iterations, counted from 0
+
+
+class Layout(NamedTuple):
+    """where: the parameter whose gradient is spoilt, on the last rank: a copied or tied one where there are any."""
+
+    flags: str
+    where: str = "layers.1.input_layernorm.weight"
+
+
+LAYOUTS = {
+    "dp2": Layout("--precision fp32 --zero-stage 0"),
+    "dp2-unclipped-sgd": Layout("--precision fp32 --zero-stage 0 --optimizer sgd --clip-grad 0"),
+    "dp2-zero1": Layout("--precision fp32 --zero-stage 1"),
+    "dp2-zero3-bf16": Layout("--precision bf16 --zero-stage 3"),
+    "dp2-zero2-bf16": Layout("--precision bf16 --zero-stage 2"),
+    "dp2-zero1-bf16": Layout("--precision bf16 --zero-stage 1"),
+    "dp2-fp64": Layout("--precision fp64"),
+    "dp2-pipe1-unclipped": Layout("--precision fp32 --pipe-parallel-size 1 --clip-grad 0"),
+    "pp2": Layout("--precision fp32 --pipe-parallel-size 2", "final_norm.norm.weight"),
+    "pp2-zero1": Layout("--precision fp32 --pipe-parallel-size 2 --zero-stage 1", "embedding.word_embeddings.weight"),
+    "pp2-zero1-bf16": Layout("--precision bf16 --pipe-parallel-size 2", "embedding.word_embeddings.weight"),
+    "pp2-fp64": Layout("--precision fp64 --pipe-parallel-size 2", "embedding.word_embeddings.weight"),
+    "tp2": Layout("--precision fp32 --model-parallel-size 2"),
+    "tp2-zero1": Layout("--precision fp32 --model-parallel-size 2 --zero-stage 1"),
+    "tp2-zero3": Layout("--precision fp32 --model-parallel-size 2 --zero-stage 3"),
+    "tp2-zero1-bf16": Layout("--precision bf16 --model-parallel-size 2"),
+    "tp2-zero2-bf16": Layout("--precision bf16 --model-parallel-size 2 --zero-stage 2"),
+    "tp2-pipe1": Layout("--precision fp32 --model-parallel-size 2 --pipe-parallel-size 1"),
+}
+IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16"]
+
+
+def spoil(run: Run, where: str, iterations: Iterable[int], value: float = float("nan")) -> None:
+    """Let the last rank's gradient of `where` be no number in these iterations."""
+    if torch.distributed.get_rank() < torch.distributed.get_world_size() - 1:
+        return
+    found = [p for name, p in global_parameters(run.engine.deepspeed.module) if name == where]
+    assert found, [name for name, _ in global_parameters(run.engine.deepspeed.module)]
+    bad = set(iterations)
+    rng = mpu.get_mesh().rng
+    found[0].register_hook(lambda g: torch.full_like(g, value) if rng.iteration in bad else g)  # type: ignore[no-untyped-call]
+
+
+def everything(run: Run) -> list[bytes]:
+    """Of this rank: what the forward pass reads, master weights, moments, the optimizer's step count."""
+    ds = run.engine.deepspeed
+    found = [str(zero_state.get_step(ds)).encode()]
+    names = zero_state.moment_names(ds)
+    for name, p in global_parameters(ds.module):
+        tensors = [getattr(p, "ds_tensor", p), zero_state.get_weight(p)]
+        tensors += [zero_state.get_moment(ds, p, m) for m in names]
+        found += [
+            name.encode() + t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in tensors
+        ]
+    return found
+
+
+def watched(run: Run) -> list[list[bytes]]:
+    """Fills with what there is before the first step and after each."""
+    found = [everything(run)]
+    honest: Callable[..., Any] = run.engine.train_batch
+
+    def train_batch(*args: Any) -> Any:
+        step = honest(*args)
+        found.append(everything(run))
+        return step
+
+    run.engine.train_batch = train_batch  # type: ignore[method-assign]
+    return found
+
+
+def _one_bad_step(
+    flags: dict[str, Layout], folder: str, data: str, vocab_file: str
+) -> dict[str, tuple[list[bool], str]]:
+    """By layout, whether each step changed anything on this rank, and what rank 0 printed."""
+    results = {}
+    with remembered_groups() as begin:
+        for name, layout in flags.items():
+            begin()
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                more = "--gas 2" if "pp2" in name else ""
+                run = make(Start("gpt2", Path(folder) / name, f"{SMALL} {layout.flags} {more}"), data, vocab_file)
+                spoil(run, layout.where, [BAD])
+                found = watched(run)
+                train(run)
+                run.metrics.close()
+            changed = [a != b for a, b in zip(found, found[1:], strict=False)]
+            assert found[-1][0] == (b"0" if "sgd" in name else b"3"), (name, found[-1][0])  # SGD counts none
+            results[name] = changed, said.getvalue()
+    return results
+
+
+@pytest.mark.parametrize(
+    "names", covering([IN_CI, [n for n in LAYOUTS if n not in IN_CI]], lambda names: names is IN_CI)
+)
+def test_no_rank_applies_a_step_that_is_bad_on_one(
+    names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """Weights, master weights and moments after it are those before it, byte by byte; the steps around it are made."""
+    chosen = {name: LAYOUTS[name] for name in names}
+    found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)
+    for name in names:
+        for rank in range(2):
+            assert found[rank][name][0] == [True, True, False, True], (name, rank)
+        text = (tmp_path / name / "metrics.jsonl").read_text()
+        assert "NaN" not in text
+        assert "Infinity" not in text
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 0], name
+        assert rows[BAD]["grad_norm"] is None
+        assert "| 1 not applied |" in found[0][name][1], name
+
+
+def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_file: str) -> dict[str, str]:
+    """With how it ended. Of each case: flags, where it is spoilt, and from which iteration on. A case + goes on where one
+    without it ended, with gradients that are spoilt up to iteration 5 alone."""
+    ends = {}
+    with remembered_groups() as begin:
+        for name, (flags, where, since) in cases.items():
+            begin()
+            with contextlib.redirect_stdout(io.StringIO()):
+                run = make(Start("gpt2", Path(folder) / name.rstrip("+"), f"{SMALL} {flags}"), data, vocab_file)
+                spoil(run, where, range(since, 5 if name.endswith("+") else 100))
+                try:
+                    train(run)
+                except RunError as error:
+                    ends[name] = str(error)
+                run.metrics.close()
+    return ends
+
+
+NORM = "layers.1.input_layernorm.weight"
+STAYS = "--train-iters 9 --save-interval 1 --keep-last 1 --max-skipped-steps 3"
+ENDS = {
+    "dp2-fp32": (f"--precision fp32 {STAYS}", NORM, 2),
+    "pp2-bf16-late": (f"--precision bf16 --pipe-parallel-size 2 {STAYS} --log-interval 9 --save-interval 2", NORM, 3),
+    "dp2-async": (f"--precision bf16 --async-save {STAYS}", NORM, 2),
+    "dp2-async+": (f"--precision bf16 {STAYS} --max-skipped-steps 1 --skip-iterations 3-5", NORM, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "some",
+    covering([["dp2-fp32", "dp2-fp16"], ["pp2-bf16-late", "dp2-async", "dp2-async+"]], lambda some: "dp2-fp16" in some),
+)
+def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
+    some: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """And goes on past what spoilt it, if it is told to."""
+    (tmp_path / "fp16.json").write_text(
+        json.dumps({"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
+    )
+    fp16 = {"dp2-fp16": (f"--deepspeed-config {tmp_path}/fp16.json {STAYS} --train-iters 20", NORM, 2)}
+    cases = {name: case for name, case in (ENDS | fp16).items() if name in some}
+    whole = {
+        "dp2-fp32": "3 steps in a row were not applied, the last one at iteration 5 (samples 16 to 19): the gradient of "
+        f"{NORM} is not finite on rank 1 (its samples: 18 to 19); --skip-iterations 3-5 goes on past them, a lower "
+        "--lr or a longer --warmup may keep them away",
+        "dp2-fp16": "the loss scale of fp16 is at its minimum 1, and still the gradient overflows at iteration 5 "
+        f"(samples 16 to 19): the gradient of {NORM} is not finite on rank 1 (its samples: 18 to 19); take --precision "
+        "bf16 or fp32, or a lower --lr",
+        "pp2-bf16-late": "3 steps in a row were not applied, the last one at iteration 6 (samples 10 to 11): the gradient "
+        f"of {NORM} is not finite on rank 1 (its samples: 10 to 11); --skip-iterations 4-6",
+        "dp2-async": "3 steps in a row were not applied, the last one at iteration 5",
+    }
+    for ends in on_ranks(2, _ends, cases, str(tmp_path), tiny_data, vocab_file, timeout=300):
+        assert ends.keys() == {name for name in some if name in whole}, "with --skip-iterations it comes to its end"
+        for name, words in ends.items():
+            assert words.startswith(whole[name]), words
+    for name, good in (("dp2-fp32", 2), ("pp2-bf16-late", 3), ("dp2-async", 9)):
+        folder = tmp_path / name / "checkpoints"
+        if name in some:
+            assert sorted(path.name for path in folder.iterdir()) == [f"iter_000000{good}", "latest"], name
+            index = json.loads((folder / f"iter_000000{good}" / "checkpoint.json").read_text())
+            assert index["state"]["iteration"] == good
+
+
+def _all(starts: list[tuple[Start, list[int]]], data: str, vocab_file: str) -> None:
+    with remembered_groups() as begin:
+        for start, bad in starts:
+            begin()
+            with contextlib.redirect_stdout(io.StringIO()):
+                run = make(start, data, vocab_file)
+                spoil(run, NORM, bad)
+                train(run)
+                run.metrics.close()
+
+
+@pytest.mark.parametrize("workers", covering([0, 1], lambda workers: not workers))
+def test_passing_over_a_batch_is_what_leaving_out_its_step_is(
+    workers: int, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """The same weights and the same place in the data as with the bad step, also after a resume, and by sample numbers."""
+    flags = "--precision fp32 --save-interval 2 --train-iters 6"
+    over = "--skip-iterations 3"
+    starts = [
+        (Start("gpt2", tmp_path / "bad", f"{SMALL} {flags}"), [2]),
+        (Start("gpt2", tmp_path / "over", f"{SMALL} {flags} {over} --num-workers {workers}"), []),
+        (Start("gpt2", tmp_path / "samples", f"{SMALL} {flags} --skip-samples 9-10"), []),
+        (Start("gpt2", tmp_path / "again", f"{SMALL} {flags} {over} --exit-interval 2"), []),
+        (Start("gpt2", tmp_path / "again", f"{SMALL} {flags} {over}"), []),
+    ]
+    on_ranks(2, _all, starts, tiny_data, vocab_file, timeout=300)
+    ends = {name: tmp_path / name / "checkpoints" / "iter_0000006" for name in ("bad", "over", "samples", "again")}
+    states = {name: json.loads((end / "checkpoint.json").read_text())["state"] for name, end in ends.items()}
+    wanted = {key: value.tobytes() for key, value in whole_tensors(ends["bad"]).items()}
+    for name, end in ends.items():
+        assert states[name] == states["bad"], name
+        assert {key: value.tobytes() for key, value in whole_tensors(end).items()} == wanted, name

@@ -1,0 +1,120 @@
+"""Steps that are not applied, and losses that jump: what a run concludes from its numbers, read late."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import TrainState
+from megatron.data.sampler import ConsecutiveSampler
+from megatron.data.skips import Skips, parse_ranges
+from megatron.engine import Step, leave_out_unless_finite
+from megatron.health import Health, Taken
+from megatron.metrics import MetricsWriter
+
+NAN, INF = math.nan, math.inf
+
+
+def feed(health: Health, norms: list[Any], scales: list[float | None] | None = None, losses: Any = None) -> None:
+    for i, norm in enumerate(norms):
+        loss = torch.tensor(losses[i] if losses else 2.0, dtype=torch.float64)
+        step = Step(loss, norm, scales[i] if scales else None, skipped=bool(scales) and not math.isfinite(norm))
+        health.add(step, Taken(i + 1, 8 * i, 8), TrainState(i + 1, 8 * i + 8))
+
+
+def test_steps_in_a_row_are_counted_over_reads() -> None:
+    health = Health(TrainState(), 3)
+    feed(health, [1.0, torch.tensor(NAN), torch.tensor(INF), 1.0, NAN])
+    found = health.read()
+    assert (found.skipped, found.norms, health.fault) == (3, [1.0, 1.0], None)
+    assert health.worth_saving(TrainState(5)).iteration == 4
+    feed(health, [NAN, NAN])
+    health.read()
+    assert health.fault is not None
+    assert health.fault.streak == 3
+
+
+def test_a_loss_that_is_none_with_a_gradient_that_is_one() -> None:
+    health = Health(TrainState(), 3)
+    feed(health, [1.0, 1.0], losses=[1.0, NAN])
+    health.read()
+    assert health.fault is not None
+    assert (health.fault.taken.iteration, health.fault.streak) == (2, 0)
+
+
+def test_fp16_may_search_for_its_scale_and_ends_at_the_least_one() -> None:
+    health = Health(TrainState(), 2, 64.0, 1.0)
+    feed(health, [INF] * 6 + [1.0], [32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0])
+    assert health.read().skipped == 6
+    assert health.fault is None
+    assert health.worth_saving(TrainState(9)).iteration == 9, "the scale that was found so far is worth a checkpoint"
+    feed(health, [INF], [1.0])
+    health.read()
+    assert health.fault is not None
+    assert health.fault.scale == 1.0
+    later = Health(TrainState(), 2, 64.0, 1.0)
+    feed(later, [1.0, INF, INF], [64.0, 32.0, 16.0])
+    later.read()
+    assert later.fault is not None
+    assert later.fault.scale is None
+
+
+def test_jumps_are_named_and_noise_is_not() -> None:
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).mul(0.05).add(3.0).tolist()
+    noise[120] = 4.5
+    health = Health(TrainState(), 3)
+    feed(health, [1.0] * 200, losses=noise)
+    (spike,) = health.read().spikes
+    assert str(spike.taken) == "iteration 121 (samples 960 to 967)"
+    assert spike.median == pytest.approx(3.0, abs=0.05)
+    falling = Health(TrainState(), 3)
+    feed(falling, [1.0] * 60, losses=[10 * 0.9**i for i in range(60)])
+    assert falling.read().spikes == []
+
+
+def test_metrics_stay_json(tmp_path: Path) -> None:
+    writer = MetricsWriter(str(tmp_path), 0, True, False)
+    writer.write({"iteration": 1, "lm_loss": NAN, "spikes": [{"a": INF}], "b": {"c": (-INF, 1.0)}})
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"iteration": 1, "lm_loss": null, "spikes": [{"a": null}], "b": {"c": [null, 1.0]}}\n'
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_passed_over_iterations_leave_the_others_their_samples(replicas: int) -> None:
+    skips = Skips(parse_ranges(["2"]), parse_ranges(["15-16"]))
+    read = []
+    for rank in range(replicas):
+        sampler = ConsecutiveSampler(2, 4 // replicas // 2, rank, replicas, 0, lambda n: skips.hold(n // 4 + 1, n, 4))
+        micros = iter(sampler)
+        read.append([next(micros) for _ in range(3 * (4 // replicas // 2))])
+    flat = sorted(n for rank in read for micro in rank for n in micro)
+    assert flat == [*range(4), *range(8, 12), *range(20, 24)], (
+        "iteration 2, and those of samples 15 and 16, are left out"
+    )
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam fp64", "sgd"])
+def test_an_optimizer_is_told_to_change_nothing(kind: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(5, dtype=torch.float64 if "64" in kind else torch.float32))
+    optimizer = (
+        torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        if kind == "sgd"
+        else torch.optim.AdamW([weight], lr=0.1, fused=True)
+    )
+
+    def step(gradient: float) -> list[bytes]:
+        weight.grad = torch.full_like(weight, gradient)
+        leave_out_unless_finite(optimizer, weight.grad.norm())
+        optimizer.step()
+        optimizer.zero_grad()
+        state = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor)]
+        return [t.detach().numpy().tobytes() for t in (weight, *state)]
+
+    first = step(1.0)
+    assert step(NAN) == first
+    assert step(INF) == first
+    assert step(1.0) != first
