@@ -54,7 +54,14 @@ class ParallelConfig(Section):
         False, "keep only layer inputs and compute activations again in the backward pass"
     )
     checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
-    distributed_timeout_minutes: float = opt(10.0, "a collective that takes longer ends the run", at_least(0.01))
+    startup_timeout_minutes: float = opt(
+        30.0, "until the first step: how long ranks wait for each other, e.g. for a model to be loaded", at_least(0.01)
+    )
+    distributed_timeout_minutes: float = opt(
+        10.0,
+        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run with a report",
+        at_least(0.01),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,6 +208,10 @@ class OptimConfig(Section):
     lr_decay_style: str = opt("cosine", "how it falls after the warm-up", one_of("cosine", "linear", "constant"))
     lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))
     warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", between(0, 1))
+    override_lr_schedule: bool = opt(
+        False,
+        "after loading the learning rate follows these flags, not the schedule that the checkpoint was trained by",
+    )
     weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
     clip_grad: float | None = opt(
         None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", at_least(0)
@@ -224,6 +235,9 @@ class CheckpointConfig(Section):
     )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
     save_at_end: bool = opt(True, "save behind the last iteration")
+    failed_saves: int = opt(
+        3, "how many saves in a row may fail, for want of space or so, before the run ends; 0 for none", at_least(0)
+    )
     keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
     keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
     exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
@@ -240,6 +254,9 @@ class CheckpointConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
+    override_lock: bool = opt(
+        False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
+    )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
     tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
 

@@ -4,8 +4,11 @@ A key may be left out or say "auto": then the flag decides. A key that nothing w
 refused, so whatever stands in the file takes effect.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any
+
+from tds import _deepspeed as tds_deepspeed
 
 from .arguments import nearest, read_json
 from .config import Config
@@ -21,6 +24,14 @@ PASSED_ON = REDUCES | {
 RESOLVED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "fp16", "bf16", "steps_per_print", "wall_clock_breakdown",
+}  # fmt: skip
+SECTIONS = {
+    "zero_optimization", "fp16", "bf16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
+}  # fmt: skip
+ENABLED = '{"enabled": true}'
+SECTIONS_LOOK = {"zero_optimization": '{"stage": 1}'}
+NUMBERS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "steps_per_print",
 }  # fmt: skip
 INSTEAD = {
     "optimizer": "--optimizer, --lr, --adam-beta1 and --weight-decay",
@@ -52,9 +63,10 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     Raises ConfigError for unknown keys and for contradictions, with both values.
     """
     path = config.train.deepspeed_config
-    given = {k: v for k, v in (read_json(path) if path else {}).items() if v != "auto"}
+    given = {k: v for k, v in (read_json(path) if path else {}).items() if v not in ("auto", None)}
     path = path or "ds_config"
     _refuse_unknown(given, path)
+    _check_sections(given, path)
     _refuse_blindness(given, path)
     batch = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
@@ -99,6 +111,28 @@ def _refuse_unknown(given: dict[str, Any], path: str) -> None:
             raise ConfigError(f"{path}: {key!r} has no effect here; remove it and use {INSTEAD[key]}")
         if key not in PASSED_ON | RESOLVED:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, PASSED_ON | RESOLVED)}")
+
+
+def _check_sections(given: dict[str, Any], path: str) -> None:
+    """Bring short forms to the long one; raise ConfigError for what is no section, and for a wrong key or value in one."""
+    for key in SECTIONS & given.keys():
+        if isinstance(given[key], bool):
+            given[key] = {"stage": int(given[key])} if key == "zero_optimization" else {"enabled": given[key]}
+        if not isinstance(given[key], dict):
+            raise ConfigError(
+                f"{path}: {key!r} must be an object, such as {SECTIONS_LOOK.get(key, ENABLED)}, not {json.dumps(given[key])}"
+            )
+        given[key] = {name: value for name, value in given[key].items() if value is not None}
+        if given[key].get("enabled") == "auto":
+            del given[key]["enabled"]
+        if not isinstance(given[key].get("enabled", False), bool):
+            raise ConfigError(f"{path}: in {key!r}, 'enabled' must be true or false")
+        problem = tds_deepspeed.complaint(key, given[key])
+        if problem:
+            raise ConfigError(f"{path}: in {key!r}, {problem}")
+    for key in NUMBERS & given.keys():
+        if isinstance(given[key], bool) or not isinstance(given[key], (int, float)):
+            raise ConfigError(f"{path}: {key!r} must be a number, not {json.dumps(given[key])}")
 
 
 def _refuse_blindness(given: dict[str, Any], path: str) -> None:

@@ -152,8 +152,6 @@ def _momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
 _SAME_LOSS = NoEffect("the loss is the same here; torch's attention is one kernel, --compile fuses what else can be")
 _IN_FP32 = NoEffect("attention's kernels add up in fp32 as they are")
 _EVENTS = NoEffect("metrics.jsonl and TensorBoard get what there is, once every --log-interval")
-_BY_FLAGS = NoEffect("the learning rate always follows the flags, also after loading")
-_THAT_RUNS_FLAGS = Refused("give the flags of that run again, or --config with its config.json")
 _WHOLE_LAYERS = Means({"checkpoint_activations": True})
 _SELECTIVE = Means({"checkpoint_attention": True})
 _REALM = Refused("only GPT-2 and T5 are here, no retrieval")
@@ -266,8 +264,11 @@ ROWS = (
     Row("--lr-warmup-fraction", _as("warmup"), float),
     Row("--lr-warmup-iters", Depends(_warmup_iterations, "--warmup, by the iterations of the decay"), int),
     Row("--lr-warmup-samples", Depends(_warmup_samples, "--warmup, by the samples of the decay"), int),
-    Row("--override-lr-scheduler --override-opt_param-scheduler", _BY_FLAGS),
-    Row("--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler", _THAT_RUNS_FLAGS),
+    Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
+    Row(
+        "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
+        NoEffect("it is so without --override-lr-schedule"),
+    ),
     Row("--sgd-momentum", Depends(_momentum, "no effect if 0.9, refused otherwise"), float),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is the same from beginning to end"), float),
     Row("--weight-decay-incr-style", Refused("--weight-decay is the same from beginning to end"), str),

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from . import culprit, mpu, zero_state
 from . import device as device_module
 from .agreement import check_replicas
-from .checkpointing import Saver, TrainState
+from .checkpointing import PatientSaver, TrainState
 from .config import Config
 from .data.position import extend
 from .data.sampler import ConsecutiveSampler, build_loader
@@ -26,6 +26,8 @@ from .gradient_watch import GradientWatch
 from .health import Fault, Health, Taken
 from .metrics import MetricsWriter, Timers, flops_per_token
 from .optim import lr_at
+from .run_folder import release
+from .run_lock import RunLock
 from .runtime import RunError, is_rank_0, print_rank_0
 from .stopping import Wish, Wishes
 from .stragglers import straggler
@@ -44,12 +46,21 @@ class Run:
     engine: Engine
     datasets: Datasets
     state: TrainState
-    saver: Saver
+    saver: PatientSaver
     timers: Timers
     metrics: MetricsWriter
     tokenizer: Tokenizer
     run_dir: Path
     parameters: int  # of the whole model, tied ones once
+    locks: list[RunLock]  # on rank 0
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close its files, and let another run have its directory."""
+        self.metrics.close()
+        release(self.locks)
 
     @property
     def sample_shape(self) -> tuple[int, int]:
@@ -116,14 +127,14 @@ def train(run: Run) -> None:
             if run.saver.pending and written:
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
-                saved = window.save(saved)
+                saved = window.save(saved, must=wish is Wish.SAVE_AND_STOP)
     if run.saver.pending:
         run.saver.finish()
     if state.iteration < last:
         print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
         return
-    if state.iteration != saved and config.checkpoint.save_at_end:
-        window.save(saved, wait=True)
+    if (state.iteration != saved or run.saver.failures) and config.checkpoint.save_at_end:
+        window.save(saved, must=True)
     evaluate(run, "valid")
     evaluate(run, "test")
 
@@ -234,17 +245,18 @@ class _Window:
                 self.run.saver.finish()
             raise RunError(_sentence(self.run, self.health.fault))
 
-    def save(self, saved: int, wait: bool = False) -> int:
+    def save(self, saved: int, must: bool = False) -> int:
         """Save what the last applied step left, unless iteration `saved` was that; returns the iteration of the newest save.
 
+        must: see PatientSaver.save.
         So nothing is saved, and nothing pruned, for steps that were not applied.
         """
         self.check()
         good = self.health.worth_saving(self.run.state)
         if good.iteration != self.run.state.iteration:
             print_rank_0(f"no step was applied since iteration {good.iteration}, which is what a checkpoint can hold")
-        if good.iteration != saved:
-            self.run.saver.save(good, wait)
+        if good.iteration != saved or self.run.saver.failures:
+            self.run.saver.save(good, must=must)
         self.restart()
         return good.iteration
 

@@ -1,5 +1,6 @@
 """What a run measures: timers, the lines people read, `metrics.jsonl` and TensorBoard."""
 
+import errno
 import json
 import math
 import os
@@ -130,6 +131,9 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     return (6.0 * (by_encoder * encoder + by_decoder * decoder) + 12.0 * inner * products) / (encoder + decoder)
 
 
+MOST_WAITING = 100_000  # lines kept in memory until they can be written
+
+
 def _plain(value: Any) -> Any:
     """JSON has no nan and no infinity."""
     if isinstance(value, dict):
@@ -147,12 +151,14 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: str, iteration: int, active: bool, tensorboard: bool) -> None:
-        self._file, self._board = None, None
+        self._path: Path | None = None
+        self._board = None
+        self._waiting: list[str] = []  # lines that could not be written yet
         if not active:
             return
         path = Path(run_dir) / "metrics.jsonl"
         self._forget_after(path, iteration)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # kept open for the whole run
+        self._path = path
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -176,18 +182,57 @@ class MetricsWriter:
         os.replace(temporary, path)
 
     def write(self, row: dict[str, Any]) -> None:
-        """A row of numbers, texts, and lists and dicts of such; of a number that is not finite, null is written."""
-        if self._file is not None:
-            self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
-            self._file.flush()
-        if self._board is not None:
-            split = row.get("split", "train")
+        """A row of numbers, texts, and lists and dicts of such; of a number that is not finite, null is written.
+
+        What cannot be written, for want of space or so, is written with a later one. A note says so.
+        """
+        if self._path is not None:
+            self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
+            self._append(self._path)
+        if self._board is None:
+            return
+        split = row.get("split", "train")
+        try:
             for name, value in row.items():
                 if isinstance(value, (int, float)) and name != "iteration":
                     self._board.add_scalar(f"{split}/{name}", value, row["iteration"])  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever its own thread met
+            self._board = None
+            tqdm.write(
+                f"note: TensorBoard's events are not written any more from iteration {row['iteration']} on: {error}"
+            )
+
+    def _append(self, path: Path) -> None:
+        late = len(self._waiting) > 1
+        try:
+            append_whole(path, "".join(self._waiting))
+        except OSError as error:
+            if not late:
+                tqdm.write(
+                    f"note: {path} cannot be written ({error.strerror}); training goes on, and the lines are kept until it can"
+                )
+            del self._waiting[:-MOST_WAITING]
+            return
+        if late:
+            tqdm.write(f"note: {path} is written again, with the {len(self._waiting) - 1} lines that had to wait")
+        self._waiting.clear()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._path is not None and self._waiting:
+            self._append(self._path)
+        if self._waiting:
+            tqdm.write(f"note: the last {len(self._waiting)} lines of {self._path} were not written")
         if self._board is not None:
             self._board.close()  # type: ignore[no-untyped-call]
+
+
+def append_whole(path: Path, text: str) -> None:
+    """All of `text`, or nothing of it. Raises OSError."""
+    with open(path, "ab", buffering=0) as file:
+        size, data = file.tell(), text.encode()
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise

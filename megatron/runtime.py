@@ -3,6 +3,7 @@
 Only entry scripts ask; the packages below are handed what they need.
 """
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -110,7 +111,8 @@ def leave(code: int) -> NoReturn:
     (about one exit in thirty), so nothing of the shut-down is left to do: files are closed here.
     """
     for worker in multiprocessing.active_children():
-        worker.terminate()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        worker.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            stream.flush()
     os._exit(code)

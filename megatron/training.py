@@ -14,24 +14,29 @@ import torch.distributed as dist
 from torch import nn
 
 import tds
+from tds.diagnose import Watchdog, out_of_memory
 
 from . import device as device_module
-from . import mpu
+from . import mpu, run_folder
 from .agreement import same_everywhere
 from .arguments import build_parser, parse, with_values
-from .checkpointing import Saver, start_or_resume
+from .checkpointing import PatientSaver, Saver, start_or_resume
+from .checkpointing.files import clear
 from .compiling import compile_layers
 from .config import Config
 from .data.corpora import prefixes_of
 from .ds_config import Resolved, resolve
 from .engine import CountTargets, ForwardStep, build_engine
-from .initialize import initialize_megatron, world_size
+from .initialize import initialize_megatron, steps_begin, world_size
 from .loop import Datasets, Run, evaluate, train
 from .metrics import MetricsWriter, Timers
 from .model.layers import count_parameters
 from .options import ConfigError
+from .run_lock import RunLock
 from .runtime import RunError, complaint, is_rank_0, leave, print_rank_0, start, together
+from .stopping import INTERRUPTED, signals_as_before
 from .tokenizer import Tokenizer, load_tokenizer
+from .watch import memory_advice, watched
 
 TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
 
@@ -64,24 +69,26 @@ def pretrain(
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
         build_parser(Path(sys.argv[0]).name).parse_args(["--help"])
+    providers = (train_valid_test_datasets_provider, model_provider, forward_step, count_targets)
     code = 2
-    try:
-        config = parse(argv, args_defaults, world_size(), _tell)
-        resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
-        code = 1
-        providers = (train_valid_test_datasets_provider, model_provider, forward_step, count_targets)
-        run = set_up(config, resolved, *providers, name, tokenizer_provider)
-        train(run)
-    except (RunError, ValueError, OSError) as error:
-        if not exit or os.environ.get("MEGATRON_DEBUG"):
-            raise
-        _complain(error, everywhere=code == 2 or isinstance(error, RunError))
-        leave(code)
-    run.metrics.close()
-    gc.collect()  # ends worker processes that read data
-    dist.barrier()
-    if exit:
-        leave(0)
+    with signals_as_before():
+        try:
+            config = parse(argv, args_defaults, world_size(), _tell)
+            resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
+            code = 1
+            with set_up(config, resolved, *providers, name, tokenizer_provider) as run:
+                train(run)
+            del run
+        except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
+            bug = isinstance(error, RuntimeError) and not isinstance(error, RunError) and not out_of_memory(error)
+            if bug or not exit or os.environ.get("MEGATRON_DEBUG"):
+                raise
+            _complain(error, everywhere=code == 2 or isinstance(error, (RunError, KeyboardInterrupt)))
+            leave(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
+        gc.collect()  # ends worker processes that read data
+        dist.barrier()
+        if exit:
+            leave(0)
     dist.destroy_process_group()
 
 
@@ -91,14 +98,18 @@ def _tell(note: str) -> None:
         print(f"note: {note}", flush=True)
 
 
-def _complain(error: Exception, everywhere: bool) -> None:
+def _complain(error: BaseException, everywhere: bool) -> None:
     """One sentence (of settings a line each) on stderr, from rank 0 alone if all ranks know of it."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
         text = str(error) if isinstance(error, ConfigError) else complaint(error)
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted (Ctrl-C)"
+        elif lack := out_of_memory(error):
+            text = f"{lack}; {Watchdog.advice}"
         print(f"{Path(sys.argv[0]).name}{where}: {text}", file=sys.stderr)
-    else:
+    elif not isinstance(error, KeyboardInterrupt):
         # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
         time.sleep(10)
 
@@ -119,25 +130,59 @@ def set_up(
     config, tokenizer, run_dir = together(lambda: _prepare(config, name, tokenizer_provider))
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     start(config, tokenizer, timers)
-    _say_what_runs(config, resolved, device)
-    datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
-    with tds.pipe.seeded_layers(config.train.seed):
-        model = together(model_provider)
-    parameters = count_parameters(model)
-    compile_layers(model, config)
-    engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
-    save_dir = config.checkpoint.save or str(run_dir / "checkpoints")
-    state = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
+    locks = together(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
+    try:
+        _say_what_runs(config, resolved, device, locks)
+        datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
+        with tds.pipe.seeded_layers(config.train.seed):
+            model = together(model_provider)
+        parameters = count_parameters(model)
+        compile_layers(model, config)
+        engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
+        engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)
+        Watchdog.advice = memory_advice(parameters, config, resolved.precision)
+        save_dir = str(run_folder.save_dir_of(config, run_dir))
+        state, config = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
+        metrics = together(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
+    except BaseException:
+        run_folder.release(locks)
+        raise
+    start(config, tokenizer, timers)
+    steps_begin(config)
     print_rank_0(f"{parameters / 1e6:.2f} million parameters")
-    metrics = MetricsWriter(str(run_dir), state.iteration, is_rank_0(), config.log.tensorboard)
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
+    patient = PatientSaver(saver, config.checkpoint.failed_saves)
     return Run(
-        config, resolved, device, engine, datasets, state, saver, timers, metrics, tokenizer, run_dir, parameters
+        config,
+        resolved,
+        device,
+        engine,
+        datasets,
+        state,
+        patient,
+        timers,
+        metrics,
+        tokenizer,
+        run_dir,
+        parameters,
+        locks,
     )
 
 
+def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
+    """Nothing stands against the run any more: from here on it changes its directory. Raises ValueError."""
+    if is_rank_0():
+        run_folder.refuse_to_forget(config, run_dir, iteration)
+        clear(Path(save_dir))
+        for note in run_folder.accept(config, run_dir, iteration):
+            print_rank_0(f"note: {note}")
+        for each in locks:
+            each.keep()
+    return MetricsWriter(str(run_dir), iteration, is_rank_0(), config.log.tensorboard)
+
+
 def _prepare(config: Config, name: str, provider: TokenizerProvider | None) -> tuple[Config, Tokenizer, Path]:
-    """Load the tokenizer, settle the vocabulary size, make the run directory and write config.json there."""
+    """Load the tokenizer, settle the vocabulary size and the run directory."""
     if config.data.vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
     tokenizer = load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
@@ -149,16 +194,7 @@ def _prepare(config: Config, name: str, provider: TokenizerProvider | None) -> t
             f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}"
         )
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
-    run_dir = Path(config.log.run_dir or _default_run_dir(name))
-    if is_rank_0():
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            temporary = run_dir / f"config.json.{os.getpid()}.tmp"
-            temporary.write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
-            os.replace(temporary, run_dir / "config.json")
-        except OSError as error:
-            raise ValueError(f"cannot write to the run directory {run_dir}: {error.strerror}") from None
-    return config, tokenizer, run_dir
+    return config, tokenizer, Path(config.log.run_dir or _default_run_dir(name))
 
 
 def _default_run_dir(name: str) -> str:
@@ -181,7 +217,7 @@ def _datasets(provider: Callable[[], Datasets], config: Config, tokenizer: Token
     return provider()
 
 
-def _say_what_runs(config: Config, resolved: Resolved, device: torch.device) -> None:
+def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:
     grid = mpu.get_topology()
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
@@ -189,9 +225,11 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device) -> 
         f"({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
-    note = device_module.precision_note(device, resolved.precision)
-    if note:
+    for note in [f"note: {note}" for each in locks for note in each.notes]:
         print_rank_0(note)
+    slow = device_module.precision_note(device, resolved.precision)
+    if slow:
+        print_rank_0(slow)
 
 
 __all__ = ["Run", "evaluate", "pretrain", "set_up", "train"]

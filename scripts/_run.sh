@@ -26,7 +26,7 @@ CORPUS=${CORPUS:-corpus/sample.jsonl}
 VOCAB_SIZE=${VOCAB_SIZE:-4000}
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-configs/ds_config_$NAME.json}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}
 
 # Text to tokens, once; sets DATA_PATH.
 prepare_corpus() {

@@ -7,6 +7,7 @@ borders.py    to whom, over which process groups
 queues.py     that no message waits for ever
 batches.py    the micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
+launched.py   that no rank outlives its launcher
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
@@ -18,6 +19,7 @@ from ._deepspeed import deepspeed as _ds
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
 from .engine import PipelineEngine
+from .launched import end_with_launcher, meet_again
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -36,9 +38,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
     """`deepspeed.init_distributed` with the backend of the device at hand (gloo on a CPU)."""
+    end_with_launcher()
     _deepspeed.prepare()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
+    meet_again(dist_backend, kwargs.get("timeout"))
     _ds.init_distributed(dist_backend, *args, **kwargs)
 
 

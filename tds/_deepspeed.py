@@ -158,6 +158,45 @@ def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+FLOPS_PROFILER = {  # which DeepSpeed itself does not check
+    "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
+}  # fmt: skip
+
+
+def complaint(section: str, content: dict[str, Any]) -> str | None:
+    """What DeepSpeed has against a section of a ds_config, the key first; None if nothing, or if it checks none of it."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    known: dict[str, Any] = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": getattr(precision_config, "DeepSpeedFP16Config", None),
+        "bf16": getattr(precision_config, "DeepSpeedBF16Config", None),
+        "comms_logger": CommsLoggerConfig,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+    }
+    model = known.get(section)
+    strange = sorted(content.keys() - FLOPS_PROFILER) if section == "flops_profiler" else []
+    if strange:
+        return f"{strange[0]!r} is unknown"
+    if model is None:
+        return None
+    try:
+        with quietly():
+            model(**{key: value for key, value in content.items() if value != "auto"})
+    except ValueError as error:  # pydantic's
+        if not hasattr(error, "errors"):
+            raise
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "?"
+        return f"{key!r} is unknown" if first["type"] == "extra_forbidden" else f"{key!r}: {first['msg']}"
+    return None
+
+
 def finish(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type != "cpu":

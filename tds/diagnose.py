@@ -3,7 +3,8 @@
 Every rank has a thread that looks at a shared store a few times a second. Whoever fails or waits
 too long writes so there; then each rank writes what it is doing and its stack, rank 0 prints all
 of it, and everybody leaves with code 1. The store is torch's own, used through a connection of
-its own, so that a blocked collective does not block it.
+its own, so that a blocked collective does not block it. If the process that keeps the store is the
+one that stalls, a second thread of each rank, which asks nobody, ends it.
 """
 
 import atexit
@@ -20,12 +21,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from . import schedule
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the others
+SILENCE_SECONDS = 4 * COLLECT_SECONDS  # in which the store answers, and a report is written
 FAULT, PRINTED = "tds/fault", "tds/printed"
 INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
 
@@ -68,6 +71,14 @@ def describe(what: Any, stage: int, borders: Any) -> str:
     return text
 
 
+def out_of_memory(error: BaseException) -> str | None:
+    """One sentence on an error that is for want of memory; None for any other."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
+        return None
+    return f"is out of memory ({text[:300] or type(error).__name__})"
+
+
 def _callers(error: BaseException) -> list[str]:
     """The lines of the stack above the place where `error` was caught: the user's own script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
@@ -92,14 +103,18 @@ class Watchdog:
     """Knows what this rank is doing, and ends it when any rank is in trouble.
 
     timeout: seconds that one thing may take. describe: turns what was given to `at` into words,
-    called only for a report; it is not kept alive. Of several in one process, e.g. of two engines,
+    called only for a report; it is not kept alive. name: of what is watched and its timeout, for reports. Of several in one process, e.g. of two engines,
     the one that was told something last is the one that looks out.
     """
 
     _latest: "Watchdog | None" = None
+    advice = (
+        "smaller micro-batches (--batch-size), recomputed activations (--checkpoint-activations), more stages or "
+        "model-parallel ranks need less"
+    )
 
-    def __init__(self, timeout: float, describe: Callable[[Any], str]) -> None:
-        self.timeout, self._describe = timeout, weakref.WeakMethod(describe)
+    def __init__(self, timeout: float, describe: Callable[[Any], str], name: str = "pipeline") -> None:
+        self.timeout, self._describe, self._name = timeout, weakref.WeakMethod(describe), name
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._doing: tuple[Any, float] | None = None
         self._main = threading.main_thread().ident or 0
@@ -108,8 +123,11 @@ class Watchdog:
         Watchdog._latest = self
         _print_once()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="tds-watchdog", daemon=True)
-        self._thread.start()
+        self._answered = time.monotonic()
+        targets = (self._watch, self._watch_the_store)
+        self._threads = [threading.Thread(target=target, name="tds-watchdog", daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
         atexit.register(self._stop)
 
     def at(self, what: Any) -> None:
@@ -121,7 +139,7 @@ class Watchdog:
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one failed; returns when rank 0 has printed the report, which then is all that is printed.
 
-        Ctrl-C is no fault to look into: one line, no stacks, and the process ends here.
+        Ctrl-C and want of memory are no faults to look into: one line, no stacks, and the process ends here.
         """
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * COLLECT_SECONDS)  # the thread is about to end this process
@@ -129,13 +147,16 @@ class Watchdog:
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers send it a second time
+        code = INTERRUPTED if interrupted else 1 if (memory := out_of_memory(error)) else 0
         what = "was interrupted (Ctrl-C)" if interrupted else f"raised {type(error).__name__}: {error}"
+        if not interrupted and memory:
+            what = f"{memory} {self._where()}; {self.advice}"
         try:
-            self._announce(f"rank {self.rank} {what}", interrupted)
+            self._announce(f"rank {self.rank} {what}", code)
         except Exception:  # rank 0, which keeps the store, is gone
             self._leave(f"rank {self.rank} lost the connection to the other ranks", "" if interrupted else text)
-        if self._report(text):
-            _exit(INTERRUPTED)
+        if code := self._report(text):
+            _exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _watch(self) -> None:
@@ -147,52 +168,74 @@ class Watchdog:
                 continue
             try:
                 fault = bool(self._store.check([FAULT]))
+                self._answered = time.monotonic()
             except Exception:
                 if doing is None:
                     return  # the run is over, or as good as over
                 self._leave(f"rank {self.rank} lost the connection to the other ranks")
                 return
             if doing is not None and time.monotonic() - doing[1] > self.timeout:
-                self._announce(f"rank {self.rank} has been {self.timeout:g} s at one thing (the pipeline's timeout)")
+                self._announce(
+                    f"rank {self.rank} has been {self.timeout:g} s at one thing (the {self._name}'s timeout)"
+                )
                 fault = True
             if fault and self._ending.acquire(blocking=False):
-                _exit(INTERRUPTED if self._report(self._stack()) else 1)
+                _exit(self._report(self._stack()) or 1)
+
+    def _watch_the_store(self) -> None:
+        """End this rank when it has waited too long and the one that would have to be asked does not answer."""
+        while self._describe() is not None:
+            if self._over.wait(POLL_SECONDS):
+                return
+            doing, now = self._doing, time.monotonic()
+            if doing is None or Watchdog._latest is not self:
+                continue
+            silent = now - self._answered > SILENCE_SECONDS
+            if silent and now - doing[1] > self.timeout + SILENCE_SECONDS:
+                self._leave(
+                    f"rank {self.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that keeps the ranks' store "
+                    f"(rank 0, or the launcher) does not answer: it is dead or was stopped"
+                )
 
     def _stop(self) -> None:
         """Before the interpreter ends, which would end a thread in the middle of C++ and the process with it."""
         self._over.set()
-        self._thread.join(2.0)
+        for thread in self._threads:
+            thread.join(2.0)
 
-    def _announce(self, fault: str, interrupted: bool = False) -> None:
+    def _announce(self, fault: str, code: int = 0) -> None:
+        """code: that all ranks end with after this line; 0 for a report of where each of them stands."""
         if not self._store.check([FAULT]):
-            self._store.set(FAULT, json.dumps([fault, interrupted]))
+            self._store.set(FAULT, json.dumps([fault, code]))
+
+    def _where(self) -> str:
+        doing, describe = self._doing, self._describe()
+        return "between two steps" if doing is None or describe is None else describe(doing[0])
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
 
-    def _report(self, stack: str) -> bool:
-        """Write where this rank stands; rank 0 prints what all have written, the others wait for it. True for Ctrl-C."""
-        doing = self._doing
-        describe = self._describe()
-        what = "between two steps" if doing is None or describe is None else describe(doing[0])
+    def _report(self, stack: str) -> int:
+        """Write where this rank stands; rank 0 prints what all have written, the others wait for it. See `_announce` for the code."""
+        doing, what, code = self._doing, self._where(), 0
         since = 0.0 if doing is None else time.monotonic() - doing[1]
         try:
-            fault, interrupted = json.loads(self._store.get(FAULT))
+            fault, code = json.loads(self._store.get(FAULT))
             self._store.set(f"tds/report/{self.rank}", json.dumps({"what": what, "since": since, "stack": stack}))
             if self.rank == 0:
-                self._print(fault, interrupted)
+                self._print(fault, with_stacks=not code)
             else:
                 self._store.wait([PRINTED], timedelta(seconds=2 * COLLECT_SECONDS))
                 self._store.set(f"tds/left/{self.rank}", "1")
         except Exception:
             self._leave(f"rank {self.rank}: {what} for {since:.1f} s; rank 0 does not answer", stack)
-        return bool(interrupted)
+        return int(code)
 
-    def _print(self, fault: str, interrupted: bool) -> None:
+    def _print(self, fault: str, with_stacks: bool) -> None:
         answered = self._collect("tds/report", set(range(self.world)))
-        lines = [f"pipeline stopped: {fault}"]
-        for rank in range(self.world if not interrupted else 0):
+        lines = [f"{self._name} stopped: {fault}"]
+        for rank in range(self.world if with_stacks else 0):
             if rank not in answered:
                 lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
                 continue
@@ -211,5 +254,5 @@ class Watchdog:
         return there
 
     def _leave(self, why: str, stack: str = "") -> None:
-        print("\n".join([f"pipeline stopped: {why}", stack or self._stack()]), file=sys.stderr, flush=True)
+        print("\n".join([f"{self._name} stopped: {why}", stack or self._stack()]), file=sys.stderr, flush=True)
         _exit(1)

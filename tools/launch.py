@@ -2,18 +2,127 @@
 
 Takes torchrun's own arguments, then the script and its arguments. The script's ranks say
 themselves what went wrong; the exit code is that of the first rank that failed.
+
+SIGTERM, Ctrl-C   the ranks save and end; they have --shutdown-timeout seconds for it (600, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
+                  a second one ends them at once; the exit code is 128 + the signal's number
+SIGUSR1           the ranks save and go on
 """
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import warnings
+from types import FrameType
+from typing import Any
 
 EXAMPLES = """\
 examples:
   python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 --data-path ...
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
+SHUTDOWN_SECONDS = 600
+
+
+def say(words: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"launch.py: {words}\n".encode())  # from a signal's handler, too
+
+
+class Signals:
+    """What this process does when it is asked to stop: tell the ranks, and wait for them.
+
+    torch's own way is to raise in the middle of whatever it does, to kill whole groups of processes (those
+    that read data, too) and to wait for half a minute, which is too short for a large model to be saved.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.asked, self._since = seconds, 0, 0.0
+        self._groups: list[Any] = []  # torch's, of the processes of each attempt
+
+    def listen(self, group: Any) -> None:
+        """Before the processes of `group` start. They begin with SIGUSR1 ignored, which would end them while they import."""
+        if self.asked:
+            raise SystemExit(128 + self.asked)
+        self._groups.append(group)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def handle(self) -> None:
+        """After they have started."""
+        signal.signal(signal.SIGUSR1, lambda *_: self._tell(signal.SIGUSR1))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+                signal.signal(number, self._stop)
+
+    def _pids(self) -> list[int]:
+        return [pid for group in self._groups[-1:] for pid in group.pids().values()]
+
+    def _tell(self, number: int) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if self.asked:
+            if time.monotonic() - self._since < 0.5:  # one wish that came over two ways
+                return
+            say(f"{name} again: ended at once")
+            self._end(128 + number)
+        self.asked, self._since = number, time.monotonic()
+        say(
+            f"{name}: the ranks save and end, for which they have {self.seconds:g} s (--shutdown-timeout); once more ends them at once"
+        )
+        self._tell(signal.SIGTERM)
+        timer = threading.Timer(self.seconds, self._give_up)
+        timer.daemon = True
+        timer.start()
+
+    def _give_up(self) -> None:
+        say(f"the ranks have not ended {self.seconds:g} s after they were asked to (--shutdown-timeout): killed")
+        self._end(128 + self.asked)
+
+    def _end(self, code: int) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # torch gives each rank a group of its own
+        os._exit(code)
+
+
+def patient(args: Any) -> Signals:
+    """Put our handling of signals in the place of torch's."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    given = args.shutdown_timeout
+    signals = Signals(
+        float(given if given is not None else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS))
+    )
+    honest = api.PContext.start
+
+    def start(group: Any) -> None:
+        before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+        signals.listen(group)
+        honest(group)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signals.handle()
+
+    api.PContext.start = start  # type: ignore[method-assign, assignment]
+    return signals
+
+
+def not_met(error: Exception, args: Any) -> str:
+    """Why the nodes did not find each other, in a sentence."""
+    text = " ".join(str(error).split())
+    if "EADDRINUSE" in text:
+        return f"port {args.master_port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)"
+    return (
+        f"node {args.node_rank} of {args.nnodes} did not meet the others at {args.master_addr}:{args.master_port} ({text[:150]}): "
+        f"start the missing ones with the same --master-addr and --master-port"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -22,27 +131,45 @@ def main(argv: list[str]) -> int:
         return 0
     # One thread a rank unless the user says otherwise: ranks share the cores of this machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or stacks of C++ stand between what the ranks say
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or stacks of C++ stand between what the ranks say
+    os.environ["TDS_LAUNCHER"] = str(os.getpid())  # with which the ranks end
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     warnings.simplefilter("ignore")
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    args = parse_args(argv)  # type: ignore[no-untyped-call]
+    if int(args.max_restarts):  # or an attempt would meet over a store that still names the ranks of the one before
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if args.standalone and not args.local_addr:  # each has a store of its own, whose machine has to be found
+            args.local_addr = "localhost"
+    signals = patient(args)
     try:
-        run(parse_args(argv))  # type: ignore[no-untyped-call]
+        run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
+        if signals.asked:
+            return 128 + signals.asked
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code < 0:
             print(f"launch.py: rank {rank} was ended by signal {-code}", file=sys.stderr)
         return code if code > 0 else 1
+    except (DistError, RendezvousError) as error:
+        print(f"launch.py: {not_met(error, args)}", file=sys.stderr)
+        return 1
     except SignalException as error:
         return 128 + int(error.sigval)
-    return 0
+    return 128 + signals.asked if signals.asked else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -5,6 +5,7 @@ import base64
 import html
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from _cli import Parser, run
 from _unigram import of_targets, of_text
 
 from megatron.arguments import from_file
+from megatron.options import describe
 
 EXAMPLES = """\
   python tools/report.py --run-dir runs/gpt2"""
@@ -112,8 +114,11 @@ def main(args: argparse.Namespace) -> None:
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         print(f"{name:{width}}  {value}")
-    draw(rows, baselines, run_dir / "loss.png")
-    (run_dir / "report.html").write_text(page(run_dir, facts, run_dir / "loss.png"), encoding="utf-8")
+    try:
+        draw(rows, baselines, run_dir / "loss.png")
+        (run_dir / "report.html").write_text(page(run_dir, facts, run_dir / "loss.png"), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"report.py: loss.png and report.html were not written in {run_dir}: {describe(error)}", file=sys.stderr)
 
 
 def build_parser() -> Parser:

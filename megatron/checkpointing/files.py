@@ -82,12 +82,14 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Put right what a crash left behind: half-written folders go, one moved aside and still named by `latest` returns."""
-    if not folder.is_dir():
-        return
-    name = latest_name(folder)
+    """Let a checkpoint return that a crash has left moved aside, if `latest` still names it."""
+    name = latest_name(folder) if folder.is_dir() else None
     if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
         _aside(folder / name).rename(folder / name)
+
+
+def clear(folder: Path) -> None:
+    """Delete what a crash has left half-written."""
     for left in folder.glob("iter_*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
     if (folder / "latest.tmp").exists():  # a folder that cannot be written is no fault yet

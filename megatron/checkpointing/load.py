@@ -24,6 +24,7 @@ FREE = {
     "hidden_dropout",
     "attention_dropout",
     "offload_activations",
+    "unfused",
     "init_method_std",
     "make_vocab_size_divisible_by",
 }

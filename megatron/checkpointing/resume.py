@@ -5,15 +5,21 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.data.position import extend
+from megatron.optim import settled
 from megatron.runtime import RunError, is_rank_0, print_rank_0, together
 
 from .files import find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint
+from .reader import CheckpointReader, plain_config
 from .state import TrainState
 
 
-def start_or_resume(config: Config, engine: Any, save_dir: str, fingerprint: str, dataset: Any) -> TrainState:
+def start_or_resume(
+    config: Config, engine: Any, save_dir: str, fingerprint: str, dataset: Any
+) -> tuple[TrainState, Config]:
     """Load the newest checkpoint of this run; else what --load names, as its flags say; else nothing.
+
+    Returns where the run is, and its settings with the learning rate's schedule that it goes on by.
 
     dataset: that of training; the samples that it gives are compared with those that the checkpoint has seen.
     Raises RunError alike on every rank.
@@ -26,12 +32,15 @@ def start_or_resume(config: Config, engine: Any, save_dir: str, fingerprint: str
     elif load:
         path = together(lambda: find_checkpoint(load))
     if path is None:
-        return TrainState()
+        return TrainState(), config
     state = load_checkpoint(path, engine, config, fingerprint, wanted)
     if not wanted.position:
         print_rank_0(f"starts with the weights of {path}")
-        return state
+        return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
+    config, note = settled(config, plain_config(CheckpointReader(path)))
+    if note and state.iteration:
+        print_rank_0(f"note: {note}")
     found = together(lambda: extend(0, dataset, 0, state.consumed_samples))
     if state.sample_hash != found and wanted.same_data:
         raise RunError(
@@ -39,4 +48,4 @@ def start_or_resume(config: Config, engine: Any, save_dir: str, fingerprint: str
             f"--seed give, so what follows may have been seen before; --override-data goes on"
         )
     state.sample_hash = found
-    return state
+    return state, config

@@ -3,12 +3,14 @@
 import shutil
 from pathlib import Path
 
+from megatron.options import describe
+
 from .files import latest_name
 from .whole import is_whole
 
 
-def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete older checkpoints.
+def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
+    """Delete older checkpoints; a note on each that cannot be deleted.
 
     keep_last: how many of the newest stay; None keeps all. keep_every: those of iterations divisible by
     it stay, too. The one that `latest` names always stays, and the newest one whose files hold all that its index
@@ -16,7 +18,7 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
     that a crash leaves no half of one under its name.
     """
     if keep_last is None:
-        return
+        return []
     latest = latest_name(folder)
     names = sorted(path.name for path in folder.glob("iter_*") if path.name[5:].isdigit())
     dropped = [
@@ -25,8 +27,15 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> None:
     if dropped:
         whole = next((name for name in reversed(names) if is_whole(folder / name)), None)
         dropped = [name for name in dropped if name != whole]
+    notes = []
     for name in dropped:
         doomed = folder / f"{name}.old.tmp"
         shutil.rmtree(doomed, ignore_errors=True)
-        (folder / name).rename(doomed)
-        shutil.rmtree(doomed)
+        try:
+            (folder / name).rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            notes.append(
+                f"the old checkpoint {folder / name} could not be deleted ({describe(error)}): delete it by hand"
+            )
+    return notes

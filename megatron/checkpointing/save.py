@@ -60,6 +60,10 @@ def index_text(
     return json.dumps(content, indent=1)
 
 
+class SaveError(RunError):
+    """The disk did not take a checkpoint; another time it may."""
+
+
 class Saver:
     """Saves the checkpoints of a run into `folder`.
 
@@ -74,7 +78,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._report: dict[str, Any] | None = None
         self._expected: dict[str, list[int]] = {}
-        self._problem: str | None = None
+        self._problem: Exception | None = None  # one that `together` knows
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """A checkpoint of now. In the background, unless `wait`, it is valid once `finish` was called."""
@@ -130,13 +134,13 @@ class Saver:
             self._thread = threading.Thread(target=self._write, args=(path, parts, copies), daemon=True)
             self._thread.start()
         except Exception as error:  # no memory, no thread: the others must hear of it
-            self._thread, self._problem = None, _words(error)
+            self._thread, self._problem = None, _named(error)
 
     def _write(self, path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> None:
         try:
             self._report = _write_share(path, parts, values)
         except Exception as error:
-            self._problem = _words(error)
+            self._problem = _named(error)
 
     def finish(self) -> Path:
         """Wait for every rank's share, then make the checkpoint valid. Returns its folder. Raises RunError alike on all ranks."""
@@ -149,7 +153,7 @@ class Saver:
 
         def settle() -> None:
             if self._problem is not None:
-                raise OSError(self._problem)
+                raise self._problem
 
         self._guard(settle, temporary)
         told = _gather((self._report, self._expected))
@@ -169,18 +173,30 @@ class Saver:
         self._guard(make_valid, temporary)
         print_rank_0(f"saved {final}")
         kept = self.config.checkpoint
-        together(lambda: prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else None)
+        for note in prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else []:
+            print_rank_0(f"note: {note}")
         return final
 
     def _guard(self, action: Any, temporary: Path) -> None:
-        """Run on all ranks; where it fails on one, no half-written folder stays."""
+        """Run on all ranks; where it fails on one, no half-written folder stays. Raises SaveError if disks alone are to blame."""
+        grave = False
+
+        def noted() -> None:
+            nonlocal grave
+            try:
+                action()
+            except ValueError:
+                grave = True
+                raise
+
         try:
-            together(action)
+            together(noted)
         except RunError as error:
+            kind = RunError if any(_gather(grave)) else SaveError
             if is_rank_0():
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise RunError(
-                f"could not save a checkpoint in {self.folder}: {error}; earlier checkpoints are as they were"
+            raise kind(
+                f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are as they were"
             ) from None
 
 
@@ -211,10 +227,11 @@ def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fing
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _words(error: Exception) -> str:
-    """What went wrong, in one line; of what no user can have meant, with its kind."""
-    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__} "
-    return f"{kind}{describe(error)}" if str(error) else type(error).__name__
+def _named(error: Exception) -> Exception:
+    """What went wrong, as an error that ranks tell each other of: of what no user can have meant, with its kind."""
+    if isinstance(error, (OSError, ValueError)):
+        return error
+    return ValueError(f"{type(error).__name__} {describe(error)}" if str(error) else type(error).__name__)
 
 
 def _copies(values: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .workers import begin, end_all_at_exit, sheltered
+
 
 class ConsecutiveSampler(Sampler[list[int]]):
     """Micro-batches of sample numbers for one data-parallel rank, without end.
@@ -42,9 +44,17 @@ class ConsecutiveSampler(Sampler[list[int]]):
             start += share * self.data_size
 
 
+class _Loader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        with sheltered():  # here the workers are started
+            return super().__iter__()
+
+
 def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0) -> DataLoader[Any]:
     """A loader that reads micro-batches in the order of `sampler`, whatever the number of workers."""
-    return DataLoader(
+    if num_workers:
+        end_all_at_exit()
+    return _Loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
@@ -52,4 +62,5 @@ def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers
         # they notice when it dies (those of a forkserver do not).
         multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
+        worker_init_fn=begin,
     )

@@ -1,6 +1,6 @@
 """The optimizer of a run and its learning rate."""
 
-from .lr import lr_at
+from .lr import lr_at, settled
 from .optimizer import build_optimizer
 
-__all__ = ["build_optimizer", "lr_at"]
+__all__ = ["build_optimizer", "lr_at", "settled"]

@@ -1,6 +1,8 @@
 """The learning rate as a pure function of the iteration: no state to save, nothing to restore."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 from megatron.config import Config
 
@@ -20,3 +22,39 @@ def lr_at(iteration: int, config: Config) -> float:
     done = min((iteration + 1 - warmup) / max(total - warmup, 1), 1.0)
     left = 1 - done if o.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
     return o.min_lr + (o.lr - o.min_lr) * left
+
+
+def _schedule(config: Config) -> dict[str, Any]:
+    """All that the learning rate depends on, beside the iteration."""
+    names = ("lr", "min_lr", "lr_decay_style", "warmup")
+    return {**{name: getattr(config.optim, name) for name in names}, "lr_decay_iters": config.lr_decay_iters}
+
+
+def describe(config: Config) -> str:
+    """The schedule in words."""
+    o, total = config.optim, config.lr_decay_iters
+    rise = f"up to {o.lr:g} over {int(o.warmup * total)} iterations"
+    return (
+        f"{rise}, then constant"
+        if o.lr_decay_style == "constant"
+        else f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at {total}"
+    )
+
+
+def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
+    """(the settings to go on with, a line where those of the checkpoint have another schedule than these).
+
+    saved: the settings of the checkpoint. Without --override-lr-schedule its schedule stays, whatever --train-iters
+    says: the curve would bend in the middle of the run otherwise.
+    """
+    theirs = _schedule(saved)
+    if theirs == _schedule(config):
+        return config, None
+    there, here = describe(saved), describe(config)
+    if config.optim.override_lr_schedule:
+        return config, f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
+    kept = replace(config, optim=replace(config.optim, **theirs))
+    return (
+        kept,
+        f"the learning rate follows the checkpoint's schedule ({there}); --override-lr-schedule takes the flags' ({here})",
+    )

@@ -56,11 +56,10 @@ def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
 
 
 def _run(start: Start, data: str, vocab_file: str) -> None:
-    run = make(start, data, vocab_file)
-    if start.save_first:
-        run.saver.save(run.state, wait=True)
-    train(run)
-    run.metrics.close()
+    with make(start, data, vocab_file) as run:
+        if start.save_first:
+            run.saver.save(run.state, wait=True)
+        train(run)
 
 
 def make(start: Start, data: str, vocab_file: str) -> Run:

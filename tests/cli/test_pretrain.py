@@ -256,7 +256,11 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("other")
     train_gpt2(1, tmp_path, *flags, "--train-iters", "1")
+    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # as a crash leaves it
+    before = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
     assert message in said(launch(1, *flags, *argv, "--run-dir", str(tmp_path)), 1)
+    after = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
+    assert after == before, "a refused start changes nothing"
 
 
 def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str]) -> None:
@@ -340,7 +344,7 @@ def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> Non
     """
     argv = [*flags, "--save-interval", "0", "--train-iters", "8", "--pipe-parallel-size", "2", "--eval-iters", "0"]
     code = """
-import os, signal, sys, pretrain_gpt2 as p, megatron.training as t
+import os, signal, sys, pretrain_gpt2 as p, megatron.loop as t
 honest = t._Window.add
 def add(self, loss):
     honest(self, loss)

@@ -1,19 +1,23 @@
 """The process groups of a run."""
 
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import mpu
+from megatron import initialize, mpu
 from megatron.arguments import parse
 from megatron.initialize import initialize_megatron
-from tests.support import on_ranks
+from megatron.watch import WatchedEngine, memory_advice
+from tds.diagnose import out_of_memory
+from tests.support import ends_of_ranks, on_ranks
 
 
 def _late() -> float:
-    initialize_megatron(parse(["--distributed-timeout-minutes", "0.05", "--pipe-parallel-size", "2"]))
+    initialize_megatron(parse(["--startup-timeout-minutes", "0.05", "--pipe-parallel-size", "2"]))
     begin = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="(?i)timed out"):
@@ -24,6 +28,86 @@ def _late() -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    """--distributed-timeout-minutes holds for the groups of the grid, not for the world alone."""
+    """--startup-timeout-minutes holds for the groups of the grid, not for the world alone."""
     waited, _ = on_ranks(2, _late)
     assert 2 < waited < 6
+
+
+def _steps() -> float:
+    config = parse(["--distributed-timeout-minutes", "0.02"])
+    initialize_megatron(config)
+    initialize.AFTER_THE_WATCHDOG = 1.0
+    initialize.steps_begin(config)
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed out"):
+            dist.all_reduce(torch.ones(1), group=dist.new_group())
+    else:
+        dist.new_group()
+        time.sleep(4)
+    return time.monotonic() - begin
+
+
+def test_steps_have_a_timeout_of_their_own() -> None:
+    """Groups made before and after take it."""
+    waited, _ = on_ranks(2, _steps)
+    assert 1 < waited < 4
+
+
+class _Slow:
+    """As much of an engine as a watchdog looks at."""
+
+    deepspeed = None
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.forward_step = kind, self.forward
+
+    def forward(self, batches: Any, model: Any) -> None:
+        if dist.get_rank() == 1 and self.kind == "sleep":
+            time.sleep(30)
+        if dist.get_rank() == 1 and self.kind == "raise":
+            raise ArithmeticError("the layer broke")
+        dist.all_reduce(torch.ones(1))
+
+    def train_batch(self, batches: Any, lr: float) -> None:
+        for _ in range(2):
+            self.forward_step(None, None)
+
+
+def _watched(kind: str) -> None:
+    WatchedEngine(_Slow(kind), 2.0).train_batch(None, 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["sleep", "raise"])
+def test_a_run_without_a_pipeline_says_where_each_rank_stands(kind: str) -> None:
+    ends = ends_of_ranks(2, _watched, kind, timeout=40)
+    assert [end.code for end in ends] == [1, 1]
+    report = ends[0].stderr
+    assert "run stopped: rank " in report
+    for rank in range(2):
+        assert f"--- rank {rank}, training, micro-batch 0 of the step number 1 since the start, for" in report
+    assert "in forward" in report
+    assert ("ArithmeticError: the layer broke" in report) == (kind == "raise")
+
+
+def test_why_ranks_did_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "6000")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    with pytest.raises(dist.DistNetworkError) as taken:
+        dist.TCPStore("127.0.0.1", store.port, 1, is_master=True)
+    assert initialize.not_met(taken.value) == ("port 6000 is in use by another process: give another one (MASTER_PORT)")
+    with pytest.raises(dist.DistStoreError) as missing:
+        dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))
+    assert initialize.not_met(missing.value).startswith("the 4 ranks did not all meet at node1:6000 (Timed out after")
+
+
+def test_want_of_memory_has_a_sentence() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(10**15)
+    assert str(out_of_memory(error.value)).startswith("is out of memory ([enforce fail")
+    assert out_of_memory(RuntimeError("another")) is None
+    advice = memory_advice(10**9, parse(["--batch-size", "3"]), "bf16")
+    assert "take 18 GB" in advice
+    assert "--batch-size 3 down" in advice

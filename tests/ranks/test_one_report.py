@@ -13,13 +13,15 @@ from tests.support import ROOT
 
 RANKS = 3
 SCRIPT = """
-import os, sys, time, torch
+import os, signal, sys, time, torch
 import tds as deepspeed
 from deepspeed.pipe import PipelineModule
 deepspeed.init_distributed(auto_mpi_discovery=False)
 import tds.diagnose
 rank, kind, victim = int(os.environ["RANK"]), sys.argv[1], int(sys.argv[2])
 
+if kind == "freeze":
+    tds.diagnose.SILENCE_SECONDS = 2.0
 if kind == "end":
     tds.diagnose.POLL_SECONDS = 1e-5  # the watchdog's thread is always in the middle of C++
 
@@ -31,13 +33,18 @@ class Layer(torch.nn.Linear):
         Layer.count += 1
         if kind == "raise" and rank == victim and Layer.count == 6:
             raise ArithmeticError("the layer broke")
+        if kind == "memory" and rank == victim and Layer.count == 6:
+            torch.empty(10**15)
+        if kind == "freeze" and rank == victim and Layer.count == 6:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "wait":
             time.sleep(0.05)
         return super().forward(x)
 
 net = PipelineModule([Layer(4, 4) for _ in range(3)], num_stages=3, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
 engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config={
-    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None})
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None,
+    "pipeline": {"timeout": 2.0 if kind == "freeze" else 600}})
 
 def batches():
     while True:
@@ -68,7 +75,7 @@ def _start(folder: Path, *argv: str) -> list["subprocess.Popen[str]"]:
 
 def _ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str]]:
     try:
-        return [(p.wait(60), p.communicate()[1]) for p in ranks]
+        return [(p.wait(120), p.communicate()[1]) for p in ranks]
     finally:
         for p in ranks:
             p.kill()
@@ -86,6 +93,31 @@ def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> No
     assert "Exception raised from" not in report  # C++
     assert "does not answer" not in report
     assert 'train.py", line' in report  # the user's own line is there
+
+
+def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
+    ends = _ends(_start(tmp_path, "memory", "1"))
+    assert [code for code, _ in ends] == [1] * RANKS
+    (line,) = "".join(words for _, words in ends).splitlines()
+    assert line.startswith("pipeline stopped: rank 1 is out of memory (")
+    assert "stage 1, in Forward of micro-batch" in line
+    assert "--batch-size" in line
+
+
+def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
+    """The others ask it for news, and it does not answer: they end all the same."""
+    ranks = _start(tmp_path, "freeze", "0")
+    try:
+        assert [p.wait(120) for p in ranks[1:]] == [1, 1]
+        for rank, p in enumerate(ranks[1:], 1):
+            words = p.communicate()[1]
+            assert f"pipeline stopped: rank {rank}, stage {rank}, in Recv" in words
+            assert "keeps the ranks' store (rank 0, or the launcher) does not answer" in words
+            assert 'train.py", line' in words
+    finally:
+        for p in ranks:
+            p.kill()
+            p.communicate()
 
 
 @pytest.mark.parametrize("who", ["all of them", "one of them"])

@@ -39,6 +39,16 @@ def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "argv", "message"),
     [
+        ({"fp16": 3}, (), """ds.json: 'fp16' must be an object, such as {"enabled": true}, not 3"""),
+        ({"zero_optimization": [1]}, (), """'zero_optimization' must be an object, such as {"stage": 1}, not [1]"""),
+        ({"zero_optimization": {"stagee": 1}}, (), "ds.json: in 'zero_optimization', 'stagee' is unknown"),
+        ({"fp16": {"enabled": True, "initial_scale": 3}}, (), "ds.json: in 'fp16', 'initial_scale' is unknown"),
+        ({"bf16": {"enabled": "perhaps"}}, (), "ds.json: in 'bf16', 'enabled' must be true or false"),
+        ({"flops_profiler": {"enable": True}}, (), "ds.json: in 'flops_profiler', 'enable' is unknown"),
+        ({"zero_optimization": {"stage": "high"}}, (), "ds.json: in 'zero_optimization', 'stage': Input should be"),
+        ({"tensorboard": {"folder": "x"}}, (), "ds.json: in 'tensorboard', 'folder' is unknown"),
+        ({"gradient_clipping": "much"}, (), """ds.json: 'gradient_clipping' must be a number, not "much\""""),
+        ({"zero_optimization": True}, ("--zero-stage", "2"), "ZeRO stage 1, --zero-stage says 2"),
         ({"train_batchsize": 1}, (), "unknown key 'train_batchsize'; did you mean train_batch_size?"),
         ({"bf16": {"check_grad_overflow": False}}, (), "gradients that are not finite would be applied; remove it"),
         ({"optimizer": {}}, (), "'optimizer' has no effect here; remove it and use --optimizer, --lr"),
@@ -117,3 +127,12 @@ def test_the_file_of_the_original_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.json")), ids=lambda p: p.stem)
 def test_model_presets_are_valid(path: Path) -> None:
     assert parse(["--config", str(path)]).model.num_layers > 0
+
+
+def test_short_forms_mean_what_they_mean_in_deepspeed(tmp_path: Path) -> None:
+    found = settle(tmp_path, {"fp16": True, "zero_optimization": True, "bf16": False, "gradient_clipping": None})
+    assert (found.precision, found.zero_stage, found.clip_grad) == ("fp16", 1, 1.0)
+    found = settle(tmp_path, {"fp16": None, "zero_optimization": False, "bf16": None})
+    assert (found.precision, found.zero_stage) == ("fp32", 0)
+    found = settle(tmp_path, {"zero_optimization": {"stage": 1, "contiguous_gradients": None}})
+    assert found.zero_stage == 1

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from megatron.arguments import parse
-from megatron.optim import lr_at
+from megatron.optim import lr_at, settled
 
 
 def rates(*argv: str) -> list[float]:
@@ -36,3 +36,23 @@ def test_decay_may_end_before_the_run() -> None:
     found = rates("--lr-decay-iters", "50")
     assert found[49] == pytest.approx(0.1)
     assert found[60] == pytest.approx(0.1)
+
+
+def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
+    saved = parse(["--train-iters", "100", "--lr", "1e-3", "--min-lr", "1e-5", "--warmup", "0.1"])
+    longer = ["--train-iters", "200", "--lr", "1e-3", "--min-lr", "1e-5", "--warmup", "0.1"]
+    config, note = settled(parse(longer), saved)
+    there = "up to 0.001 over 10 iterations, cosine to 1e-05 at 100"
+    here = "up to 0.001 over 20 iterations, cosine to 1e-05 at 200"
+    assert (
+        note
+        == f"the learning rate follows the checkpoint's schedule ({there}); --override-lr-schedule takes the flags' ({here})"
+    )
+    assert config.train.train_iters == 200
+    assert [lr_at(n, config) for n in range(100)] == [lr_at(n, saved) for n in range(100)]
+    assert settled(config, saved) == (config, None)  # what it writes down
+    config, note = settled(parse([*longer, "--override-lr-schedule"]), saved)
+    assert note == f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
+    assert lr_at(150, config) == lr_at(150, parse(longer))
+    same = [*longer, "--train-iters", "150", "--lr-decay-iters", "100"]
+    assert settled(parse(same), saved)[1] is None

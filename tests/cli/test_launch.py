@@ -1,0 +1,208 @@
+"""`tools/launch.py`: signals reach the ranks, which have time to save; a second one ends them at once."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import tds
+from megatron import stopping
+from megatron.stopping import Wish, Wishes, signals_as_before
+from tds.launched import started
+from tests import support
+from tests.support import FULL, on_ranks
+
+# A rank as the launcher sees it, without the price of torch.
+RANK = """
+import os, signal, sys, time
+kind, folder = sys.argv[1:3]
+def note(word):
+    with open(f"{folder}/rank{os.environ['RANK']}", "a") as file: file.write(word + "\\n")
+def save(*_):
+    note("saves")
+    if kind == "saves":
+        time.sleep(0.5)
+        note("saved")
+        sys.exit(0)
+note(f"importing {os.getpid()}")
+time.sleep(1)
+signal.signal(signal.SIGUSR1, lambda *_: note("usr1"))
+signal.signal(signal.SIGTERM, save)
+note("trains")
+if kind == "fails" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": sys.exit(3)
+if kind == "fails": note("again"); sys.exit(0)
+end = time.monotonic() + 60
+while time.monotonic() < end: time.sleep(0.1)
+"""
+
+
+class Launcher:
+    def __init__(self, folder: Path, kind: str, *argv: str) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        words = ["tools/launch.py", "--standalone", "--nproc-per-node", "2", *argv, str(folder / "rank.py"), kind]
+        self.process: BaseProcess = support._context.Process(
+            target=support._script_main, args=([*words, str(folder)], dict(os.environ), str(folder)), daemon=True
+        )
+        self.process.start()
+
+    def of(self, rank: int) -> list[str]:
+        path = self.folder / f"rank{rank}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def until(self, what: Callable[[list[str]], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not all(what(self.of(rank)) for rank in range(2)):
+            assert time.monotonic() < deadline, [self.of(0), self.of(1), self.said()]
+            time.sleep(0.05)
+
+    def tell(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> int | None:
+        self.process.join(30)
+        self.process.kill()
+        return self.process.exitcode
+
+    def said(self) -> list[str]:
+        return (self.folder / "stderr").read_text().splitlines()
+
+    def living(self) -> list[int]:
+        pids = [int(self.of(rank)[0].split()[1]) for rank in range(2)]
+        return [pid for pid in pids if started(pid) is not None]
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_ranks_save_and_end(tmp_path: Path, number: int, name: str) -> None:
+    launcher = Launcher(tmp_path, "saves", "--shutdown-timeout", "50")
+    launcher.until(lambda words: len(words) == 1)
+    launcher.tell(signal.SIGUSR1)  # does no harm to ranks that are not ready for it
+    launcher.until(lambda words: "trains" in words)
+    launcher.tell(signal.SIGUSR1)
+    launcher.until(lambda words: words[-1] == "usr1")
+    launcher.tell(number)
+    assert launcher.end() == 128 + number
+    for rank in range(2):
+        assert launcher.of(rank)[1:] == ["trains", "usr1", "saves", "saved"]
+    assert launcher.said() == [
+        f"launch.py: {name}: the ranks save and end, for which they have 50 s (--shutdown-timeout); once more ends them at once"
+    ]
+
+
+@pytest.mark.parametrize("how", ["again", "late"])
+def test_ranks_that_do_not_end_are_ended(tmp_path: Path, how: str) -> None:
+    launcher = Launcher(tmp_path, "never ends", "--shutdown-timeout", "1" if how == "late" else "50")
+    launcher.until(lambda words: "trains" in words)
+    launcher.tell(signal.SIGINT)
+    launcher.until(lambda words: words[-1] == "saves")
+    if how == "again":
+        time.sleep(0.6)  # as fast as this it would be the same wish
+        launcher.tell(signal.SIGINT)
+    assert launcher.end() == 130
+    time.sleep(0.2)
+    assert launcher.living() == []
+    first, second = launcher.said()
+    assert second == (
+        "launch.py: Ctrl-C again: ended at once" if how == "again"
+        else "launch.py: the ranks have not ended 1 s after they were asked to (--shutdown-timeout): killed"
+    )  # fmt: skip
+
+
+def test_ctrl_c_in_a_process_started_by_hand(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(stopping, "leave", left.append)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    with signals_as_before():
+        os.kill(os.getpid(), signal.SIGUSR1)  # nothing to save yet
+        with Wishes(None) as wishes:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # the same wish, by the terminal and by a launcher
+            assert wishes.agree() == (Wish.SAVE_AND_STOP, False)
+            monkeypatch.setattr(stopping, "ONE_WISH_SECONDS", 0)
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # while it saves for the last time
+    assert left == [130]
+    assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
+        "Ctrl-C: saves after this iteration and ends; once more ends at once",
+        "Ctrl-C again: ended at once",
+    ]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def _second_attempt() -> None:
+    """One rank, and a store that an attempt before has left its keys in."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store.set("tds/fault", '["rank 0 fell over", false]')
+    os.environ.update(
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="1",
+        MASTER_PORT=str(store.port),
+    )
+    tds.init_distributed("gloo", auto_mpi_discovery=False)
+    ours = dist.distributed_c10d._get_default_store()
+    ours.set("key", "value")
+    assert not ours.check(["tds/fault"])
+    assert not store.check(["default_pg/0//key"])
+    assert store.check(["attempt1/default_pg/0//key"]) or store.num_keys() > 2
+
+
+def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
+    on_ranks(1, _second_attempt)
+
+
+@FULL
+def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """One of two ranks is killed in the first attempt, without a pipeline and with one."""
+    code = """
+import os, signal, sys, pretrain_gpt2 as p, megatron.loop as t
+honest = t._Window.add
+def add(self, loss):
+    honest(self, loss)
+    if self.run.state.iteration == 3 and os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "10":
+        os.kill(os.getpid(), signal.SIGKILL)
+t._Window.add = add
+p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_step, count_targets=p.count_targets, argv=sys.argv[1:])
+"""
+    (tmp_path / "train.py").write_text(code)
+    for stages in "02":
+        words = (
+            f"tools/launch.py --standalone --nproc-per-node 2 --max-restarts 1 {tmp_path}/train.py --run-dir {tmp_path}/run{stages} "
+            f"--pipe-parallel-size {stages} --data-path {tiny_data} --vocab-file {vocab_file} --split 1 --num-layers 2 "
+            "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --log-interval 1 --precision fp32 --eval-iters 0 "
+            "--no-tensorboard --save-interval 2 --train-iters 4"
+        )
+        done = support.command("python", *words.split(), env={"PYTHONPATH": str(support.ROOT)})
+        assert done.returncode == 0, done.stderr
+        assert "resumed at iteration 2" in done.stdout, done.stdout
+        assert (tmp_path / f"run{stages}" / "checkpoints" / "iter_0000004").is_dir()
+
+
+def test_a_port_in_use_and_a_missing_node_are_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("")
+    base = ["python", "tools/launch.py", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = support.command(*base, port, str(tmp_path / "rank.py"))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"launch.py: port {port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)\n",
+    )
+    more = ["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", "timeout=1", str(tmp_path / "rank.py")]
+    done = support.command(*base, port, *more)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"launch.py: node 0 of 2 did not meet the others at 127.0.0.1:{port} (Timed out after"
+    )
+    assert done.stderr.count("\n") == 1

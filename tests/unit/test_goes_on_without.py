@@ -1,0 +1,121 @@
+"""What a run can do without does not end it: a line of its metrics, one save of many, an old checkpoint that stays."""
+
+import errno
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron import metrics
+from megatron.checkpointing import PatientSaver, TrainState, prune
+from megatron.checkpointing.save import SaveError
+from megatron.metrics import MetricsWriter
+
+
+def test_metrics_wait_for_a_disk_with_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer, honest, full = MetricsWriter(str(tmp_path), 0, True, False), metrics.append_whole, [False]
+
+    def append(path: Path, text: str) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(path, text)
+
+    monkeypatch.setattr(metrics, "append_whole", append)
+    for iteration in range(5):
+        full[0] = iteration in (1, 2)
+        writer.write({"iteration": iteration})
+    full[0] = True
+    writer.write({"iteration": 5})
+    writer.close()
+    rows = [json.loads(line)["iteration"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [0, 1, 2, 3, 4]
+    said = capsys.readouterr().out.splitlines()
+    path = tmp_path / "metrics.jsonl"
+    again = f"note: {path} cannot be written (No space left on device); training goes on, and the lines are kept until it can"
+    assert said[:3] == [again, f"note: {path} is written again, with the 2 lines that had to wait", again]
+    assert said[-1] == f"note: the last 1 lines of {path} were not written"
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    metrics.append_whole(tmp_path / "file", "one\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # half of the line fits
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            metrics.append_whole(tmp_path / "file", "two\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    metrics.append_whole(tmp_path / "file", "three\n")
+    assert (tmp_path / "file").read_text() == "one\nthree\n"
+
+
+class _Saver:
+    """Saves, or not."""
+
+    pending = busy = False
+
+    def __init__(self) -> None:
+        self.full, self.saved = False, list[int]()
+
+    def save(self, state: TrainState, wait: bool = False) -> None:
+        if self.full:
+            raise SaveError(f"could not save there/iter_{state.iteration}: No space left on device")
+        self.saved.append(state.iteration)
+
+
+def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    inner: Any = _Saver()
+    saver = PatientSaver(inner, 2)
+    for iteration, full in enumerate([False, True, True, False, True, True]):
+        inner.full = full
+        saver.save(TrainState(iteration))
+    assert inner.saved == [0, 3]
+    notes = capsys.readouterr().out.splitlines()
+    assert len(notes) == 4
+    assert notes[0] == (
+        "note: could not save there/iter_1: No space left on device; training goes on, the next save tries again (1 of 2)"
+    )
+    with pytest.raises(SaveError, match="iter_6"):  # one too many
+        saver.save(TrainState(6))
+    with pytest.raises(SaveError, match="iter_7"):  # the last chance
+        PatientSaver(inner, 2).save(TrainState(7), must=True)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in (1, 2, 3):
+        (tmp_path / f"iter_{n:07d}").mkdir()
+    (tmp_path / "latest").write_text("iter_0000003\n")
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        (note, _) = prune(tmp_path, 1, None)
+    assert note.startswith(f"the old checkpoint {tmp_path}/iter_0000001 could not be deleted (Permission denied: ")
+    assert (tmp_path / "iter_0000003").is_dir()
+
+
+def test_a_report_that_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend("tools")
+    import report
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report, "draw", broken)
+    monkeypatch.setattr(report, "baselines_of", lambda *_: {})
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 7}\n')
+    (tmp_path / "config.json").write_text("{}")
+    report.main(report.build_parser().parse_args(["--run-dir", str(tmp_path)]))
+    said = capsys.readouterr()
+    assert "iterations  7" in said.out
+    assert said.err == f"report.py: loss.png and report.html were not written in {tmp_path}: No space left on device\n"

@@ -1,0 +1,137 @@
+"""One run at a time in a directory, and a directory that is as it was when a run is refused."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron import run_lock
+from megatron.arguments import parse
+from megatron.run_folder import accept, lock, refuse_to_forget
+from megatron.run_lock import Holder, RunLock, RunLockedError
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "PATIENCE", 0.3)
+
+
+@pytest.fixture
+def neighbour() -> "Iterator[subprocess.Popen[str]]":
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], text=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def held_by(folder: Path, **changes: object) -> Path:
+    path = folder / run_lock.NAME
+    path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(Holder.here(), **changes))))  # type: ignore[arg-type]
+    return path
+
+
+def test_a_lock_is_taken_and_released_and_an_empty_directory_goes_with_it(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "a" / "b")
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    lock = RunLock(tmp_path / "a" / "b")
+    lock.keep()
+    lock.release()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_a_run_that_lives_keeps_its_directory(tmp_path: Path, neighbour: "subprocess.Popen[str]") -> None:
+    path = held_by(tmp_path, pid=neighbour.pid, started=run_lock.started(neighbour.pid), since="noon")
+    before = path.read_text()
+    with pytest.raises(RunLockedError, match=rf"is in use by process {neighbour.pid} on \S+ since noon: end it, or"):
+        RunLock(tmp_path)
+    assert path.read_text() == before
+    with pytest.raises(RunLockedError, match="in use"):
+        RunLock(tmp_path, override=True)  # of this machine we know
+
+
+@pytest.mark.parametrize("why", ["ended", "zombie", "another process has its number"])
+def test_what_a_crash_left_is_taken_over_with_a_note(
+    tmp_path: Path, neighbour: "subprocess.Popen[str]", why: str
+) -> None:
+    held_by(tmp_path, pid=neighbour.pid, started="1" if why[0] == "a" else run_lock.started(neighbour.pid))
+    if why != "another process has its number":
+        neighbour.kill()
+    if why == "ended":
+        neighbour.wait()
+    lock = RunLock(tmp_path)
+    assert lock.notes[0].startswith(f"took over {tmp_path} from process {neighbour.pid} on ")
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
+
+
+def test_of_another_machine_nobody_knows(tmp_path: Path) -> None:
+    held_by(tmp_path, host="elsewhere", pid=1)
+    with pytest.raises(RunLockedError, match="process 1 on elsewhere .*if it has ended, --override-lock goes on"):
+        RunLock(tmp_path)
+    assert "as --override-lock says" in RunLock(tmp_path, override=True).notes[0]
+
+
+def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / run_lock.NAME).write_text("{")
+    with pytest.raises(RunLockedError, match=r"run.lock is damaged; delete it if no run uses"):
+        RunLock(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot write to the run directory .*file/run: Not a directory"):
+        RunLock(tmp_path / "file" / "run")
+
+
+def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at a stale lock and its removal another run has taken over."""
+    held_by(tmp_path, pid=2**22 - 1, started="1")
+    honest = RunLock._remove
+
+    def late(self: RunLock, judged: str | None) -> bool:
+        held_by(tmp_path, host="elsewhere")
+        return honest(self, judged)
+
+    monkeypatch.setattr(RunLock, "_remove", late)
+    with pytest.raises(RunLockedError, match="in use by process .* on elsewhere"):
+        RunLock(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
+
+
+def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, neighbour: "subprocess.Popen[str]") -> None:
+    (tmp_path / "there").mkdir()
+    held_by(tmp_path / "there", pid=neighbour.pid, started=run_lock.started(neighbour.pid))
+    with pytest.raises(RunLockedError, match="there is in use"):
+        lock(parse(["--save", str(tmp_path / "there")]), tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
+    there, run = tmp_path / "there", tmp_path / "run"
+    there.mkdir()
+    run.mkdir()
+    (there / "latest").write_text("iter_0000004\n")
+    (run / "metrics.jsonl").write_text('{"iteration": 4}\n')
+    first = parse(["--save", str(there)])
+    refuse_to_forget(first, run, 0)  # a new run
+    (run / "config.json").write_text(json.dumps(first.to_dict()))
+    refuse_to_forget(first, run, 0)
+    refuse_to_forget(parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4)  # moved on purpose
+    with pytest.raises(ValueError, match="the newest is iter_0000004.*: --save .*there goes on from there"):
+        refuse_to_forget(parse([]), run, 0)
+
+
+def test_a_run_that_begins_again_keeps_the_lines_of_the_one_before(tmp_path: Path) -> None:
+    for n in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f"{n}")
+        assert accept(parse([]), tmp_path, 0) == [
+            f"this run begins at iteration 0: the lines of the one before are in {tmp_path}/metrics-{n}.jsonl"
+        ]
+        assert (tmp_path / f"metrics-{n}.jsonl").read_text() == f"{n}"
+    (tmp_path / "metrics.jsonl").write_text("3")
+    assert accept(parse([]), tmp_path, 5) == []
+    assert (tmp_path / "metrics.jsonl").read_text() == "3"
