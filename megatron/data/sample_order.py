@@ -10,6 +10,7 @@ asked for. A large one is a file that a node has once (order_file.py); it follow
 """
 
 import hashlib
+import sys
 from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol
 
@@ -121,9 +122,14 @@ class SampleOrder:
 
     def _in_file(self, number: int) -> Epoch:
         assert self._folder
-        made = order_file.mapped(
-            self._folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
-        )
+        try:
+            made = order_file.mapped(
+                self._folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
+            )
+        except OSError as error:
+            where = "every process keeps it in memory; set TMPDIR to a folder with room to have it once"
+            print(f"the order of samples cannot be kept in a file ({error.strerror}): {where}", file=sys.stderr)
+            return self._in_memory(number)
         for array in made.values():
             order_file.forget(array)
         order_file.remove(self._folder, self._name(number - 2))  # they are as large as the lengths of all documents
