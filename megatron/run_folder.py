@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from .beside import keep_tokenizer
 from .checkpointing.files import latest_name
 from .config import Config
 from .run_lock import RunLock
@@ -60,6 +61,10 @@ def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
         temporary = run_dir / f"{SETTINGS}.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
         os.replace(temporary, run_dir / SETTINGS)
+        keep_tokenizer(str(config.data.vocab_file), run_dir)
+        elsewhere = save_dir_of(config, run_dir)
+        if run_dir.resolve() not in elsewhere.resolve().parents:
+            keep_tokenizer(str(config.data.vocab_file), elsewhere)
         if iteration == 0 and (run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size:
             aside = next(path for n in range(1, 10**9) if not (path := run_dir / f"metrics-{n}.jsonl").exists())
             os.rename(run_dir / METRICS, aside)

@@ -194,7 +194,8 @@ def _prepare(config: Config, name: str, provider: TokenizerProvider | None) -> t
             f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}"
         )
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
-    return config, tokenizer, Path(config.log.run_dir or _default_run_dir(name))
+    run_dir = config.log.run_dir or _default_run_dir(name)
+    return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
 
 
 def _default_run_dir(name: str) -> str:

@@ -1,11 +1,14 @@
-# What run_gpt2.sh and run_t5.sh share; sourced by them, from the root of the checkout. NAME says which of the two runs.
+# What run_gpt2.sh and run_t5.sh share; sourced by them. ROOT is the checkout, NAME says which of the two runs.
+# Paths that a user gives are taken from where he stands; what belongs to the checkout has $AT before it.
 # shellcheck shell=bash disable=SC2034,SC2154
-bash scripts/setup.sh
+bash "$ROOT/scripts/setup.sh"
 # shellcheck disable=SC1091
-source .venv/bin/activate
+source "$ROOT/.venv/bin/activate"
+AT=$ROOT/
+if [ "$PWD" = "$ROOT" ]; then AT=; fi
 
 # ---- machines: ranks on each, and where rank 0 is
-GPUS=$(python -c 'from megatron import device; import torch; print(torch.accelerator.device_count() if device.available() else 0)')
+GPUS=$(PYTHONPATH=$ROOT python -c 'from megatron import device; import torch; print(torch.accelerator.device_count() if device.available() else 0)')
 GPUS_PER_NODE=${GPUS_PER_NODE:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 2)}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
@@ -21,27 +24,37 @@ if [ -z "${PP_SIZE:-}" ]; then
 fi
 
 # ---- files
-RUN_DIR=${RUN_DIR:-runs/$NAME}
-CORPUS=${CORPUS:-corpus/sample.jsonl}
+RUN_DIR=${RUN_DIR:-${AT}runs/$NAME}
+CORPUS=${CORPUS:-${AT}corpus/sample.jsonl}
 VOCAB_SIZE=${VOCAB_SIZE:-4000}
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
-CONFIG_JSON=${CONFIG_JSON:-configs/ds_config_$NAME.json}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}
+CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}
+
+# The path $2, as seen from the folder $1: short inside of the checkout, absolute elsewhere.
+in_checkout() {
+    local path
+    path=$(cd "$1" && realpath -m -- "$2")
+    echo "${path#"$ROOT"/}"
+}
 
 # Text to tokens, once; sets DATA_PATH.
 prepare_corpus() {
     [ -n "${DATA_PATH:-}" ] && return
     DATA_PATH=$RUN_DIR/data/corpus_text_document
-    if [ -f "$RUN_DIR/data/source" ] && [ "$(cat "$RUN_DIR/data/source")" != "$CORPUS" ]; then
-        echo "run_$NAME.sh: $RUN_DIR holds a run on $(cat "$RUN_DIR/data/source"), not on $CORPUS; give another RUN_DIR=" >&2
+    local corpus before
+    corpus=$(in_checkout "$PWD" "$CORPUS")
+    if [ -f "$RUN_DIR/data/source" ]; then before=$(in_checkout "$ROOT" "$(cat "$RUN_DIR/data/source")"); else before=$corpus; fi
+    if [ "$before" != "$corpus" ]; then
+        echo "run_$NAME.sh: $RUN_DIR holds a run on $before, not on $corpus; give another RUN_DIR=" >&2
         exit 2
     fi
     if [ ! -f "$VOCAB_FILE" ]; then
-        python tools/train_tokenizer.py --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
+        python "${AT}tools/train_tokenizer.py" --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
     fi
     if [ ! -f "$DATA_PATH.idx" ]; then
-        python tools/preprocess_data.py --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "${DATA_PATH%_text_document}"
-        echo "$CORPUS" >"$RUN_DIR/data/source"
+        python "${AT}tools/preprocess_data.py" --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "${DATA_PATH%_text_document}"
+        echo "$corpus" >"$RUN_DIR/data/source"
     fi
 }
 
@@ -50,18 +63,18 @@ launch() {
     if [ -n "$HOSTFILE" ]; then
         deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} "$@"
     elif [ "$NNODES" -gt 1 ]; then
-        python tools/launch.py --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
+        python "${AT}tools/launch.py" --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
             --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" "$@"
     else
         # Without MASTER_PORT a free one is found, so that several runs can share a machine.
         if [ -n "$MASTER_PORT" ]; then rendezvous=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"); else rendezvous=(--standalone); fi
-        python tools/launch.py "${rendezvous[@]}" --nproc-per-node "$GPUS_PER_NODE" "$@"
+        python "${AT}tools/launch.py" "${rendezvous[@]}" --nproc-per-node "$GPUS_PER_NODE" "$@"
     fi
 }
 
 # Train with what the script has settled and the arguments that are given.
 train() {
-    launch "pretrain_$NAME.py" \
+    launch "${AT}pretrain_$NAME.py" \
         --run-dir "$RUN_DIR" --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 \
         --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}" \
         --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS" \
@@ -74,16 +87,16 @@ train() {
 look() {
     [ "$NODE_RANK" = 0 ] || return 0
     echo
-    python tools/report.py --run-dir "$RUN_DIR"
+    python "${AT}tools/report.py" --run-dir "$RUN_DIR"
     echo
     for prompt in "$@"; do
         # shellcheck disable=SC2086
-        python tools/generate.py --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-} | tr '\n' ' '; echo
+        python "${AT}tools/generate.py" --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-} | tr '\n' ' '; echo
     done
     echo
     echo "settings     $RUN_DIR/config.json"
     echo "metrics      $RUN_DIR/metrics.jsonl"
     echo "loss curve   $RUN_DIR/loss.png and report.html"
     echo "checkpoints  $RUN_DIR/checkpoints"
-    echo "more text    .venv/bin/python tools/generate.py --load $RUN_DIR --prompt '...'"
+    echo "more text    ${AT}.venv/bin/python ${AT}tools/generate.py --load $RUN_DIR --prompt '...'"
 }

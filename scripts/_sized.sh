@@ -1,4 +1,4 @@
-# What train_performance.sh and train_full.sh share; sourced by them, from the root of the checkout. KIND says which it is.
+# What train_performance.sh and train_full.sh share; sourced by them. ROOT is the checkout, KIND says which it is.
 # shellcheck shell=bash disable=SC1091,SC2034,SC2154
 usage() {
     echo "usage: bash scripts/train_$KIND.sh [--data_path PREFIX] [--model_size 345M|345M_without_mp|1.3B|2.7B|3.7B] [--train_iters N] [flags of pretrain_gpt2.py]" >&2
@@ -26,10 +26,10 @@ case "$model_size" in
     *) echo "train_$KIND.sh: --model_size $model_size is none of 345M, 345M_without_mp, 1.3B, 2.7B and 3.7B" >&2; exit 2 ;;
 esac
 NAME=gpt2
-RUN_DIR=${RUN_DIR:-runs/${KIND}_$model_size}
+RUN_DIR=${RUN_DIR:-$([ "$PWD" = "$ROOT" ] || echo "$ROOT/")runs/${KIND}_$model_size}
 PP_SIZE=${PP_SIZE:-0}
 given=${MP_SIZE:-}
-source scripts/_run.sh
+source "$ROOT/scripts/_run.sh"
 if [ -z "$given" ]; then
     MP_SIZE=$most
     while [ $((WORLD_SIZE % MP_SIZE)) -ne 0 ]; do MP_SIZE=$((MP_SIZE / 2)); done
@@ -49,7 +49,7 @@ if [ -n "$data_path" ]; then
 fi
 prepare_corpus
 
-model=(--config "configs/models/gpt2_$preset.json")
+model=(--config "${AT}configs/models/gpt2_$preset.json")
 [ -n "${SEQ_LENGTH:-}" ] && model+=(--seq-length "$SEQ_LENGTH")
 BATCHSIZE=${BATCHSIZE:-$([ "$GPUS" -gt 0 ] && echo 4 || echo 1)} GAS=${GAS:-$([ "$GPUS" -gt 0 ] && echo 16 || echo 1)}
 LR=${LR:-1.5e-4} WARMUP=${WARMUP:-0.01} EVERY=${EVERY:-1000}
@@ -58,7 +58,7 @@ LR=${LR:-1.5e-4} WARMUP=${WARMUP:-0.01} EVERY=${EVERY:-1000}
 table() {
     [ "$NODE_RANK" = 0 ] || return 0
     echo
-    python tools/result_table.py --run-dir "$RUN_DIR" --params "$model_size" --ranks "$WORLD_SIZE"
+    python "${AT}tools/result_table.py" --run-dir "$RUN_DIR" --params "$model_size" --ranks "$WORLD_SIZE"
     echo
     echo "table        $RUN_DIR/result.md"
 }

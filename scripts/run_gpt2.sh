@@ -6,15 +6,15 @@
 #   DATA_PATH=data/my_text_document VOCAB_FILE=my.model bash scripts/run_gpt2.sh
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=345M bash scripts/run_gpt2.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=gpt2
-source scripts/_run.sh
+source "$ROOT/scripts/_run.sh"
 
 # ---- the model: a preset of configs/models (MODEL_SIZE), single values, or the small one of these defaults
 MODEL_SIZE=${MODEL_SIZE:-}
 model=()
 if [ -n "$MODEL_SIZE" ]; then
-    model+=(--config "configs/models/gpt2_${MODEL_SIZE}.json")
+    model+=(--config "${AT}configs/models/gpt2_${MODEL_SIZE}.json")
     NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} SEQ_LENGTH=${SEQ_LENGTH:-}
     LR=${LR:-1.5e-4} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01}
     EVERY=1000

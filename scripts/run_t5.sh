@@ -7,9 +7,9 @@
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=base bash scripts/run_t5.sh
 #   GPUS_PER_NODE=8 MP_SIZE=8 VARIANT=cpm MODEL_SIZE=11b bash scripts/run_t5.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=t5
-source scripts/_run.sh
+source "$ROOT/scripts/_run.sh"
 
 # ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or the small one of these defaults
 VARIANT=${VARIANT:-t5}
@@ -19,7 +19,7 @@ case "$VARIANT" in
     cpm) preset=cpm2 gap="<s_0>" ;;
     *) echo "run_t5.sh: VARIANT=$VARIANT is neither t5 nor cpm" >&2; exit 2 ;;
 esac
-model=(--config "configs/models/${preset}_${MODEL_SIZE:-tiny}.json")
+model=(--config "${AT}configs/models/${preset}_${MODEL_SIZE:-tiny}.json")
 NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-} BATCHSIZE=${BATCHSIZE:-4}
 if [ -n "$MODEL_SIZE" ]; then
     LR=${LR:-1e-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01} EVERY=1000

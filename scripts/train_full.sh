@@ -4,9 +4,9 @@
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 bash scripts/train_full.sh --model_size 2.7B --checkpoint-activations
 # Sizes: 345M, 345M_without_mp (no layer is shared), 1.3B, 2.7B, 3.7B. More arguments go to pretrain_gpt2.py.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 KIND=full
-source scripts/_sized.sh
+source "$ROOT/scripts/_sized.sh"
 TRAIN_ITERS=${train_iters:-500000}
 train "${more[@]}"
 table

@@ -4,10 +4,14 @@
 #   GPUS_PER_NODE=8 bash scripts/train_performance.sh --model_size 1.3B --checkpoint-activations
 # Sizes: 345M, 345M_without_mp (no layer is shared), 1.3B, 2.7B, 3.7B. More arguments go to pretrain_gpt2.py.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 KIND=performance
-source scripts/_sized.sh
+source "$ROOT/scripts/_sized.sh"
 TRAIN_ITERS=${train_iters:-100}
-rm -rf "$RUN_DIR/metrics.jsonl" "$RUN_DIR/checkpoints"  # a measurement begins anew
-train --eval-iters 0 --save-interval 0 --no-save-at-end --log-interval 1 "${more[@]}"
+# A measurement begins with new weights, and nothing of a run in the same folder is touched.
+if [ -e "$RUN_DIR/measured" ]; then
+    echo "train_performance.sh: $RUN_DIR/measured is of a measurement that was asked to save; delete it, or give another RUN_DIR=" >&2
+    exit 2
+fi
+train --save "$RUN_DIR/measured" --eval-iters 0 --save-interval 0 --no-save-at-end --log-interval 1 "${more[@]}"
 table

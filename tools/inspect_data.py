@@ -164,10 +164,11 @@ def sample(args: argparse.Namespace) -> None:
     import _sample  # torch, which the rest is spared
 
     from megatron.arguments import from_file
+    from megatron.beside import relocated
     from megatron.metrics import Timers
     from megatron.runtime import start
 
-    config = from_file(str(path))
+    config = relocated(from_file(str(path)), path.parent)
     t5 = config.is_t5
     import pretrain_gpt2
     import pretrain_t5

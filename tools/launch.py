@@ -145,10 +145,10 @@ def main(argv: list[str]) -> int:
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
-    if int(args.max_restarts):  # or an attempt would meet over a store that still names the ranks of the one before
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        if args.standalone and not args.local_addr:  # each has a store of its own, whose machine has to be found
-            args.local_addr = "localhost"
+    if int(args.max_restarts) and str(args.nnodes) not in ("1", "1:1"):
+        # Or an attempt of several nodes would meet over a store that still names the ranks of the one before. On one node
+        # tds keeps attempts apart itself, without a new port for each, which somebody else may take first.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = patient(args)
     try:
         run(args)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from _cli import Parser, run
 from _unigram import of_targets, of_text
 
 from megatron.arguments import from_file
+from megatron.beside import relocated
 from megatron.options import describe
 
 EXAMPLES = """\
@@ -36,7 +37,9 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
     if not train:
         return {}
     batch = train[-1]["consumed_samples"] // train[-1]["iteration"]
-    both = of_targets(from_file(str(run_dir / "config.json")), batch * config["train"]["eval_iters"])
+    both = of_targets(
+        relocated(from_file(str(run_dir / "config.json")), run_dir), batch * config["train"]["eval_iters"]
+    )
     return {} if both is None else {"targets": both.targets, "masked text": both.text}
 
 
@@ -85,7 +88,7 @@ def page(run_dir: Path, facts: list[tuple[str, str]], picture: Path) -> str:
 def main(args: argparse.Namespace) -> None:
     run_dir = Path(args.run_dir)
     rows = read_metrics(run_dir)
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    config = relocated(from_file(str(run_dir / "config.json")), run_dir).to_dict()
     train = [row for row in rows if row.get("split") == "train"]
     valid = [row for row in rows if row.get("split") == "valid"]
     baselines = baselines_of(run_dir, config, train)

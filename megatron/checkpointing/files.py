@@ -119,7 +119,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
             )
         return None
     found = _LATEST.fullmatch(pointer.read_bytes().decode("utf-8", "replace"))
-    if not found:
+    if not found or found["name"] in (".", ".."):
         raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to go on from into it")
     path = folder / found["name"]
     if not path.is_dir():
@@ -154,7 +154,7 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
     sums = {}
     for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n")[:-1], 1):
         found = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
-        if not found:
+        if not found or found[2] in (".", "..") or found[2] in sums:
             raise CheckpointError(f"{path}, line {number} is damaged")
         sums[found[2]] = found[1]
     if INDEX not in sums:

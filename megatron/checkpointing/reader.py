@@ -1,6 +1,5 @@
 """Reading: any stretch of any tensor of a checkpoint, whatever the layout that wrote it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,12 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.arguments import HOME, with_values
+from megatron.beside import with_kept_tokenizer
 from megatron.config import Config
 from megatron.model.layers import global_parameters
+from megatron.options import ConfigError, describe
 
+from . import schema
 from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
 from .stream import CODES
 
@@ -25,17 +27,18 @@ class CheckpointReader:
         self.sums = read_sums(path)
         check_file(path / INDEX, self.sums[INDEX])
         try:
-            content = json.loads((path / INDEX).read_text(encoding="utf-8"))
-            version = content["format"]
+            content = schema.read((path / INDEX).read_text(encoding="utf-8"))
+            version = content.get("format")
             if version not in (2, FORMAT):
                 raise CheckpointError(f"{path} has format {version}; this version reads format 2 and {FORMAT}")
+            schema.check(content, self.sums)
             self.state, self.optimizer, self.rng_seed = content["state"], content["optimizer"], content["rng_seed"]
             self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
             self.tokenizer = content["tokenizer"]
-            if version == 2 and self.config["model"]["activation"] == "gelu":
+            if version == 2 and self.config["model"].get("activation") == "gelu":
                 self.config["model"]["activation"] = "gelu-tanh"  # its name before there was the one by erf
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{path / INDEX} cannot be read: {type(error).__name__} {error}") from None
+        except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
+            raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
         self._open: dict[str, Any] = {}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
@@ -60,16 +63,30 @@ class CheckpointReader:
         for piece in sorted(entry["pieces"], key=lambda p: int(p["begin"])):
             low, high = max(begin, piece["begin"]), min(end, piece["end"])
             if low < high:
-                part = self._file(piece["file"]).get_slice(key)
+                part = self._piece(key, piece)
                 at = (slice(None),) * dim + (slice(low - piece["begin"], high - piece["begin"]),)
                 found.append(part[at])
         if sum(part.shape[dim] for part in found) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are not all there")
         return torch.cat(found, dim) if len(found) > 1 else found[0]
 
+    def _piece(self, key: str, piece: dict[str, Any]) -> Any:
+        """A stretch of a tensor in its file. Raises CheckpointError if that is not what the index says."""
+        file, entry = self._file(piece["file"]), self.tensors[key]
+        shape = list(entry["shape"])
+        shape[entry["dim"]] = piece["end"] - piece["begin"]
+        if key not in file.keys():  # noqa: SIM118  # it is no dict
+            raise CheckpointError(f"{self.path / piece['file']} does not hold {key!r}")
+        part = file.get_slice(key)
+        if part.get_shape() != shape or part.get_dtype() not in CODES.values():
+            raise CheckpointError(
+                f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, not as numbers of shape {shape}"
+            )
+        return part
+
     def _dtype(self, key: str) -> torch.dtype:
         some = next(piece for piece in self.tensors[key]["pieces"] if piece["begin"] < piece["end"])
-        return next(d for d, code in CODES.items() if code == self._file(some["file"]).get_slice(key).get_dtype())
+        return next(d for d, code in CODES.items() if code == self._piece(key, some).get_dtype())
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
         """This rank's part of `key`, laid out as `parameter`, padding as zeros, fp32 or fp64."""
@@ -108,7 +125,11 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,
     }
-    return with_values(Config(), {**saved, **plain, "model_parallel_size": model_parallel_size})
+    try:
+        config = with_values(Config(), {**saved, **plain, "model_parallel_size": model_parallel_size})
+    except ConfigError as error:
+        raise CheckpointError(f"{reader.path / INDEX} has settings that cannot be: {error}") from None
+    return with_kept_tokenizer(config, reader.path)
 
 
 def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

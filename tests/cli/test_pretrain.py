@@ -44,7 +44,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_promises(tmp_path: Path, fla
     assert done.stderr.strip() == "", "libraries' warnings leak through"
     assert "2 ranks on cpu: pipe 2 x data 1 x model 1 (pipeline), fp32, ZeRO 0, global batch 2" in done.stdout
     assert "iteration       6/6 | loss" in done.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl", "tokenizer"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows if row["split"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert {"lr", "grad_norm", "consumed_samples", "consumed_tokens", "tokens_per_second", "tflops", "mfu", "memory_mb",
@@ -263,12 +263,17 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert after == before, "a refused start changes nothing"
 
 
-def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str]) -> None:
-    train_gpt2(2, tmp_path, *flags, "--pipe-parallel-size", "2", "--train-iters", "1")
+def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str], vocab_file: str) -> None:
+    """Of a run that was moved, and whose tokenizer is not where it was."""
+    shutil.copy(vocab_file, tmp_path / "my.model")
+    more = ["--pipe-parallel-size", "2", "--train-iters", "1", "--vocab-file", str(tmp_path / "my.model")]
+    train_gpt2(2, tmp_path / "before", *flags, *more)
+    (tmp_path / "my.model").unlink()
+    shutil.move(tmp_path / "before", tmp_path / "after")
     argv = [
         "tools/generate.py",
         "--load",
-        str(tmp_path),
+        str(tmp_path / "after"),
         "--prompt",
         "春天",
         "--num-samples",
@@ -346,8 +351,8 @@ def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> Non
     code = """
 import os, signal, sys, pretrain_gpt2 as p, megatron.loop as t
 honest = t._Window.add
-def add(self, loss):
-    honest(self, loss)
+def add(self, *args):
+    honest(self, *args)
     at = self.run.state.iteration
     if os.environ["RANK"] == "1" and sys.argv[1] == "signals":
         if at == 2: os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,10 +1,13 @@
 """scripts/train_performance.sh and scripts/train_full.sh: sizes by name, more flags, and the table they end with."""
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support import command
+from tests.support import ROOT, command
 
 SMALL = [
     "--num-layers",
@@ -29,17 +32,30 @@ def cells(stdout: str) -> list[str]:
 
 
 def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    env = {"RUN_DIR": str(tmp_path), "VOCAB_FILE": vocab_file}
-    argv = [f"--data_path={tiny_data}", "--model_size", "345M", "--train_iters=3", *SMALL]
-    (tmp_path / "metrics.jsonl").write_text("of an earlier measurement")  # a measurement begins anew
-    done = command("bash", "scripts/train_performance.sh", *argv, env=env)
+    """From a folder of the user's, in which he has a run already."""
+    mine = tmp_path / "run" / "checkpoints" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    for ending in ("bin", "idx"):
+        shutil.copy(f"{tiny_data}.{ending}", tmp_path / f"mine.{ending}")
+    env = {**os.environ, "RUN_DIR": "run", "VOCAB_FILE": vocab_file, "OMP_NUM_THREADS": "1"}
+    argv = ["--data_path=mine", "--model_size", "345M", "--train_iters=3", *SMALL]
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        "of an earlier measurement"
+    )  # a measurement begins with new weights
+    script = str(ROOT / "scripts" / "train_performance.sh")
+    done = subprocess.run(
+        ["bash", script, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "pipe 1 x data 1 x model 2" in done.stdout
     name, params, perplexity, speed, length, steps = cells(done.stdout)
     assert (name, params, perplexity, length, steps) == ("2p-CPU", "345M", "-", "32", "3")
     assert float(speed) > 0
-    assert (tmp_path / "result.md").read_text().startswith(HEAD)
-    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "run" / "result.md").read_text().startswith(HEAD)
+    assert [path.name for path in mine.parent.iterdir()] == ["mine"]
+    assert (tmp_path / "run" / "metrics-1.jsonl").read_text() == "of an earlier measurement"
+    assert not (tmp_path / "run" / "measured").exists()
 
 
 def test_full_evaluates_saves_and_continues(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

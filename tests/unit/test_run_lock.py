@@ -126,12 +126,14 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_begins_again_keeps_the_lines_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").touch()
+    config = parse(["--vocab-file", str(tmp_path / "vocab.txt")])
     for n in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"{n}")
-        assert accept(parse([]), tmp_path, 0) == [
+        assert accept(config, tmp_path, 0) == [
             f"this run begins at iteration 0: the lines of the one before are in {tmp_path}/metrics-{n}.jsonl"
         ]
         assert (tmp_path / f"metrics-{n}.jsonl").read_text() == f"{n}"
     (tmp_path / "metrics.jsonl").write_text("3")
-    assert accept(parse([]), tmp_path, 5) == []
+    assert accept(config, tmp_path, 5) == []
     assert (tmp_path / "metrics.jsonl").read_text() == "3"

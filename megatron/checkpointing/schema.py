@@ -1,0 +1,123 @@
+"""What checkpoint.json may say: checked before anything is believed, opened, or made as large as it asks for."""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from .state import TrainState
+
+MOST = 2**48  # elements of a tensor: a thousand times those of any model
+KEYS = ("format", "state", "rng_seed", "optimizer", "tokenizer", "positions", "config", "tensors")
+
+
+class SchemaError(ValueError):
+    """checkpoint.json says what it cannot; the message says what and where in it."""
+
+
+def read(text: str) -> dict[str, Any]:
+    """The JSON in `text`. Raises SchemaError for what is none, for a key that stands twice, for NaN and infinities."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise SchemaError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        return found
+
+    def number(word: str) -> Any:
+        raise SchemaError(f"{word} is no number")
+
+    try:
+        content = json.loads(text, object_pairs_hook=once, parse_constant=number)
+    except RecursionError:
+        raise SchemaError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise SchemaError(f"line {error.lineno}: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise SchemaError("it is no object")
+    return content
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _expect(right: bool, where: str, what: str, found: Any) -> None:
+    if not right:
+        raise SchemaError(f"{where} must be {what}, not {json.dumps(found)[:60]}")
+
+
+def check(content: Mapping[str, Any], files: Collection[str]) -> None:
+    """Raise SchemaError for what the rest of this package could not work with. files: that SHA256SUMS lists."""
+    for key in KEYS:
+        if key not in content:
+            raise SchemaError(f"the key {key!r} is missing")
+    _check_state(content["state"])
+    seed, tokenizer, positions = (content[key] for key in ("rng_seed", "tokenizer", "positions"))
+    _expect(seed is None or type(seed) is int, "rng_seed", "a whole number", seed)
+    _expect(tokenizer is None or isinstance(tokenizer, str), "tokenizer", "a text", tokenizer)
+    _expect(_is_count(positions), "positions", "a whole number", positions)
+    _check_optimizer(content["optimizer"])
+    config = content["config"]
+    _expect(isinstance(config, dict), "config", "an object", config)
+    for name in ("model", "data", "optim", *config):
+        _expect(isinstance(config.get(name), dict), f"config.{name}", "an object", config.get(name))
+    _expect(
+        isinstance(config["optim"].get("optimizer"), str),
+        "config.optim.optimizer",
+        "a text",
+        config["optim"].get("optimizer"),
+    )
+    _expect(isinstance(content["tensors"], dict), "tensors", "an object", content["tensors"])
+    for key, entry in content["tensors"].items():
+        _check_tensor(f"tensors[{key!r}]", entry, files)
+
+
+def _check_state(state: Any) -> None:
+    _expect(isinstance(state, dict), "state", "an object", state)
+    known = {f.name for f in fields(TrainState)}
+    for name, value in state.items():
+        if name not in known:
+            raise SchemaError(f"state holds {name!r}, which is none of {', '.join(sorted(known))}")
+        # The hash of the samples fills 64 bits.
+        right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
+        _expect(right, f"state.{name}", "a whole number, 0 or more", value)
+    for name in ("iteration", "consumed_samples"):
+        _expect(name in state, f"state.{name}", "a whole number, 0 or more", None)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
+    step, moments, scaler = (optimizer.get(name) for name in ("step", "moments", "loss_scaler"))
+    _expect(_is_count(step), "optimizer.step", "a whole number", step)
+    right = isinstance(moments, list) and all(isinstance(name, str) for name in moments)
+    _expect(right, "optimizer.moments", "a list of names", moments)
+    right = isinstance(scaler, dict) and all(
+        isinstance(value, (int, float)) and math.isfinite(value) for value in scaler.values()
+    )
+    _expect(right, "optimizer.loss_scaler", "an object of numbers", scaler)
+
+
+def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
+    """Shape, dimension of the cut, and pieces that cover it once."""
+    _expect(isinstance(entry, dict), where, "an object", entry)
+    shape, dim, pieces = (entry.get(name) for name in ("shape", "dim", "pieces"))
+    right = isinstance(shape, list) and bool(shape) and all(map(_is_count, shape)) and math.prod(shape) <= MOST
+    _expect(right, f"{where}.shape", f"a list of sizes with a product of {MOST} at most", shape)
+    _expect(_is_count(dim) and dim < len(shape), f"{where}.dim", f"one of the {len(shape)} dimensions", dim)
+    _expect(isinstance(pieces, list) and bool(pieces), f"{where}.pieces", "a list", pieces)
+    for piece in pieces:
+        right = isinstance(piece, dict) and _is_count(piece.get("begin")) and _is_count(piece.get("end"))
+        _expect(right, f"each of {where}.pieces", "an object with file, begin and end", piece)
+        name = piece.get("file")
+        _expect(
+            isinstance(name, str) and name in files, f"the file in {where}.pieces", "one that SHA256SUMS lists", name
+        )
+    at = 0
+    for piece in sorted(pieces, key=lambda piece: (piece["begin"], piece["end"])):
+        if piece["begin"] != at or piece["end"] < at:
+            raise SchemaError(f"{where}.pieces: rows {piece['begin']} to {piece['end']} do not follow row {at}")
+        at = piece["end"]
+    _expect(at == shape[dim], f"the end of {where}.pieces", f"{shape[dim]}, as the shape says", at)

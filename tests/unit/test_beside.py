@@ -1,0 +1,46 @@
+"""A run directory holds what is needed to use it, wherever it is."""
+
+import shutil
+from pathlib import Path
+
+from megatron.arguments import parse
+from megatron.beside import keep_tokenizer, kept_tokenizer, relocated, with_kept_tokenizer
+
+
+def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) -> None:
+    source, home = tmp_path / "source", tmp_path / "home"
+    source.mkdir()
+    home.mkdir()
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "model.safetensors"):
+        (source / name).write_text(name)
+    assert kept_tokenizer(home, "anything") is None
+    keep_tokenizer(str(source), home)  # the folder, as Hugging Face's are given
+    assert sorted(p.name for p in (home / "tokenizer").iterdir()) == [
+        "merges.txt",
+        "tokenizer_config.json",
+        "vocab.json",
+    ]
+    assert kept_tokenizer(home, str(source)) == str(home / "tokenizer")
+    assert kept_tokenizer(home, str(source / "vocab.json")) == str(home / "tokenizer" / "vocab.json")
+    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # nothing to do
+    for name in ("own.model", "other.model"):  # names by which no folder is known
+        (source / name).write_text(name)
+        keep_tokenizer(str(source / name), home)
+    assert kept_tokenizer(home, "/was/there/other.model") == str(home / "tokenizer" / "other.model")
+
+
+def test_settings_of_a_run_that_was_moved(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    (before / "data").mkdir(parents=True)
+    (before / "my.model").touch()
+    config = parse(["--run-dir", str(before), "--data-path", "0.7", str(before / "data/x"), "0.3", "/elsewhere/y",
+                    "--vocab-file", str(before / "my.model")])  # fmt: skip
+    keep_tokenizer(str(before / "my.model"), before)
+    shutil.move(before, after)
+    found = relocated(config, after)
+    assert found.data.data_path == ("0.7", str(after / "data/x"), "0.3", "/elsewhere/y")
+    assert found.data.vocab_file == str(after / "tokenizer" / "my.model")
+    assert found.log.run_dir == str(after)
+    checkpoint = after / "checkpoints" / "iter_0000001"
+    assert with_kept_tokenizer(config, checkpoint).data.vocab_file == str(after / "tokenizer" / "my.model")
+    assert with_kept_tokenizer(config, tmp_path / "x" / "y").data.vocab_file == config.data.vocab_file
