@@ -106,7 +106,9 @@ class DataConfig(Section):
     test_data_path: tuple[str, ...] | None = opt(None, "pairs for test alone")
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
-    tokenizer_type: str = opt("auto", "sentencepiece, cpm, cpm-vocab, gpt2-bpe or hf; auto looks at the file")
+    tokenizer_type: str = opt(
+        "auto", "sentencepiece, cpm, cpm-vocab (these two also +rjieba), gpt2-bpe or hf; auto looks at the file"
+    )
     seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
     enc_seq_length: int | None = opt(None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8))
     dec_seq_length: int | None = opt(

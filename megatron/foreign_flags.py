@@ -269,6 +269,8 @@ ROWS = (
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
         NoEffect("it is so without --override-lr-schedule"),
     ),
+    Row("--iterations-to-skip", _as("skip_iterations"), list),
+    Row("--check-weight-hash-across-dp-replicas-interval", _as("check_replicas"), int),
     Row("--sgd-momentum", Depends(_momentum, "no effect if 0.9, refused otherwise"), float),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is the same from beginning to end"), float),
     Row("--weight-decay-incr-style", Refused("--weight-decay is the same from beginning to end"), str),

@@ -212,8 +212,8 @@ def _datasets(provider: Callable[[], Datasets], config: Config, tokenizer: Token
             about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
             if about.get("fingerprint") != tokenizer.fingerprint:
                 raise ValueError(
-                    f"{path}.bin was made with another tokenizer (SHA-256 {str(about.get('fingerprint'))[:12]}) than "
-                    f"--vocab-file {config.data.vocab_file} ({tokenizer.fingerprint[:12]})"
+                    f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
+                    f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
                 )
     return provider()
 
