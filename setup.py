@@ -19,8 +19,9 @@ PLOTS = [line for line in pinned("requirements.txt") if line.startswith("matplot
 DATA = [
     line
     for line in pinned("requirements-dev.txt")
-    if line.startswith(("jieba", "rjieba", "tokenizers", "regex", "zstandard", "datasketch"))
+    if line.startswith(("jieba", "rjieba", "tokenizers", "regex", "zstandard", "datasketch", "pyarrow"))
 ]
+RAY = [line for line in pinned("requirements-dev.txt") if line.startswith("ray")]
 HF = [line for line in pinned("requirements-dev.txt") if line.startswith("transformers")]
 
 setup(
@@ -36,6 +37,7 @@ setup(
         "tensorboard": ["tensorboard==2.21.0"],
         "plots": PLOTS,
         "data": DATA,  # other tokenizers than sentencepiece, .zst files, cleaning, near duplicates
+        "ray": RAY,  # data tools on a cluster
         "hf": HF,
         "eval": ["lm-eval==0.4.13"],  # tools/evaluate.py --tasks
         "dev": pinned("requirements-dev.txt"),

@@ -309,8 +309,8 @@ def texts(
     on_bad: Callable[[BadLine], None] | None = None,
 ) -> Iterator[str]:
     """All documents of all inputs in order, in this process. Raises InputError at the first bad line, unless `on_bad` takes it."""
-    sources = [s for each in inputs for s in ([each] if isinstance(each, Source) else find_files([each]))]
-    for source in sources:
+    names = [each for each in inputs if isinstance(each, str)]
+    for source in [*(each for each in inputs if isinstance(each, Source)), *(find_files(names) if names else [])]:
         for chunk in chunks(source, largest=largest):
             for document in documents(chunk, (key,), largest=largest):
                 if not isinstance(document, BadLine):

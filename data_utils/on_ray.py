@@ -5,6 +5,7 @@ project and the data under the same paths.
 """
 
 import importlib
+import logging
 import os
 import sys
 from collections import deque
@@ -45,11 +46,11 @@ def connect(address: str) -> Any:
     # Processes import the tools as this one does. Ray starts them before it knows what they will run.
     paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+    how: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        how["include_dashboard"] = False
     try:
-        ray.init(
-            None if address == "local" else address, runtime_env=environment, log_to_driver=False, logging_level="ERROR",
-            **({"include_dashboard": False} if address == "local" else {}),
-        )  # fmt: skip
+        ray.init(None if address == "local" else address, **how)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(f"there is no Ray cluster at {address} ({' '.join(str(error).split())[:200]})") from None
     return ray

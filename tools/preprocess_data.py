@@ -178,7 +178,7 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
         disable=args.quiet,
     )  # fmt: skip
     if done:
-        progress.write(f"going on behind {output.count['documents']} documents", file=None)
+        progress.write(f"going on after {output.count['documents']} documents", file=None)
     begin, saved = output.count["tokens"], time.monotonic()
     with progress:
         for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,), args.ray):

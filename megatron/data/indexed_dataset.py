@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .order_file import forget
+
 MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
@@ -113,6 +115,7 @@ class IndexedDataset:
             if (counts < 0).any():
                 raise DatasetError(f"{path} is damaged: a document ends before it begins")
             begin = int(ends[-1]) if len(ends) else begin
+        forget(self.sizes)
 
     def __getstate__(self) -> str:
         return self.prefix

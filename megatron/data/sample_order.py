@@ -10,6 +10,7 @@ asked for. A large one is a file that a node has once (order_file.py); it follow
 """
 
 import hashlib
+import sys
 from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +110,11 @@ class SampleOrder:
         self._latest = number, self._epochs[number]
         return self._latest[1]
 
+    def forget(self) -> None:
+        """Let go of the pages of a mapped epoch."""
+        for array in self._latest[1]:
+            order_file.forget(array)
+
     def _in_memory(self, number: int) -> Epoch:
         arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._shapes().items()}
         self._fill(number, arrays)
@@ -116,9 +122,16 @@ class SampleOrder:
 
     def _in_file(self, number: int) -> Epoch:
         assert self._folder
-        made = order_file.mapped(
-            self._folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
-        )
+        try:
+            made = order_file.mapped(
+                self._folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
+            )
+        except OSError as error:
+            where = "every process keeps it in memory; set TMPDIR to a folder with room to have it once"
+            print(f"the order of samples cannot be kept in a file ({error.strerror}): {where}", file=sys.stderr)
+            return self._in_memory(number)
+        for array in made.values():
+            order_file.forget(array)
         order_file.remove(self._folder, self._name(number - 2))  # they are as large as the lengths of all documents
         return Epoch(made["order"], made["ends"], made["samples"])
 
@@ -147,6 +160,7 @@ class SampleOrder:
         for piece in order_file.pieces(len(order)):
             ends[piece] = total + np.cumsum(sizes[order[piece]], dtype=np.int64)
             total = int(ends[piece][-1])
+        order_file.forget(sizes)
 
     def _permute(self, array: NDArray[Any], epoch: int, stream: int) -> None:
         for piece in order_file.pieces(len(array)):

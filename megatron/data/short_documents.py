@@ -79,6 +79,13 @@ def fit_documents(
         f"room for {made.room} spans, as {plan.tokens} with {plan.spans} would leave {lost:.0%} of the text out"
     )
     more = f"; {still:.1%} still is" if still > TOLERATED else ""
-    return made, note + more + f" (longer samples need more than --num-sentinels {sentinels})" * (
-        made.encoder < plan.encoder
-    )
+    return made, note + more + _longer(made, plan, decoder, sentinels)
+
+
+def _longer(made: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
+    """What keeps the encoder from being full."""
+    if made.encoder > 0.95 * plan.encoder:
+        return ""
+    if made.room + max(made.room // 16, 2) >= sentinels:
+        return f" (longer samples need more than --num-sentinels {sentinels})"
+    return f" (longer samples need more than --dec-seq-length {decoder})" if decoder else ""

@@ -3,8 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from . import order_file
 from .indexed_dataset import DatasetError, IndexedDataset
-from .sample_order import SampleOrder, Sizes
+from .sample_order import SMALL, SampleOrder, Sizes
+
+OFTEN = 256  # documents read between two times that the pages of a large corpus are let go
 
 
 class Windows:
@@ -27,6 +30,7 @@ class Windows:
         self._start_of = indexed.document_start
         limits = np.iinfo(indexed.dtype)
         self._checked = vocab_size is not None and vocab_size <= limits.max
+        self._read, self._large = 0, len(documents) > SMALL
         self._vocab_size, self._signed = vocab_size or 0, limits.min < 0
         sizes = Sizes(indexed, documents)
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=f"{indexed.prefix}.orders")
@@ -35,12 +39,22 @@ class Windows:
         """(tokens of window n, how many of them each of its documents has)."""
         tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
         pieces = self.order.pieces(n)
+        self._read += len(pieces)
+        if self._large and self._read > OFTEN:
+            self._forget()
         raw = np.concatenate(
             [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
         )
         if self._checked and (np.maximum.reduce(raw) >= self._vocab_size or (self._signed and raw.min() < 0)):
             self._refuse(n, raw)
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
+
+    def _forget(self) -> None:
+        """Pages of maps count as memory of this process: 64 kB at least for each place that is touched."""
+        self._read = 0
+        self.order.forget()
+        for array in (self._indexed.tokens, self._indexed.sizes):
+            order_file.forget(array)
 
     def _refuse(self, n: int, raw: NDArray[np.integer]) -> None:
         bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())

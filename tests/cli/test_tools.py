@@ -241,7 +241,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Pa
     assert "left by a run with other settings" in said
     done = command("python", "tools/preprocess_data.py", *argv, "--workers", "1")
     assert done.returncode == 0, done.stderr
-    assert "going on behind" in done.stderr + done.stdout
+    assert "going on after" in done.stderr + done.stdout
     made = sorted(path.name for path in tmp_path.glob("b_*"))
     assert made == [path.name.replace("a_", "b_", 1) for path in sorted(tmp_path.glob("a_*"))]
     for name in made:

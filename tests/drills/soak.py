@@ -27,7 +27,7 @@ from tests.materials import random_corpus, small_tokenizer
 from tests.support import ROOT
 
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --batch-size 2 --gas 2"
-RUN = "--log-interval 10 --save-interval 20 --keep-last 2 --eval-iters 0 --warmup 10 --lr 1e-3 --precision fp32 --no-tensorboard"
+RUN = "--log-interval 1 --save-interval 20 --keep-last 2 --eval-iters 0 --warmup 0.01 --lr 1e-3 --precision fp32 --no-tensorboard"
 MODELS = {
     "gpt2, pp 2": ("pretrain_gpt2.py", "--pipe-parallel-size 2 --pipeline-timeout 30"),
     "t5, dp 2": (
@@ -136,6 +136,8 @@ def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, pat
             if every is None:
                 soak.look()
         code = soak.launcher.poll()
+        if code == 2:
+            raise RuntimeError(f"the command was refused; see {soak.run_dir}.log")
         if code is not None and now >= iterations:
             return done
         if code is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.data.indexed_writer import IndexedDatasetBuilder
-from tests.support import ROOT
+from tests.support import FULL, ROOT
 
 LINES = [json.dumps({"text": f"第{i}篇文章。" + "春眠不觉晓，处处闻啼鸟。" * (i % 9)}) + "\n" for i in range(400)]
 BAD = 300
@@ -114,7 +114,7 @@ ACCIDENTS = {
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("objective", ["text", "cpm-t5"])
+@pytest.mark.parametrize("objective", ["text", pytest.param("cpm-t5", marks=FULL)])
 def test_only_success_removes_what_is_done(
     tool: ModuleType, start: Callable[..., None], tmp_path: Path, accident: Callable[..., None], objective: str
 ) -> None:

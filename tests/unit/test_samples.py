@@ -182,6 +182,10 @@ def test_a_large_epoch_is_a_file_that_all_map(
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert capsys.readouterr().err == "", "said once"
 
+    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # nor here
+    assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
+    assert "every process keeps it in memory" in capsys.readouterr().err
+
 
 def _first(prefix: str, folder: str, ready: Barrier, made: "Synchronized[int]") -> list[int]:
     import megatron.data.sample_order as module
