@@ -20,6 +20,7 @@ from . import device as device_module
 from . import mpu, run_folder
 from .agreement import same_everywhere
 from .arguments import build_parser, parse, with_values
+from .beside import look_of
 from .checkpointing import PatientSaver, Saver, start_or_resume
 from .checkpointing.files import clear
 from .compiling import compile_layers
@@ -134,6 +135,7 @@ def set_up(
     try:
         _say_what_runs(config, resolved, device, locks)
         datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
+        same_everywhere(together(lambda: _looks(config)))
         with tds.pipe.seeded_layers(config.train.seed):
             model = together(model_provider)
         parameters = count_parameters(model)
@@ -216,6 +218,12 @@ def _datasets(provider: Callable[[], Datasets], config: Config, tokenizer: Token
                     f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
                 )
     return provider()
+
+
+def _looks(config: Config) -> dict[str, str]:
+    """What tells the corpora of one node from those of another, where each has its own disk."""
+    paths = prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
+    return {f"the look of {path}": look_of(path) for path in paths}
 
 
 def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:

@@ -31,32 +31,8 @@ VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}
 
-# The path $2, as seen from the folder $1: short inside of the checkout, absolute elsewhere.
-in_checkout() {
-    local path
-    path=$(cd "$1" && realpath -m -- "$2")
-    echo "${path#"$ROOT"/}"
-}
-
-# Text to tokens, once; sets DATA_PATH.
-prepare_corpus() {
-    [ -n "${DATA_PATH:-}" ] && return
-    DATA_PATH=$RUN_DIR/data/corpus_text_document
-    local corpus before
-    corpus=$(in_checkout "$PWD" "$CORPUS")
-    if [ -f "$RUN_DIR/data/source" ]; then before=$(in_checkout "$ROOT" "$(cat "$RUN_DIR/data/source")"); else before=$corpus; fi
-    if [ "$before" != "$corpus" ]; then
-        echo "run_$NAME.sh: $RUN_DIR holds a run on $before, not on $corpus; give another RUN_DIR=" >&2
-        exit 2
-    fi
-    if [ ! -f "$VOCAB_FILE" ]; then
-        python "${AT}tools/train_tokenizer.py" --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
-    fi
-    if [ ! -f "$DATA_PATH.idx" ]; then
-        python "${AT}tools/preprocess_data.py" --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "${DATA_PATH%_text_document}"
-        echo "$corpus" >"$RUN_DIR/data/source"
-    fi
-}
+# shellcheck disable=SC1091
+source "$ROOT/scripts/_prepare.sh"
 
 # Start all ranks of the command that is given.
 launch() {

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from megatron.arguments import parse
-from megatron.beside import keep_tokenizer, kept_tokenizer, relocated, with_kept_tokenizer
+from megatron.beside import ENDS, keep_tokenizer, kept_tokenizer, look_of, relocated, with_kept_tokenizer
 
 
 def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) -> None:
@@ -44,3 +44,14 @@ def test_settings_of_a_run_that_was_moved(tmp_path: Path) -> None:
     checkpoint = after / "checkpoints" / "iter_0000001"
     assert with_kept_tokenizer(config, checkpoint).data.vocab_file == str(after / "tokenizer" / "my.model")
     assert with_kept_tokenizer(config, tmp_path / "x" / "y").data.vocab_file == config.data.vocab_file
+
+
+def test_corpora_that_were_made_apart_look_apart(tmp_path: Path) -> None:
+    def pair(name: str, content: bytes) -> str:
+        for ending in ("bin", "idx"):
+            (tmp_path / f"{name}.{ending}").write_bytes(content)
+        return look_of(str(tmp_path / name))
+
+    long = b"a" * 3 * ENDS
+    assert pair("x", long) == pair("y", long)
+    assert len({pair("x", long), pair("y", long + b"a"), pair("z", long[:-1] + b"b"), pair("w", b"b" + long[1:])}) == 4

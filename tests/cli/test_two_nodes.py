@@ -1,0 +1,99 @@
+"""The command for two nodes, on a fresh directory: one prepares, the other waits; on disks of their own each prepares."""
+
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import FULL, ROOT
+
+# What _prepare.sh needs of _run.sh, with tools that note that they were called, and are slow.
+SCRIPT = """
+set -euo pipefail
+ROOT={root} AT= NAME=gpt2 CORPUS={root}/corpus/sample.jsonl RUN_DIR=$1 VOCAB_SIZE=10
+VOCAB_FILE=$RUN_DIR/tokenizer.model
+source "$ROOT/scripts/_prepare.sh"
+python() {{
+    echo "$1" >>"$RUN_DIR/calls"
+    sleep 0.7
+    if [ "$1" = tools/train_tokenizer.py ]; then touch "$VOCAB_FILE"; else touch "$DATA_PATH.idx"; fi
+    [ "${{2:-}}" != fail ]
+}}
+if [ "${{2:-}}" = fails ]; then python() {{ return 3; }}; fi
+prepare_corpus
+echo "has $DATA_PATH"
+"""
+
+
+def prepare(folder: Path, *more: str) -> "subprocess.Popen[str]":
+    argv = ["bash", "-c", SCRIPT.format(root=ROOT), "prepare", str(folder), *more]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_one_of_two_nodes_prepares(tmp_path: Path) -> None:
+    said = sorted((p.communicate(timeout=60)[0] for p in [prepare(tmp_path), prepare(tmp_path)]), key=len)
+    assert said[0] == f"has {tmp_path}/data/corpus_text_document\n"
+    assert re.match(rf"run_gpt2.sh: waits while process \d+ on \S+ prepares {tmp_path}/data \(if it has ended", said[1])
+    assert said[1].endswith(said[0])
+    assert (tmp_path / "calls").read_text().split() == ["tools/train_tokenizer.py", "tools/preprocess_data.py"]
+    assert (tmp_path / "data" / "source").read_text() == "corpus/sample.jsonl\n"
+    assert not (tmp_path / "data" / "preparing").exists()
+
+
+def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None:
+    failed = prepare(tmp_path, "fails")
+    failed.communicate(timeout=60)
+    assert failed.returncode == 3
+    assert not (tmp_path / "data" / "preparing").exists()
+    (tmp_path / "data" / "preparing").mkdir()
+    (tmp_path / "data" / "preparing" / "by").write_text(f"{os.uname().nodename} {2**22 - 1}\n")
+    said = prepare(tmp_path).communicate(timeout=60)[0]
+    assert f"process {2**22 - 1}, which prepared {tmp_path}/data, has ended; it is prepared again" in said
+    assert "has " in said
+
+
+@FULL
+@pytest.mark.parametrize("disk", ["shared", "apart"])
+def test_two_launches(tmp_path: Path, disk: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    small = {
+        "TRAIN_ITERS": "2",
+        "NLAYERS": "2",
+        "NHIDDEN": "32",
+        "NHEADS": "2",
+        "SEQ_LENGTH": "32",
+        "VOCAB_SIZE": "3000",
+    }
+    small |= {
+        "NNODES": "2",
+        "GPUS_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    nodes = []
+    for rank in "01":
+        here = tmp_path if disk == "shared" else tmp_path / rank
+        here.mkdir(exist_ok=True)
+        env = {**os.environ, **small, "NODE_RANK": rank, "RUN_DIR": "run"}
+        script = ["bash", str(ROOT / "scripts" / "run_gpt2.sh"), "--save-interval", "0", "--no-save-at-end"]
+        if disk == "shared":
+            script = script[:2]
+        nodes.append(
+            subprocess.Popen(script, cwd=here, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    said = [node.communicate(timeout=500)[0] for node in nodes]
+    if disk == "shared":
+        assert [node.returncode for node in nodes] == [0, 0], said
+        assert sum("run_gpt2.sh: waits while process" in words for words in said) == 1, said
+        assert "saved run/checkpoints/iter_0000002" in said[0], said
+    else:  # without a checkpoint, which wants one disk, there is nothing to write text with
+        assert nodes[1].returncode == 0, said
+        assert not any("waits while" in words for words in said), said
+    assert "2 ranks on cpu: pipe 2" in said[0], said
+    assert "iteration       2/2 | loss" in said[0], said
