@@ -167,6 +167,13 @@ def entries_of(
     return found
 
 
+def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of a model of ours, by global name; no weight is made for it."""
+    with torch.device("meta"), mpu.filled_later():
+        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
+    return {name: tuple(mpu.full_shape(parameter)) for name, parameter in global_parameters(model)}
+
+
 def is_hf_folder(folder: Path) -> bool:
     """Whether a folder holds a model of theirs; a run directory has a config.json, too, without a model_type."""
     path = folder / "config.json"
@@ -211,9 +218,7 @@ class Folder:
 
     def _check_tensors(self) -> None:
         """Every tensor that is needed is there with its shape, and every one that is there is needed."""
-        with torch.device("meta"), mpu.filled_later():
-            model: Any = (T5Model if self.config.is_t5 else GPT2Model)(with_values(self.config, ALONE))
-        shapes = {name: mpu.full_shape(parameter) for name, parameter in global_parameters(model)}
+        shapes = whole_shapes(self.config)
         for match in self.matches:
             for name, part in zip(
                 match.theirs, match.split(torch.empty(*shapes[match.ours], device="meta")), strict=True

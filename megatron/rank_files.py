@@ -76,8 +76,9 @@ class RankFiles:
             raise ValueError(
                 f"{self.folder} does not say how many layers the model has (there are files of {self.layers}): give --num-layers"
             )
-        if any(each not in (None, self.layers) for each in (named, layers)):
-            raise ValueError(f"{self.folder} holds {self.layers} layers of the model, which has {named}, or {layers}")
+        for other in (named, layers):
+            if other not in (None, self.layers):
+                raise ValueError(f"{self.folder} holds {self.layers} layers of the model, which has {other}")
         self.version, self.told_by = self._version_of(tellers, version)
 
     def _files(

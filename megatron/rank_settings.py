@@ -3,14 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from . import mpu
-from .arguments import with_values
 from .config import Config
-from .hf_folder import ALONE
-from .model import GPT2Model
-from .model.layers import global_parameters
+from .hf_folder import whole_shapes
 from .rank_files import RankFiles
 
 # Arguments that change what a GPT computes, with what they have to be. Others concern training, or the same numbers.
@@ -94,9 +88,7 @@ def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
 
 def check_whole(theirs: RankFiles, config: Config) -> None:
     """Raise ValueError unless the files hold every parameter of the model, in its shape, and no other."""
-    with torch.device("meta"), mpu.filled_later():
-        model = GPT2Model(with_values(config, ALONE))
-    wanted = {name: mpu.full_shape(parameter) for name, parameter in global_parameters(model)}
+    wanted = whole_shapes(config)
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():
             raise ValueError(f"{theirs.folder} {'lacks' if name in wanted else 'holds'} {name}, unlike such a GPT")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _cli import Parser, run
+from _cli import Parser, run, write_json
 from torch import Tensor
 
 from megatron.arguments import with_values
@@ -153,9 +153,7 @@ def _write_settings(path: Path, config: Config) -> None:
     data = config.to_dict()["data"]
     kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
     content = {"model": config.to_dict()["model"], "data": {key: data[key] for key in kept if data[key] is not None}}
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2), encoding="utf-8")
-    temporary.replace(path)
+    write_json(str(path), content)
 
 
 def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
@@ -255,7 +253,7 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
         import transformers
     except ImportError:
         raise ValueError("--verify needs the package transformers: pip install transformers") from None
-    kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    kind = read_object(folder / "config.json")["model_type"]
     other: Any = getattr(transformers, FAMILIES[kind].class_name).from_pretrained(folder, dtype=torch.float32).eval()
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
     for name, parameter in global_parameters(model):

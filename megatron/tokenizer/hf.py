@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Tokenizer, TokenizerError, fingerprint, read_object
+from .sentinels import MARK as SENTINEL
 
-SENTINEL = re.compile(r"<(?:extra_id_|s_)\d+>")
+SETTINGS = "tokenizer_config.json"
 END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -62,8 +63,9 @@ class HFTokenizer(Tokenizer):
             if token.special or SENTINEL.fullmatch(token.content)
         }
         self.specials |= {end: self.eod}
-        self._inside = _without_prefix(tokenizer, "first")
-        self._bare = _without_prefix(tokenizer, "first", "always")
+        description = tokenizer.to_str()
+        self._inside = _without_prefix(tokenizer, description, "first")
+        self._bare = _without_prefix(tokenizer, description, "first", "always")
         # A unigram model holds the names of special tokens as pieces, and would find them in a text.
         found = [name for name, i in self.specials.items() if i in self._ids(tokenizer, name)]
         self._names = re.compile(
@@ -100,20 +102,25 @@ class HFTokenizer(Tokenizer):
         return text
 
 
+def _settings_beside(path: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, if there is one."""
+    beside = path.with_name(SETTINGS)
+    return read_object(beside) if beside.is_file() else {}
+
+
 def _end_beside(path: Path) -> str | None:
     """The eos_token of tokenizer_config.json. Raises TokenizerError for one that is no token."""
-    beside = path.with_name("tokenizer_config.json")
-    token = read_object(beside).get("eos_token") if beside.is_file() else None
+    token = _settings_beside(path).get("eos_token")
     name = token.get("content", token) if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
-        raise TokenizerError(f"{beside}: eos_token is {name!r}, not a token")
+        raise TokenizerError(f"{path.with_name(SETTINGS)}: eos_token is {name!r}, not a token")
     return name
 
 
 def _check_beside(path: Path, tokenizer: Any) -> None:
     """Raise TokenizerError for what transformers takes from the files beside, and the tokenizer does not have."""
-    beside, more = path.with_name("tokenizer_config.json"), path.with_name("added_tokens.json")
-    settings = read_object(beside) if beside.is_file() else {}
+    beside, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
+    settings = _settings_beside(path)
     added = {token: i for token, i in read_object(more).items()} if more.is_file() else {}
     listed = settings.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
@@ -140,9 +147,9 @@ def _prefixes(part: Any) -> bool | None:
     return None
 
 
-def _without_prefix(tokenizer: Any, *schemes: str) -> Any:
+def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
     """The same, but without the space that a `prepend_scheme` of these puts in front: for what goes on inside of a text."""
-    description = inside = tokenizer.to_str()
+    inside = description
     for scheme in schemes:
         inside = inside.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
     if inside == description:
@@ -172,8 +179,7 @@ class Gpt2BpeTokenizer(HFTokenizer):
             tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(path, str(merges)))
         except Exception as error:  # the library raises no narrower class
             raise TokenizerError(f"{path} and {merges} are not GPT-2's files ({str(error)[:200]})") from None
-        beside = Path(path).with_name("tokenizer_config.json")
-        prefix = bool(beside.is_file() and read_object(beside).get("add_prefix_space"))
+        prefix = bool(_settings_beside(Path(path)).get("add_prefix_space"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         self._use(tokenizer, path, ("<eod>", "<|endoftext|>"))
