@@ -5,7 +5,8 @@ send ends only when it was received. So a stage that receives and sends over the
 message that stands behind one of its own, and with three stages does. Here neither the two directions of a
 border share a group, nor any two borders of one stage: borders take turns with two colours, and with a third
 where an odd number of stages stands in a ring. All chunks and all pipelines of a colour share one group each
-way, so that a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever.
+way, so that a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever. On gloo, where
+messages do not wait for each other, all borders share the two groups.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from .channel import Channel
 from .memory import Pool
-from .queues import POSTED_AHEAD, colour, one_hardware_queue
+from .queues import POSTED_AHEAD, colour, in_queues, one_hardware_queue
 from .schedule import At, Instruction, RecvActivation, RecvGrad
 
 
@@ -81,16 +82,17 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
     if stages == 1:
         return borders
     count = stages if chunks > 1 else stages - 1  # between the chunks, a border leads from the last stage to the first
-    groups = [_groups_of_pipelines(grid) for _ in range(1 + max(colour(b, stages) for b in range(count)))]
+    colours = 1 + max(colour(b, stages) for b in range(count))
+    groups = [_groups_of_pipelines(grid) for _ in range(colours if in_queues(device) else 1)]
     pool, ahead = Pool(device), 0 if one_hardware_queue(device) else POSTED_AHEAD
     slice_ = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
     before, after = (stage - 1) % stages, (stage + 1) % stages
     for names, number, other in ((("down", "below"), stage, after), (("above", "up"), before, before)):
         if number < count:
             peer = grid.stage_to_global(stage_id=other)
-            for role, group in zip(names, groups[colour(number, stages)], strict=True):
+            for role, group in zip(names, groups[colour(number, stages) % len(groups)], strict=True):
                 roles[role] = Channel(peer, group, device, pool, ahead, *slice_)
-    _meet(borders, device, len(groups))
+    _meet(borders, device, colours)
     return borders
 
 

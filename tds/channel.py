@@ -115,8 +115,7 @@ class Channel:
         lent = len(full) == 1 and users(full[0]) > 1
         payload = [self._bytes(self._part(p)) for p in parcels if p.tensor.numel()]
         if len(payload) > 1 or (lent and _same_memory(payload[0], full[0])):
-            together = self.pool.take(sum(part.numel() for part in payload))
-            self._start(torch.cat(payload, out=together))
+            self._start(self._copy(payload))
         elif payload:
             self._start(payload[0])
 
@@ -242,6 +241,9 @@ class Channel:
         self._under_way.append((dist.isend(buffer, self.peer, group=self.group), buffer))
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
+
+    def _copy(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), out=self.pool.take(sum(part.numel() for part in parts)))
 
     def _header(self, content: list[Any], what: str) -> Tensor:
         text = json.dumps(content).encode()

@@ -117,10 +117,11 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             self._at("reducing gradients over tied layers and replicas")
             self._exec_reduce_tied_grads()
             self._exec_reduce_grads()
+        # Before the norm of the gradients, for which all stages wait for the first: the loss is told in that time.
+        self.agg_train_loss = self._share_losses()
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
-        self.agg_train_loss = self._share_losses()
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.sum if self.is_last_stage() else None
 
@@ -304,9 +305,8 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
 
     def _send_grad(self, at: At) -> None:
         due = [p for p in self._received.pop(at) if p.grad]
-        grads = [p.tensor.grad if p.tensor.grad is not None else torch.zeros_like(p.tensor) for p in due]
         if due:
-            self._borders.up.send([Parcel(plain(g), split=p.split) for g, p in zip(grads, due, strict=True)])
+            self._borders.up.send([Parcel(_given_up(p.tensor), split=p.split) for p in due])
 
     def _recv_grad(self, at: At) -> None:
         if self._outputs[at].edges:
@@ -392,3 +392,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         if self.global_rank == 0 and self.monitor.enabled:
             named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
             self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])
+
+
+def _given_up(tensor: Tensor) -> Tensor:
+    """The gradient of a tensor, which forgets it: nobody else looks at it, so it needs no copy to be sent."""
+    grad, tensor.grad = tensor.grad, None
+    return torch.zeros_like(tensor) if grad is None else plain(grad)

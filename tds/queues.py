@@ -41,6 +41,11 @@ def colour(border: int, stages: int) -> int:
     return 2 if stages % 2 and border == stages - 1 else border % 2
 
 
+def in_queues(device: torch.device) -> bool:
+    """Whether messages of a group wait for each other: not on CPUs, where a group more is a thread more for nothing."""
+    return device.type != "cpu"
+
+
 def one_hardware_queue(device: torch.device) -> bool:
     """Whether the device looks at all its work in one order, as Megatron's users make it do."""
     return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

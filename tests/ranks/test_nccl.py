@@ -58,14 +58,12 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 
 @contextmanager
 def _told_of_one_queue(rules: str) -> Iterator[None]:
-    """Let the engine know what it asks of a GPU's environment."""
-    homes = (tds.borders, tds.start)
-    before = [home.one_hardware_queue for home in homes]
-    for home in homes:
-        home.one_hardware_queue = lambda device: rules == "one queue"  # type: ignore[assignment]
-    yield
-    for home, function in zip(homes, before, strict=True):
-        home.one_hardware_queue = function  # type: ignore[assignment]
+    """Let the engine know what it asks of a GPU and of its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tds.borders, "in_queues", lambda device: True)
+        for home in (tds.borders, tds.start):
+            patch.setattr(home, "one_hardware_queue", lambda device: rules == "one queue")
+        yield
 
 
 def _errors(rules: str, stages: int) -> list[tuple[str, float]]:

@@ -91,6 +91,41 @@ def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
     assert min(on_ranks(2, _copies, config)) > 0  # or this test looks at the wrong place
 
 
+def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
+    """How many messages the two stages copied before they sent them, and how many they sent."""
+    import tds
+
+    copied = sent = 0
+    take, start = tds.channel.Channel._copy, tds.channel.Channel._start
+
+    def counting_copies(self: Any, parts: Any) -> Any:
+        nonlocal copied
+        copied += 1
+        return take(self, parts)
+
+    def counting_messages(self: Any, buffer: Tensor) -> None:
+        nonlocal sent
+        sent += buffer.numel() * buffer.element_size() == 4 * WIDTH * 4
+        start(self, buffer)
+
+    tds.channel.Channel._copy, tds.channel.Channel._start = counting_copies, counting_messages  # type: ignore[method-assign]
+    last = [nn.Tanh()] if keeps_outputs else []  # whose backward pass needs its output
+    stage = [nn.Sequential(nn.Linear(WIDTH, WIDTH), *last) for _ in range(2)]
+    model = tds.PipelineModule(stage, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    config = {"train_batch_size": 4 * MICROS, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10**9}
+    tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=config)[0].train_batch(
+        batches()
+    )
+    return copied, sent
+
+
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+def test_what_nobody_else_holds_is_sent_from_where_it_lies(keeps_outputs: bool) -> None:
+    (activations, sent), (gradients, back) = on_ranks(2, _copied_messages, keeps_outputs)
+    assert sent == back == MICROS
+    assert (activations, gradients) == (MICROS if keeps_outputs else 0, 0)
+
+
 @pytest.mark.parametrize(
     ("stages", "ranks", "zero"), [(2, 2, 0), (1, 2, 0), (2, 2, 1), *(pytest.param(s, 2, 0, marks=FULL) for s in (3, 4))]
 )
