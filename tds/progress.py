@@ -32,10 +32,12 @@ class Progress:
         if not self.breakdown and not computes:
             yield
             return
-        finish(self.device)
+        if not self._on_cpu:
+            finish(self.device)
         begin = time.perf_counter()
         yield
-        finish(self.device)
+        if not self._on_cpu:
+            finish(self.device)
         took = time.perf_counter() - begin
         if computes:
             self.busy += took
