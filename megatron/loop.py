@@ -305,6 +305,9 @@ class _Window:
         self.restart()
 
 
+GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, as a checkpoint keeps its own)"
+
+
 def _sentence(run: Run, fault: Fault) -> str:
     """Why the run ends, and what can be done. Computes the iteration once more, so that a rank and a parameter can be named."""
     taken, t = fault.taken, run.config.train
@@ -314,14 +317,14 @@ def _sentence(run: Run, fault: Fault) -> str:
         run.engine.train_batch(data_iterator(run, run.datasets[0], taken.first_sample), 0.0)
 
     if not fault.streak:
-        return f"the loss became {fault.loss} at {taken}, its gradient did not; lower --lr or raise --warmup"
+        return f"the loss became {fault.loss} at {taken}, its gradient did not; {GENTLER} may help"
     found = culprit.find(run.engine.deepspeed.module, again)
     why = culprit.words(found, taken.first_sample, t.batch_size * t.gas)
     begin = taken.iteration - fault.streak + 1
-    skip = f"--skip-iterations {begin}-{taken.iteration} goes on past them, a lower --lr or a longer --warmup may keep them away"
+    skip = f"--skip-iterations {begin}-{taken.iteration} goes on past them, {GENTLER} may keep them away"
     if fault.scale is not None:
         return (
             f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at {taken}: {why}; "
-            f"take --precision bf16 or fp32, or a lower --lr"
+            f"take --precision bf16 or fp32, or {GENTLER}"
         )
     return f"{fault.streak} steps in a row were not applied, the last one at {taken}: {why}; {skip}"

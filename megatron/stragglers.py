@@ -24,7 +24,8 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
     """The slowest rank of the last interval, if it is far behind the others. A collective; all ranks get the same answer.
 
     seconds: of an iteration, that this rank read data and computed; iteration: how long one lasts. A rank is compared with
-    those of its pipeline stage, as stages differ by their layers, or with all where it has the stage alone.
+    those of its pipeline stage, as stages differ by their layers, or with all where it has the stage for itself and
+    there are more than two.
     """
     world, mesh = dist.get_world_size(), mpu.get_mesh()
     if world == 1:
@@ -41,7 +42,7 @@ def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | Non
     peers: defaultdict[int, list[float]] = defaultdict(list)
     for seconds, stage in every:
         peers[stage].append(seconds)
-    if len(every) == len(peers):
+    if len(every) == len(peers) > 2:  # of two, the slower one is only the stage with more layers
         peers = defaultdict(lambda: [seconds for seconds, _ in every])
     found = []
     for rank, (seconds, stage) in enumerate(every):

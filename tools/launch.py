@@ -25,6 +25,7 @@ examples:
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
+REFUSED = 2  # argparse's exit code, and ours
 
 
 def say(words: str) -> None:
@@ -114,6 +115,21 @@ def patient(args: Any) -> Signals:
     return signals
 
 
+def final_if_refused() -> None:
+    """A rank that ends with code 2 refused its arguments, and would again: no --max-restarts for that."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    honest = LocalElasticAgent._monitor_workers
+
+    def monitor(agent: Any, workers: Any) -> Any:
+        result = honest(agent, workers)
+        if any(failure.exitcode == REFUSED for failure in result.failures.values()):
+            agent._remaining_restarts = 0
+        return result
+
+    LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+
+
 def not_met(error: Exception, args: Any) -> str:
     """Why the nodes did not find each other, in a sentence."""
     text = " ".join(str(error).split())
@@ -150,6 +166,7 @@ def main(argv: list[str]) -> int:
         # tds keeps attempts apart itself, without a new port for each, which somebody else may take first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = patient(args)
+    final_if_refused()
     try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

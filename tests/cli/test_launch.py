@@ -187,6 +187,16 @@ p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_ste
         assert (tmp_path / f"run{stages}" / "checkpoints" / "iter_0000004").is_dir()
 
 
+def test_refused_arguments_are_not_tried_again(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    for code, attempts in ((2, 1), (1, 3)):
+        script.write_text(f"import sys\nsys.stderr.write('ended\\n')\nsys.exit({code})\n")
+        done = support.command(
+            *"python tools/launch.py --standalone --nproc-per-node 1 --max-restarts 2".split(), str(script)
+        )
+        assert (done.returncode, done.stderr.count("ended")) == (code, attempts), done.stderr
+
+
 def test_a_port_in_use_and_a_missing_node_are_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text("")
     base = ["python", "tools/launch.py", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port"]

@@ -195,4 +195,6 @@ def test_who_is_far_behind() -> None:
     assert slowest([(1.0, 0), (1.1, 0), (2.2, 0)], 3.0) == Straggler(2, 2.0)
     assert slowest([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, "stages have other layers"
     assert slowest([(0.001, 0), (0.005, 0)], 3.0) is None, "nobody waits for so little"
-    assert slowest([(0.0, 0), (0.0, 1)], 3.0) is None
+    assert slowest([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages has more layers, so nothing is wrong"
+    assert slowest([(1.0, 0), (1.1, 1), (2.2, 2)], 3.0) == Straggler(2, 2.0)
+    assert slowest([(0.0, 0), (0.0, 1), (0.0, 2)], 3.0) is None
