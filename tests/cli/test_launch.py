@@ -192,7 +192,7 @@ def test_refused_arguments_are_not_tried_again(tmp_path: Path) -> None:
     for code, attempts in ((2, 1), (1, 3)):
         script.write_text(f"import sys\nsys.stderr.write('ended\\n')\nsys.exit({code})\n")
         done = support.command(
-            *"python tools/launch.py --standalone --nproc-per-node 1 --max-restarts 2".split(), str(script)
+            "python", "tools/launch.py", "--standalone", "--nproc-per-node", "1", "--max-restarts", "2", str(script)
         )
         assert (done.returncode, done.stderr.count("ended")) == (code, attempts), done.stderr
 
