@@ -67,7 +67,7 @@ look() {
     echo
     for prompt in "$@"; do
         # shellcheck disable=SC2086
-        python "${AT}tools/generate.py" --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-} | tr '\n' ' '; echo
+        python "${AT}tools/generate.py" --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-}
     done
     echo
     echo "settings     $RUN_DIR/config.json"

@@ -24,7 +24,7 @@ NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${EN
 if [ -n "$MODEL_SIZE" ]; then
     LR=${LR:-1e-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01} EVERY=1000
 else
-    LR=${LR:-2e-3} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1} EVERY=50
+    LR=${LR:-2e-3} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-400} WARMUP=${WARMUP:-0.1} EVERY=50
 fi
 [ -n "$NLAYERS" ] && model+=(--num-layers "$NLAYERS")
 [ -n "$NHIDDEN" ] && model+=(--hidden-size "$NHIDDEN" --ff-hidden-size $((2 * NHIDDEN)))
@@ -34,5 +34,6 @@ fi
 prepare_corpus
 train "$@"
 # The end of a gap is one token, what may stand in it thousands: drawn more sharply, a young model would leave most gaps empty.
-SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8}
-if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天来了，${gap}都开了。" "老人坐在${gap}。" "The river runs ${gap} the sea."; fi
+# So what it has learned is shown, too: the tokens that it puts first in a gap more often than their share of the text would.
+SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --favoured 5}
+if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天来了，${gap}都开了。" "他说：\"你去哪里${gap}\"" "The river runs ${gap} the sea."; fi

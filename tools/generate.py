@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from _cli import Parser, run
+from _unigram import counted
 
 from megatron import device as device_module
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
@@ -98,6 +100,24 @@ class Writer:
             rows = sample(stepper, each, longest, end, sampling, args.seed, heard)
             found = [rows[i : i + each] for i in range(0, len(rows), each)]
         return [[self.text(q, ids) for ids in own] for q, own in zip(asked, found, strict=True)]
+
+    def favoured(self, question: Question, count: int) -> str:
+        """The tokens whose chance to come first, in the first gap or next, rises most above their share of the training text.
+
+        By their part of the divergence of the model from those shares, p log(p / share); by p, where there is no such text.
+        """
+        stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
+        logits = stepper.first(1)
+        if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5":
+            logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
+        p = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
+        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # signs are no text
+        found = counted(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
+        shares = None if found is None else torch.from_numpy(found[0][: len(p)] + 1) / (found[0].sum() + len(p))
+        best = (p if shares is None else torch.special.xlogy(p, p / shares)).topk(count).indices.tolist()
+        times = ["" if shares is None else f" ({p[i] / shares[i]:.1f} times its share)" for i in best]
+        told = [f"{tokenizer.decode([i])!r} {p[i]:.1%}{more}" for i, more in zip(best, times, strict=True)]
+        return "favoured: " + ", ".join(told)
 
     def text(self, question: Question, ids: list[int]) -> str:
         kept = ids[:-1] if ids[-1:] == [question.end] else ids
@@ -245,6 +265,7 @@ def check(args: argparse.Namespace) -> None:
         ("top_k", args.top_k >= 0, "at least 0 (0 draws from all)"),
         ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1 (1 draws from all)"),
         ("num_beams", args.num_beams >= 0, "at least 0 (0 draws)"),
+        ("favoured", args.favoured >= 0, "at least 0 (0 shows none)"),
         ("batch_size", args.batch_size >= 1, "at least 1"),
         ("model_parallel_size", args.model_parallel_size >= 1, "at least 1"),
         ("pipe_parallel_size", args.pipe_parallel_size >= 0, "at least 0 (0 for no stages)"),
@@ -261,6 +282,8 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("give one of --prompt, --input and --interactive")
     writer = load(args)
     stream = args.stream or (args.interactive and not (args.json or args.num_beams or writer.config.is_t5))
+    if args.favoured and (args.json or stream):
+        raise ValueError("--favoured does not go with --json and --stream")
     if stream and (writer.config.is_t5 or args.num_beams or args.json or args.num_samples > 1):
         raise ValueError("--stream shows one text of a GPT-2 as it is written: not --num-beams, --json, --num-samples")
     if stream:
@@ -270,6 +293,10 @@ def main(args: argparse.Namespace) -> None:
             for text in texts if is_rank_0() else []:
                 whole = {"prompt": prompt, "text": text} if args.input else {"text": text}
                 print(json.dumps(whole, ensure_ascii=False) if args.json else text, flush=True)
+            if args.favoured:
+                told = writer.favoured(writer.question(prompt), args.favoured)
+                if is_rank_0():
+                    print(f"    {told}", flush=True)
     if dist.is_initialized():
         dist.barrier()
         leave(0)
@@ -304,6 +331,12 @@ def build_parser() -> Parser:
     add("--model-parallel-size", type=int, default=1, help="ranks that share every layer (default: 1)")
     add("--pipe-parallel-size", type=int, default=0, help="stages that the layers are cut into (default: none)")
     add("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
+    add(
+        "--favoured",
+        type=int,
+        default=0,
+        help="below each prompt's texts, so many tokens that the model puts most above their share of the training text",
+    )
     add("--json", action="store_true", help="one JSON line per continuation")
     return parser
 

@@ -3,22 +3,25 @@
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron import device as device_module
 from megatron.arguments import parse
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
 from megatron.initialize import initialize_megatron
 from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers
 from megatron.model.t5 import t5_layers
-from tests.support import ROOT, command, covering, on_ranks, train_gpt2
+from tests.support import FULL, ROOT, command, covering, on_ranks, train_gpt2
 from tests.unit.test_generation import CPM_FLAGS, GPT2_FLAGS, PROMPT
 from tests.unit.test_t5_model import T5_FLAGS
 
@@ -199,3 +202,35 @@ def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypa
     subject = evaluate.ours(evaluate.build_parser().parse_args(["--load", run, "--cloze", "x"]))
     assert {parameter.device for parameter in subject.logits_of.parameters()} == {there} == {subject.device}
     assert subject.logits_of(torch.zeros(1, 5, dtype=torch.int64, device=there)).device == there
+
+
+def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
+    """Against the model's own logits, and tokens counted in the file."""
+    writer = tool.load(tool.build_parser().parse_args(["--load", run]))
+    question = writer.question("春天")
+    with torch.no_grad():
+        logits = writer.model(torch.tensor([question.tokens]))[0, -1, : writer.tokenizer.vocab_size].double()
+    p = logits.softmax(-1).numpy()
+    prefix, split = writer.config.data.data_path[0], [float(x) for x in writer.config.data.split.split(",")]
+    indexed = IndexedDataset(prefix)
+    train = indexed.tokens[: indexed.document_ends()[int(round(split[0] / sum(split) * indexed.num_documents)) - 1]]
+    share = (np.bincount(train, minlength=len(p)) + 1) / (len(train) + len(p))
+    text = [i for i in range(len(p)) if i not in writer.tokenizer.specials.values()]
+    best = sorted(text, key=lambda i: -p[i] * np.log(p[i] / share[i]))[:3]
+    words = [f"{writer.tokenizer.decode([i])!r} {p[i]:.1%} ({p[i] / share[i]:.1f} times its share)" for i in best]
+    assert writer.favoured(question, 3) == "favoured: " + ", ".join(words)
+
+
+@FULL
+@pytest.mark.timeout(1500)
+def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
+    """`bash scripts/run_t5.sh` as it is: half a nat under the unigram of masked text, and the gaps show that it has read."""
+    done = command("bash", "scripts/run_t5.sh", env={"RUN_DIR": str(tmp_path / "t5")}, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    text = float(re.findall(r"masked text alone, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])
+    unigram = float(re.findall(r"unigram entropy of the masked text +([\d.]+)", done.stdout)[0])
+    assert text < unigram - 0.5
+    season, question, river = re.findall(r"favoured: (.*)", done.stdout)
+    assert "'吗'" in question and "'吗'" not in season + river, "the end of a question"
+    assert re.search("' [a-z]+'", river) and not re.search("' [a-z]+'", season), "English in English"
+    assert re.search("[\\u4e00-\\u9fff]", season) and not re.search("[\\u4e00-\\u9fff]", river)
