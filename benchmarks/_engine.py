@@ -7,7 +7,7 @@ import _alternate  # noqa: F401  puts the packages on the path
 
 
 class Ours(NamedTuple):
-    """engine: of `megatron.engine`; step: one optimizer step on the same batch each time."""
+    """engine: of `megatron.training.engine`; step: one optimizer step on the same batch each time."""
 
     config: Any
     engine: Any
@@ -19,7 +19,7 @@ def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
     """(inputs, targets) of a micro-batch on this rank's device: of GPT-2 [b, s], or of T5 ([b, k], [b, q])."""
     import torch
 
-    from megatron import device as device_module
+    from megatron.ranks import device as device_module
 
     device, dice = device_module.current(), torch.Generator().manual_seed(seed)
     b, d, v = config.train.batch_size, config.data, config.model.vocab_size
@@ -35,20 +35,20 @@ def ours(flags: str) -> Ours:
     """An engine, of GPT-2 with a pipeline if the flags ask for one. The first step lets the process keep freed memory, as `train()` does."""
     import torch
 
-    from megatron import device as device_module
-    from megatron import runtime
-    from megatron.arguments import parse
-    from megatron.compiling import compile_layers
-    from megatron.ds_config import resolve
-    from megatron.engine import build_engine
-    from megatron.initialize import initialize_megatron, world_size
-    from megatron.metrics import Timers
+    from megatron.config.command_line import parse
+    from megatron.config.ds_config import resolve
     from megatron.model import GPT2Model, GPT2ModelPipe, T5Model
     from megatron.model.masks import no_documents
+    from megatron.ranks import device as device_module
+    from megatron.ranks.initialize import initialize_megatron, world_size
+    from megatron.training import global_vars
+    from megatron.training.compiling import compile_layers
+    from megatron.training.engine import build_engine
+    from megatron.training.metrics import Timers
 
     config = parse(flags.split())
     device = initialize_megatron(config)
-    runtime.start(config, None, Timers())
+    global_vars.start(config, None, Timers())
     resolved = resolve(config, world_size(), device_module.fast_bf16(device))
     pipeline = config.parallel.pipe_parallel_size > 0
     model = (GPT2ModelPipe if pipeline else T5Model if config.is_t5 else GPT2Model)(config)

@@ -6,7 +6,7 @@
 
 Needs torch, DeepSpeed and numpy, and transformers for one of the peers. The other, a GPT-2 in the manner of nanoGPT, is
 compiled. Both train with autocast, fused AdamW and the same clipping. MFU counts 6 N + attention
-(`megatron.metrics.flops_per_token`) against the dense bf16 peak of the device (`megatron.device.PEAK_TFLOPS`). Contenders run
+(`megatron.training.metrics.flops_per_token`) against the dense bf16 peak of the device (`megatron.ranks.device.PEAK_TFLOPS`). Contenders run
 one after another, each in a process of its own with all of the device's memory; a second turn goes through them backwards.
 Memory is the most that torch has handed out. What does not fit, or not into --minutes, is said and left out.
 """
@@ -51,8 +51,8 @@ def flags_of(args: argparse.Namespace, model: str) -> str:
 
 def worker(args: argparse.Namespace) -> None:
     """One contender on one model; prints one line of JSON."""
-    from megatron import device as device_module
-    from megatron.metrics import flops_per_token
+    from megatron.ranks import device as device_module
+    from megatron.training.metrics import flops_per_token
 
     name, contender = args.worker
     compiled = " --compile" if contender == "ours, --compile" else ""
@@ -96,7 +96,7 @@ def peer(flags: str, device: Any, contender: str) -> tuple[Any, Any, Callable[[]
     import torch
     from _nano import Nano
 
-    from megatron.arguments import parse
+    from megatron.config.command_line import parse
 
     config = parse(flags.split())
     m, d, size = config.model, config.data, config.train.batch_size
@@ -203,7 +203,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from megatron import device as device_module
+    from megatron.ranks import device as device_module
 
     if not device_module.available() and not args.dry_run:
         print("not measured: there is no accelerator; --dry-run runs tiny models on the CPU")

@@ -69,7 +69,7 @@ def ours(args: argparse.Namespace, more: str) -> Step:
 
 
 def alone(args: argparse.Namespace, text: Any) -> Step:
-    from megatron.arguments import parse
+    from megatron.config.command_line import parse
     from megatron.model import GPT2Model
     from megatron.mpu import mesh
 
@@ -193,7 +193,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron import device as device_module
+    from megatron.ranks import device as device_module
 
     dice = torch.Generator().manual_seed(1)
     layout = {"dp": "", "tp": "--model-parallel-size 2", "pp": PIPELINE}[args.kind]

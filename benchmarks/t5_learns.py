@@ -31,7 +31,7 @@ Forward = Callable[[Any], Any]
 
 def build(name: str, config: Any) -> tuple[Any, Forward]:
     """A contender, and how it gives logits of a batch."""
-    from megatron.arguments import with_values
+    from megatron.config.command_line import with_values
     from megatron.model import T5Model
 
     m = config.model
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> None:
     from _unigram import of_targets
 
     import pretrain_t5
-    from megatron.arguments import parse, with_values
+    from megatron.config.command_line import parse, with_values
     from megatron.tokenizer import load_tokenizer
 
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from pretrain_decoder import layer_list  # which makes the packages importable, 
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
-from megatron.generation import ModelStepper, Sampling, sample
+from megatron.inference.generation import ModelStepper, Sampling, sample
 from megatron.tokenizer import load_tokenizer
 from tds.pipe import SequentialModule
 

@@ -7,10 +7,10 @@ packages do not load torch.
 from typing import Any
 
 _HOMES = {
-    "get_args": "megatron.runtime",
-    "get_timers": "megatron.runtime",
-    "get_tokenizer": "megatron.runtime",
-    "print_rank_0": "megatron.runtime",
+    "get_args": "megatron.training.global_vars",
+    "get_timers": "megatron.training.global_vars",
+    "get_tokenizer": "megatron.training.global_vars",
+    "print_rank_0": "megatron.ranks.rank_0",
 }
 
 

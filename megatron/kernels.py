@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import device as device_module
-from .options import ConfigError
+from .config.fields import ConfigError
+from .ranks import device as device_module
 
 
 def _apex(module: str, name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_utils.documents import LARGEST_DOCUMENT  # noqa: E402
-from megatron.options import describe  # noqa: E402
+from megatron.config.fields import describe  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):

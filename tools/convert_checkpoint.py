@@ -11,19 +11,19 @@ import torch
 from _cli import Parser, run, write_json
 from torch import Tensor
 
-from megatron.arguments import with_values
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
-from megatron.hf_config import FAMILIES, check_tokenizer, gpt2_config, t5_config
-from megatron.hf_folder import DTYPES, Folder, FolderReader, entries_of, publish, write_tensors
-from megatron.hf_names import Match, gpt2_matches, t5_matches
-from megatron.hf_tokenizer import as_theirs
+from megatron.config.command_line import with_values
+from megatron.convert.hf_config import FAMILIES, check_tokenizer, gpt2_config, t5_config
+from megatron.convert.hf_folder import DTYPES, Folder, FolderReader, entries_of, publish, write_tensors
+from megatron.convert.hf_names import Match, gpt2_matches, t5_matches
+from megatron.convert.hf_tokenizer import as_theirs
+from megatron.convert.megatron_lm import ORDERS, RankFiles
+from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.model import GPT2Model, T5Model, global_parameters
-from megatron.rank_files import ORDERS, RankFiles
-from megatron.rank_settings import check_whole, settings_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids

@@ -11,11 +11,11 @@ from _cli import Parser, run
 from tqdm import tqdm
 
 from data_utils.documents import texts
-from megatron import device
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
-from megatron.harness import Harness, evaluate_tasks
+from megatron.inference.lm_eval import Harness, evaluate_tasks
+from megatron.inference.scoring import Logits, Score, completes, nats_of
 from megatron.model import GPT2Model
-from megatron.scoring import Logits, Score, completes, nats_of
+from megatron.ranks import device
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
 

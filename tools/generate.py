@@ -18,17 +18,18 @@ import torch.distributed as dist
 from _cli import Parser, run
 from _unigram import counted
 
-from megatron import device as device_module
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config import Config
-from megatron.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
-from megatron.hf_config import check_tokenizer
-from megatron.hf_folder import Folder, is_hf_folder
-from megatron.initialize import initialize_megatron
+from megatron.convert.hf_config import check_tokenizer
+from megatron.convert.hf_folder import Folder, is_hf_folder
+from megatron.inference.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
 from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers, vocab_size_of
 from megatron.model.t5 import t5_layers
-from megatron.runtime import is_rank_0, leave
+from megatron.ranks import device as device_module
+from megatron.ranks.errors import leave
+from megatron.ranks.initialize import initialize_megatron
+from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 
 EXAMPLES = """\

@@ -163,10 +163,10 @@ def sample(args: argparse.Namespace) -> None:
         raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")
     import _sample  # torch, which the rest is spared
 
-    from megatron.arguments import from_file
-    from megatron.beside import relocated
-    from megatron.metrics import Timers
-    from megatron.runtime import start
+    from megatron.checkpointing.beside import relocated
+    from megatron.config.command_line import from_file
+    from megatron.training.global_vars import start
+    from megatron.training.metrics import Timers
 
     config = relocated(from_file(str(path)), path.parent)
     t5 = config.is_t5

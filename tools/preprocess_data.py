@@ -24,10 +24,10 @@ from data_utils.files import Source, find_files, is_compressed, kind
 from data_utils.parallel import ordered_map
 from data_utils.sentences import split_sentences
 from data_utils.streams import BadLine, InputError
+from megatron.config.fields import describe
 from megatron.data.cpm_masking import PARTS, mask_document
 from megatron.data.indexed_dataset import best_dtype
 from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
-from megatron.options import describe
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
 

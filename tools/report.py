@@ -12,9 +12,9 @@ from typing import Any
 from _cli import Parser, run
 from _unigram import of_targets, of_text
 
-from megatron.arguments import from_file
-from megatron.beside import relocated
-from megatron.options import describe
+from megatron.checkpointing.beside import relocated
+from megatron.config.command_line import from_file
+from megatron.config.fields import describe
 
 EXAMPLES = """\
   python tools/report.py --run-dir runs/gpt2"""

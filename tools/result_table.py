@@ -14,7 +14,7 @@ import torch
 from _cli import Parser, run, write_text
 from report import read_metrics
 
-from megatron import device
+from megatron.ranks import device
 
 EXAMPLES = """\
   python tools/result_table.py --run-dir runs/full_345M --params 345M --ranks 8"""

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron import mpu, zero_state
+from megatron import mpu
 from megatron.config import Config
-from megatron.options import flag
-from megatron.runtime import together
+from megatron.config.fields import flag
+from megatron.ranks.errors import together
+from tds import optimizer_state as zero_state
 
 from .files import CheckpointError
 from .reader import CheckpointReader, each_weight, plain_config

@@ -1,6 +1,6 @@
 """Saves that may fail: a disk that is full for an hour does not end a run of weeks."""
 
-from megatron.runtime import print_rank_0
+from megatron.ranks.rank_0 import print_rank_0
 
 from .save import SaveError, Saver
 from .state import TrainState

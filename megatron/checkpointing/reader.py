@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.arguments import HOME, with_values
-from megatron.beside import with_kept_tokenizer
+from megatron.checkpointing.beside import with_kept_tokenizer
 from megatron.config import Config
+from megatron.config.command_line import HOME, with_values
+from megatron.config.fields import ConfigError, describe
 from megatron.model.layers import global_parameters
-from megatron.options import ConfigError, describe
 
 from . import schema
 from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums

@@ -6,7 +6,8 @@ from typing import Any
 from megatron.config import Config
 from megatron.data.position import extend
 from megatron.optim import settled
-from megatron.runtime import RunError, is_rank_0, print_rank_0, together
+from megatron.ranks.errors import RunError, together
+from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
 from .files import find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from megatron.options import describe
+from megatron.config.fields import describe
 
 from .files import latest_name
 from .whole import is_whole

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron import mpu, zero_state
-from megatron.agreement import check_replicas
+from megatron import mpu
 from megatron.config import Config
+from megatron.config.fields import describe
 from megatron.model.layers import global_parameters
-from megatron.options import describe
-from megatron.runtime import RunError, is_rank_0, print_rank_0, together
+from megatron.ranks.agreement import check_replicas
+from megatron.ranks.errors import RunError, together
+from megatron.ranks.rank_0 import is_rank_0, print_rank_0
+from tds import optimizer_state as zero_state
 
 from .files import FORMAT, WEIGHT, publish
 from .retention import prune

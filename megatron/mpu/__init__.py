@@ -10,12 +10,7 @@ from . import mesh as _mesh
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_right
 from .data import broadcast_data
 from .grads import clip_grad_norm, counts_here, grad_norm
-from .layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    padded_vocab_size,
-)
+from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
 from .linear import is_asked_for, onednn_is_there
 from .mappings import (
     copy_to_model_parallel_region,

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from megatron import device as device_module
-from megatron.arguments import parse
-from megatron.ds_config import resolve
-from megatron.initialize import world_size
+from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
+from megatron.ranks import device as device_module
+from megatron.ranks.initialize import world_size
 from megatron.training import Run, set_up, train
 from tests.conformance.engines import remembered_groups
 from tests.support import losses

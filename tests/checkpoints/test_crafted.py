@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.arguments import parse
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.save import index_text
 from megatron.checkpointing.state import TrainState
+from megatron.config.command_line import parse
 
 PIECES = [{"file": "a.safetensors", "begin": 0, "end": 2}, {"file": "b.safetensors", "begin": 2, "end": 3}]
 KEY = "weight.x"

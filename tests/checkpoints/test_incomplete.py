@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import mpu, runtime, zero_state
-from megatron.arguments import parse
+from megatron import mpu
 from megatron.checkpointing import (
     CheckpointError,
     CheckpointReader,
@@ -27,13 +26,16 @@ from megatron.checkpointing import (
 from megatron.checkpointing import save as save_module
 from megatron.checkpointing.stream import StreamWriter
 from megatron.checkpointing.whole import check_whole, is_whole
-from megatron.ds_config import resolve
-from megatron.engine import build_engine
-from megatron.initialize import initialize_megatron
-from megatron.loop import train
-from megatron.metrics import Timers
+from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
 from megatron.model import GPT2Model
-from megatron.runtime import RunError
+from megatron.ranks.errors import RunError
+from megatron.ranks.initialize import initialize_megatron
+from megatron.training import global_vars
+from megatron.training.engine import build_engine
+from megatron.training.loop import train
+from megatron.training.metrics import Timers
+from tds import optimizer_state as zero_state
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
 
@@ -166,7 +168,7 @@ def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, tor
     """65 tokens over two ranks, of which one has padding alone. The rows of this rank when it saves, and after loading."""
     config = parse(f"{PADDED} --model-parallel-size {ranks}".split())
     initialize_megatron(config)
-    runtime.start(config, None, Timers())
+    global_vars.start(config, None, Timers())
     text = torch.randint(65, (2, 9), generator=torch.Generator().manual_seed(1))
 
     def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:

@@ -52,8 +52,8 @@ def _die_at(count: int, target: Any, name: str) -> None:
 
 def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
     """The body of a rank that will not come to its end."""
-    from megatron import loop
     from megatron.checkpointing import stream
+    from megatron.training import loop
 
     if kill.rank in (None, int(os.environ["RANK"])):
         if kill.moment == "read":  # a batch has been read, no step was made

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron import runtime
-from megatron.arguments import parse
 from megatron.checkpointing import Saver, TrainState
-from megatron.ds_config import resolve
-from megatron.engine import build_engine
-from megatron.initialize import initialize_megatron
-from megatron.metrics import Timers
+from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
 from megatron.model import GPT2Model
+from megatron.ranks.initialize import initialize_megatron
+from megatron.training import global_vars
+from megatron.training.engine import build_engine
+from megatron.training.metrics import Timers
 from tests.support import on_ranks
 
 FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8 --vocab-size 20000 --batch-size 1 --precision fp32"
@@ -25,7 +25,7 @@ def _body(folder: str, background: bool) -> tuple[float, float, float]:
     """(MB of the largest tensor, MB of a checkpoint, MB that the peak rose by during two saves)"""
     config = parse(FLAGS.split())
     initialize_megatron(config)
-    runtime.start(config, None, Timers())
+    global_vars.start(config, None, Timers())
 
     def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
         text = next(batches)["text"]

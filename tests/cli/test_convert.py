@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
-from megatron.generation import Sampling, T5Stepper, sample
+from megatron.inference.generation import Sampling, T5Stepper, sample
 from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from tests.support import FULL, ROOT, command, train_gpt2, train_t5
@@ -248,7 +248,7 @@ def test_mistakes(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_corpus: Path) -> None:
     """transformers cannot run jieba from a tokenizer.json: nothing that would split otherwise is written."""
     from data_utils.documents import texts
-    from megatron.hf_tokenizer import as_theirs
+    from megatron.convert.hf_tokenizer import as_theirs
     from megatron.tokenizer.train import train_cpm, train_sentencepiece
 
     train_cpm(texts([str(sample_corpus)]), str(tmp_path / "cpm.model"), 3000)

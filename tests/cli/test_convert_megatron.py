@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.convert.megatron_lm import RankFiles
+from megatron.convert.plain_pickle import load_plain
 from megatron.model import GPT2Model
-from megatron.plain_pickle import load_plain
-from megatron.rank_files import RankFiles
 from megatron.tokenizer import load_tokenizer
 from tests.parity import reference
 from tests.support import command, covering

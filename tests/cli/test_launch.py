@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import tds
-from megatron import stopping
-from megatron.stopping import Wish, Wishes, signals_as_before
+from megatron.ranks import signals as stopping
+from megatron.ranks.signals import Wish, Wishes, signals_as_before
 from tds.launched import started
 from tests import support
 from tests.support import FULL, on_ranks
@@ -164,7 +164,7 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """One of two ranks is killed in the first attempt, without a pipeline and with one."""
     code = """
-import os, signal, sys, pretrain_gpt2 as p, megatron.loop as t
+import os, signal, sys, pretrain_gpt2 as p, megatron.training.loop as t
 honest = t._Window.add
 def add(self, *args):
     honest(self, *args)

@@ -349,7 +349,7 @@ def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> Non
     """
     argv = [*flags, "--save-interval", "0", "--train-iters", "8", "--pipe-parallel-size", "2", "--eval-iters", "0"]
     code = """
-import os, signal, sys, pretrain_gpt2 as p, megatron.loop as t
+import os, signal, sys, pretrain_gpt2 as p, megatron.training.loop as t
 honest = t._Window.add
 def add(self, *args):
     honest(self, *args)

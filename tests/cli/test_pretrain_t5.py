@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_t5
-from megatron.arguments import from_file
+from megatron.config.command_line import from_file
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import load_tokenizer
 from tests.support import FULL, command, losses, train_t5

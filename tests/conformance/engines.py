@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tds
-from megatron.zero_state import use_fp64
 from tds._deepspeed import StockPipelineModule, quietly
+from tds.optimizer_state import use_fp64
 
 from .cases import ROWS, Case
 from .probes import Trained

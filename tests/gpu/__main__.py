@@ -4,7 +4,7 @@ import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron import device as device_module
+from megatron.ranks import device as device_module
 
 from .checks import CHECKS, Impossible
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron import device
+from megatron.ranks import device
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -198,8 +198,8 @@ def compiled_layers_agree() -> str:
 
 def texts_equal_the_cpu() -> str:
     """What models in fp32 write, several prompts together, greedy, by draws and by beams: token for token the CPU's."""
-    from megatron.arguments import parse
-    from megatron.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample
+    from megatron.config.command_line import parse
+    from megatron.inference.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample
     from megatron.model import GPT2Model, T5Model
 
     prompts = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(2)).tolist()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron import device
+from megatron.ranks import device
 from tests.support import command, covering
 
 from .checks import CHECKS, Impossible

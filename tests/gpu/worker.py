@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from megatron import device as device_module
-from megatron import mpu, runtime
-from megatron.arguments import parse
-from megatron.compiling import compile_layers
-from megatron.ds_config import resolve
-from megatron.engine import build_engine
-from megatron.initialize import initialize_megatron, world_size
-from megatron.metrics import Timers
+from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
 from megatron.model import GPT2Model, T5Model, global_parameters
+from megatron.ranks import device as device_module
+from megatron.ranks.initialize import initialize_megatron, world_size
+from megatron.training import global_vars
+from megatron.training.compiling import compile_layers
+from megatron.training.engine import build_engine
+from megatron.training.metrics import Timers
 
 
 def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
@@ -43,7 +44,7 @@ def train(flags: str, steps: int = 8, load: str | None = None, save: str | None 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     config = parse(flags.split())
     device = initialize_megatron(config)
-    runtime.start(config, None, Timers())
+    global_vars.start(config, None, Timers())
     model = (T5Model if config.is_t5 else GPT2Model)(config)
     compile_layers(model, config)
 

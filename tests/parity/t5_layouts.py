@@ -8,15 +8,16 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import pretrain_t5
-from megatron import mpu, runtime
-from megatron.arguments import parse, with_values
+from megatron import mpu
+from megatron.config.command_line import parse, with_values
+from megatron.config.ds_config import resolve
 from megatron.data.t5_dataset import Objective, Specials, T5Samples, build_train_valid_test_datasets
-from megatron.ds_config import resolve
-from megatron.engine import Engine, build_engine
-from megatron.initialize import initialize_megatron
-from megatron.metrics import Timers
 from megatron.model import T5Model, global_parameters
+from megatron.ranks.initialize import initialize_megatron
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
+from megatron.training import global_vars
+from megatron.training.engine import Engine, build_engine
+from megatron.training.metrics import Timers
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
 
@@ -93,7 +94,7 @@ def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     initialize_megatron(config)
-    runtime.start(config, tokenizer, Timers())
+    global_vars.start(config, tokenizer, Timers())
     model = pretrain_t5.model_provider()
     world = config.parallel.stages * config.parallel.model_parallel_size * replicas
     engine = build_engine(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.compiling import compiler_found
+from megatron.training.compiling import compiler_found
 from tests.support import FULL, covering
 
 from .layouts import LAYOUTS, Layout, ours, plain

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron import mpu
-from megatron.agreement import check_replicas, fingerprint
-from megatron.arguments import parse
-from megatron.initialize import initialize_megatron
-from megatron.loop import train
+from megatron.config.command_line import parse
 from megatron.model.layers import global_parameters
-from megatron.runtime import RunError
-from megatron.stragglers import Straggler, slowest
+from megatron.ranks.agreement import check_replicas, fingerprint
+from megatron.ranks.errors import RunError
+from megatron.ranks.initialize import initialize_megatron
+from megatron.ranks.stragglers import Straggler, slowest
+from megatron.training.loop import train
 from tests.checkpoints.runs import Start, make
 from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
@@ -77,7 +77,7 @@ def test_a_fingerprint_sees_every_bit_and_every_place(dtype: torch.dtype) -> Non
 
 def test_a_fingerprint_goes_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(10.0)
-    monkeypatch.setattr("megatron.agreement.AT_ONCE", 4)
+    monkeypatch.setattr("megatron.ranks.agreement.AT_ONCE", 4)
     assert int(fingerprint(x)) != int(fingerprint(torch.cat([x[4:8], x[:4], x[8:]])))
 
 

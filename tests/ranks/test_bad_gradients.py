@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron import mpu, zero_state
-from megatron.loop import Run, train
+from megatron import mpu
 from megatron.model.layers import global_parameters
-from megatron.runtime import RunError
+from megatron.ranks.errors import RunError
+from megatron.training.loop import Run, train
+from tds import optimizer_state as zero_state
 from tests.checkpoints.runs import Start, make, whole_tensors
 from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks

@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron import mpu, runtime, zero_state
-from megatron.arguments import parse
-from megatron.ds_config import resolve
-from megatron.engine import Batches, Engine, build_engine
-from megatron.initialize import initialize_megatron
-from megatron.metrics import Timers
+from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
 from megatron.model import GPT2Model
+from megatron.ranks.initialize import initialize_megatron
+from megatron.training import global_vars
+from megatron.training.engine import Batches, Engine, build_engine
+from megatron.training.metrics import Timers
+from tds import optimizer_state as zero_state
 from tests.support import on_ranks
 
 FLAGS = (
@@ -36,7 +38,7 @@ class Reads(TorchDispatchMode):
 def _engine(flags: str, ranks: int) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
     config = parse(f"{FLAGS} {flags}".split())
     initialize_megatron(config)
-    runtime.start(config, None, Timers())
+    global_vars.start(config, None, Timers())
     text = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1 + mpu.get_mesh().data.rank))
 
     def forward_step(batches: Batches | None, model: Any) -> tuple[torch.Tensor, Any]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import initialize, mpu
-from megatron.arguments import parse
-from megatron.initialize import initialize_megatron
-from megatron.watch import WatchedEngine, memory_advice
+from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.ranks import initialize
+from megatron.ranks.initialize import initialize_megatron
+from megatron.training.watch import WatchedEngine, memory_advice
 from tds.diagnose import out_of_memory
 from tests.support import ends_of_ranks, on_ranks
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.arguments import parse
-from megatron.initialize import initialize_megatron
+from megatron.config.command_line import parse
+from megatron.config.model import FUSED
 from megatron.model import T5Model
-from megatron.model_config import FUSED
 from megatron.mpu import linear
 from megatron.mpu.sequence import Pending
+from megatron.ranks.initialize import initialize_megatron
 from tests.support import on_ranks
 
 FLAGS = (

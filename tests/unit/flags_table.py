@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping
 
-from megatron.foreign_flags import ROWS, VALUES, ByValue, Depends, Means, NoEffect, Outcome, Refused, given
-from megatron.options import flag
-from megatron.translate import written
+from megatron.config.fields import flag
+from megatron.config.foreign_flags import ROWS, VALUES, ByValue, Depends, Means, NoEffect, Outcome, Refused, given
+from megatron.config.translate import written
 
 
 def _ours(settings: Mapping[str, object]) -> str:

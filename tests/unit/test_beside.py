@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from megatron.arguments import parse
-from megatron.beside import ENDS, keep_tokenizer, kept_tokenizer, look_of, relocated, with_kept_tokenizer
+from megatron.checkpointing.beside import ENDS, keep_tokenizer, kept_tokenizer, look_of, relocated, with_kept_tokenizer
+from megatron.config.command_line import parse
 
 
 def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron.arguments import Args, parse
 from megatron.config import SECTIONS
-from megatron.options import ConfigError
+from megatron.config.command_line import Args, parse
+from megatron.config.fields import ConfigError
 
 
 def write(path: Path, content: Any) -> str:
@@ -102,11 +102,11 @@ def test_every_setting_is_read_by_something() -> None:
             path.read_text()
             for folder in ("megatron", "tools")
             for path in (root / folder).rglob("*.py")
-            if path.name not in ("config.py", "arguments.py")
+            if path.name not in ("sections.py", "command_line.py")
         )
         + (root / "pretrain_gpt2.py").read_text()
         + (root / "pretrain_t5.py").read_text()
-        + (root / "megatron/config.py").read_text().split("class Config:")[1]
+        + (root / "megatron/config/sections.py").read_text().split("class Config:")[1]
     )
     derived = {"kv_hidden_size": "head_size", "ff_hidden_size": "ff_size", "max_position_embeddings": "positions"}
     derived |= dict.fromkeys(("train_data_path", "valid_data_path", "test_data_path"), "data.paths")

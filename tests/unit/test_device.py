@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from megatron import device
-from megatron.metrics import Timers
 from megatron.model.attention import kernels_for
 from megatron.model.mlp import gated_gelu, gelu
+from megatron.ranks import device
+from megatron.training.metrics import Timers
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from megatron.arguments import parse
-from megatron.ds_config import Resolved, resolve
-from megatron.options import ConfigError
+from megatron.config.command_line import parse
+from megatron.config.ds_config import Resolved, resolve
+from megatron.config.fields import ConfigError
 from tests.support import ROOT
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.arguments import HOME, Args, parse
 from megatron.config import Config
-from megatron.ds_config import resolve
-from megatron.foreign_flags import FLAGS, ROWS, ByValue, Means, NoEffect, Refused
+from megatron.config.command_line import HOME, Args, parse
+from megatron.config.ds_config import resolve
+from megatron.config.fields import ConfigError, flag
+from megatron.config.foreign_flags import FLAGS, ROWS, ByValue, Means, NoEffect, Refused
 from megatron.optim import lr_at
-from megatron.options import ConfigError, flag
 from tests.support import ROOT
 from tests.unit import flags_table
 

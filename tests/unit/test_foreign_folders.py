@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.hf_config import check_tokenizer, read_config
-from megatron.hf_folder import Folder, entries_of
-from megatron.hf_names import Match
-from megatron.rank_files import RankFiles
-from megatron.rank_settings import check_whole, settings_of
+from megatron.convert.hf_config import check_tokenizer, read_config
+from megatron.convert.hf_folder import Folder, entries_of
+from megatron.convert.hf_names import Match
+from megatron.convert.megatron_lm import RankFiles
+from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import refuse_other_ids
 from megatron.tokenizer.sentinels import SentinelTokenizer
@@ -273,8 +273,8 @@ def save(folder: Path, body: dict[str, Tensor], name: str = "model_optim_rng.pt"
 
 
 def read(folder: Path, heads: int | None = None) -> dict[str, Any]:
-    from megatron.arguments import with_values
     from megatron.config import Config
+    from megatron.config.command_line import with_values
 
     theirs = RankFiles(folder)
     settings = settings_of(theirs, heads)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.arguments import parse
-from megatron.generation import (
+from megatron.config.command_line import parse
+from megatron.inference.generation import (
     GPT2Stepper,
     Sampling,
     Stepper,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron import metrics
 from megatron.checkpointing import PatientSaver, TrainState, prune
 from megatron.checkpointing.save import SaveError
-from megatron.metrics import MetricsWriter
+from megatron.training import metrics
+from megatron.training.metrics import MetricsWriter
 
 
 def test_metrics_wait_for_a_disk_with_space(

@@ -10,9 +10,9 @@ import torch
 from megatron.checkpointing import TrainState
 from megatron.data.sampler import ConsecutiveSampler
 from megatron.data.skips import Skips, parse_ranges
-from megatron.engine import Step, leave_out_unless_finite
-from megatron.health import Health, Taken
-from megatron.metrics import MetricsWriter
+from megatron.training.engine import Step, leave_out_unless_finite
+from megatron.training.health import Health, Taken
+from megatron.training.metrics import MetricsWriter
 
 NAN, INF = math.nan, math.inf
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.hf_folder import Folder
+from megatron.convert.hf_folder import Folder
 from megatron.model import GPT2Model, T5Model
 
 transformers = pytest.importorskip("transformers")

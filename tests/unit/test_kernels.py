@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron import kernels, zero_state
-from megatron.arguments import parse
+from megatron import kernels
 from megatron.config import Config
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import init_weights
 from megatron.optim import build_optimizer
-from megatron.options import ConfigError
+from tds import optimizer_state as zero_state
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --hidden-dropout 0 "

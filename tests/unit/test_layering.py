@@ -12,32 +12,68 @@ from tests.support import ROOT
 MAY_IMPORT = {
     "tds": set(),
     "data_utils": set(),
-    "megatron.options": set(),
-    "megatron.model_config": {"megatron.options"},
-    "megatron.config": {"megatron.options", "megatron.model_config"},
-    "megatron.device": set(),
-    "megatron.kernels": {"megatron.options", "megatron.device"},
+    "megatron.config": set(),
+    "megatron.config.ds_config": {"tds"},
     "megatron.mpu": set(),
     "megatron.tokenizer": set(),
     "megatron.data": set(),
+    "megatron.kernels": {"megatron.config", "megatron.ranks.device"},
     "megatron.model": {"megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
     "megatron.optim": {"megatron.mpu", "megatron.config", "megatron.kernels"},
+    "megatron.ranks": {"tds", "megatron.config", "megatron.mpu", "megatron.model"},
+    "megatron.ranks.device": set(),
+    "megatron.checkpointing": {
+        "tds",
+        "megatron.config",
+        "megatron.ranks",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.optim",
+        "megatron.data",
+        "megatron.tokenizer",
+    },
+    "megatron.convert": {
+        "megatron.config",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.tokenizer",
+        "megatron.checkpointing",
+    },
+    "megatron.inference": {"megatron.mpu", "megatron.model", "megatron.tokenizer"},
+    "megatron.training": {
+        "tds",
+        "megatron.config",
+        "megatron.config.ds_config",
+        "megatron.ranks",
+        "megatron.ranks.device",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.optim",
+        "megatron.data",
+        "megatron.tokenizer",
+        "megatron.checkpointing",
+    },
+    "megatron.utils": {"megatron.mpu"},
+    "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here
 }
 # Package -> which of the outside world it may import beside the standard library.
 OUTSIDE = {
     "tds": {"torch", "deepspeed"},
     "data_utils": {"regex", "zstandard", "datasketch", "pyarrow", "ray"},  # each imported where it is needed
-    "megatron.options": set(),
-    "megatron.model_config": set(),
     "megatron.config": set(),
-    "megatron.device": {"torch"},
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
     "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers"},
     "megatron.data": {"numpy", "torch"},
     "megatron.model": {"torch"},
     "megatron.optim": {"torch"},
+    "megatron.ranks": {"torch", "tqdm"},
+    "megatron.checkpointing": {"torch", "safetensors"},
+    "megatron.convert": {"torch", "transformers", "sentencepiece", "tokenizers"},
+    "megatron.inference": {"torch", "lm_eval"},
+    "megatron.training": {"torch", "tqdm", "tensorboard"},
+    "megatron": {"torch"},
 }
 PACKAGES = ("megatron", "tds", "data_utils", "tools")
 STANDARD = set(__import__("sys").stdlib_module_names)
@@ -160,7 +196,7 @@ def test_settings_are_passed_not_looked_up() -> None:
                 and module.startswith(("megatron.model", "megatron.mpu", "megatron.data", "tds"))
             ):
                 pytest.fail(f"{path} calls get_args")
-            if isinstance(node, ast.Attribute) and node.attr == "cuda" and module != "megatron.device":
+            if isinstance(node, ast.Attribute) and node.attr == "cuda" and module != "megatron.ranks.device":
                 pytest.fail(f"{path} names cuda")
             assert not isinstance(node, ast.Global), f"{path} declares a global"
 

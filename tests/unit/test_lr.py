@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from megatron.arguments import parse
+from megatron.config.command_line import parse
 from megatron.optim import lr_at, settled
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.arguments import parse
 from megatron.config import Config
+from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model, global_parameters, offload
 from megatron.model.layers import init_weights
 from megatron.utils import get_ltor_documents_and_position_ids, get_ltor_masks_and_position_ids

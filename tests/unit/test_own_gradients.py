@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.arguments import parse
-from megatron.initialize import cpu_products_by_onednn
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.model.biased_attention import biased_attention
 from megatron.model.mlp import gated_gelu
 from megatron.model.norm import RMSNorm
 from megatron.mpu.linear import linear
 from megatron.mpu.mesh import ALONE
-from megatron.options import ConfigError
+from megatron.ranks.initialize import cpu_products_by_onednn
 from tds.split_backward import backward_input
 
 Inputs = tuple[Tensor, ...]
@@ -161,7 +161,7 @@ def test_what_onednn_does_not_do_is_torchs() -> None:
 def test_who_multiplies_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for slow in (True, False):
-        monkeypatch.setattr("megatron.device.slow_blas", lambda device, slow=slow: slow)
+        monkeypatch.setattr("megatron.ranks.device.slow_blas", lambda device, slow=slow: slow)
         monkeypatch.setattr("megatron.mpu.onednn_is_there", lambda: True)
         for flags, expected in (("", slow), ("--cpu-matmul torch", False), ("--cpu-matmul onednn", True)):
             assert cpu_products_by_onednn(parse(flags.split()).train.cpu_matmul, cpu) == expected

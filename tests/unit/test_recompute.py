@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.arguments import parse
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import init_weights
 from megatron.model.mlp import ParallelMLP
 from megatron.model.recompute import Recipe, instead_of
 from megatron.mpu import ColumnParallelLinear
-from megatron.options import ConfigError
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --hidden-dropout 0 "

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron import run_lock
-from megatron.arguments import parse
-from megatron.run_folder import accept, lock, refuse_to_forget
-from megatron.run_lock import Holder, RunLock, RunLockedError
+from megatron.config.command_line import parse
+from megatron.training import run_lock
+from megatron.training.run_folder import accept, lock, refuse_to_forget
+from megatron.training.run_lock import Holder, RunLock, RunLockedError
 
 
 @pytest.fixture(autouse=True)

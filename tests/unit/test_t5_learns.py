@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from megatron.arguments import parse
+from megatron.config.command_line import parse
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
-from megatron.generation import Sampling, T5Stepper, sample
+from megatron.inference.generation import Sampling, T5Stepper, sample
 from megatron.model import T5Model
 from tests.support import covering
 

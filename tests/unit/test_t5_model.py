@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.arguments import parse
+from megatron.config.command_line import parse
 from megatron.model import T5Model, global_parameters
 from megatron.model.layers import init_weights
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from megatron.metrics import Timers
+from megatron.training.metrics import Timers
 
 
 def test_both_forms_add_to_the_same_part() -> None:

@@ -1,0 +1,82 @@
+"""What lies beside checkpoints, so that a run directory can be moved, copied, and used from anywhere: its tokenizer, its data."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
+
+FOLDER = "tokenizer"
+ENDS = 1 << 16  # bytes
+WITH_IT = ("merges.txt", "gpt2-merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def keep_tokenizer(vocab_file: str, home: Path) -> None:
+    """Copy the files of a tokenizer into `home`/tokenizer. Raises OSError."""
+    source, folder = file_of(vocab_file), home / FOLDER
+    if folder.resolve() == source.resolve().parent:
+        return
+    folder.mkdir(exist_ok=True)
+    for path in (source, *(source.with_name(name) for name in WITH_IT)):
+        if path.is_file():
+            temporary = folder / f"{path.name}.{os.getpid()}.tmp"
+            shutil.copyfile(path, temporary)
+            os.replace(temporary, folder / path.name)
+
+
+def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
+    """The copy of `vocab_file` in a run directory or a folder of checkpoints; None where there is none."""
+    folder = home / FOLDER
+    if vocab_file is not None and (folder / Path(vocab_file).name).is_file():
+        return str(folder / Path(vocab_file).name)
+    return str(folder) if any((folder / name).is_file() for name in IN_FOLDER) and folder_has_one(folder) else None
+
+
+def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
+    """The settings of a checkpoint, with the tokenizer that lies beside it."""
+    given, checkpoint = config.data.vocab_file, checkpoint.absolute()
+    homes = (checkpoint.parent, checkpoint.parent.parent)
+    found = next((path for home in homes if (path := kept_tokenizer(home, given))), given)
+    return replace(config, data=replace(config.data, vocab_file=found))
+
+
+def relocated(config: Config, run_dir: Path) -> Config:
+    """The settings of a run that now lies at `run_dir`: what they name inside its directory is where that is now."""
+    d = config.data
+    was = config.log.run_dir
+
+    def moved(path: str) -> str:
+        if was is None:
+            return path
+        inside = os.path.relpath(path, was)
+        return path if inside.startswith("..") else str(run_dir / inside)
+
+    def all_moved(paths: Sequence[str] | None) -> tuple[str, ...] | None:
+        return None if paths is None else tuple(moved(path) for path in paths)
+
+    vocab_file = kept_tokenizer(run_dir, d.vocab_file) or (d.vocab_file and moved(d.vocab_file))
+    paths: dict[str, Any] = {
+        name: all_moved(getattr(d, name))
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    }
+    return replace(
+        config, data=replace(d, vocab_file=vocab_file, **paths), log=replace(config.log, run_dir=str(run_dir))
+    )
+
+
+def look_of(prefix: str) -> str:
+    """A hash of the sizes of a .bin/.idx pair and of both ends of each: files that were made apart show it, and it takes no time."""
+    digest = hashlib.sha256()
+    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+        if path.is_file():
+            with open(path, "rb") as file:
+                size = path.stat().st_size
+                digest.update(f"{path.suffix} {size} ".encode() + file.read(ENDS))
+                file.seek(max(size - ENDS, 0))
+                digest.update(file.read(ENDS))
+    return digest.hexdigest()[:12]

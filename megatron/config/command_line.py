@@ -1,0 +1,191 @@
+"""From a command line and JSON files to a Config: defaults < --config FILE < flags, the last flag wins."""
+
+import argparse
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+from .fields import ConfigError, flag, types_of
+from .sections import SECTIONS, Config, settings
+from .translate import Translation, add_to, flag_of, settings_for
+
+HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` where something known looks like `name`."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+EXAMPLES = """\
+examples:
+  python {script} --data-path data/corpus_text_document --vocab-file tokenizer.model --run-dir runs/a
+      one process, no pipeline; the same command again continues
+  python tools/launch.py --standalone --nproc-per-node 4 {script} --pipe-parallel-size 2 \\
+      --model-parallel-size 2 --config configs/models/gpt2_345M.json --data-path ... --vocab-file ...
+      four ranks: two stages of two model-parallel ranks
+"""
+
+
+def build_parser(script: str | None = None) -> argparse.ArgumentParser:
+    """A parser with one flag per setting; what is not given does not appear in the result."""
+    parser = _Parser(
+        prog=script,
+        epilog=EXAMPLES.format(script=script) if script else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--config", action="append", metavar="FILE", help="JSON with settings by section; may be given several times"
+    )
+    groups = {name: parser.add_argument_group(name) for name in SECTIONS}
+    for name, section, f in settings():
+        kinds = types_of(section, f.name)
+        text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
+        if bool in kinds:
+            groups[name].add_argument(flag(f.name), action=argparse.BooleanOptionalAction, help=text)
+        else:
+            kind = next(k for k in kinds if k is not type(None))
+            many: dict[str, Any] = {"nargs": "+", "type": str} if kind is tuple else {"type": kind}
+            metavar = kind.__name__.upper()
+            if kind is tuple:
+                metavar = "PATH" if f.name.endswith("_path") else "A-B" if f.name.startswith("skip_") else "NAME"
+            groups[name].add_argument(flag(f.name), metavar=metavar, help=text, **many)
+    # Launchers hand this to every process they start; ranks are read from the environment.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add_to(parser)
+    return parser
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ConfigError naming file and line."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _named(content: Mapping[str, Any], where: str) -> Translation:
+    """What is set by sections, settings, or both mixed; settings may have a name of another project."""
+    values: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
+    for key, value in content.items():
+        here = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
+        names = [f.name for f in fields(SECTIONS[key])] if here is value else list(HOME)
+        for name, each in here.items():
+            if name in names:
+                values[name] = each
+            elif other := flag_of(name):
+                foreign[other] = each
+            elif here is value:
+                raise ConfigError(f"{where}: section {key!r} has no setting {name!r}{nearest(name, names)}")
+            else:
+                raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
+    found = Translation(values)
+    for name, value in foreign.items():
+        if value is not False and value is not None:  # written down by a program, and not asked for
+            found.add(name, value)
+    found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
+    return found
+
+
+def parse(
+    argv: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+    ranks: int = 1,
+    tell: Callable[[str], None] = lambda note: None,
+) -> Config:
+    """The configuration that `argv` describes.
+
+    defaults: settings of the entry script that differ from the fields' own. ranks: of the run, from which a flag of
+    another project may follow. tell: is called with each note on what was taken for what.
+    Raises ConfigError in one sentence, or in a line for each argument that cannot be taken.
+    """
+    found, unknown = build_parser().parse_known_args(list(argv))
+    flags_given = vars(found)
+    flags_given.pop("local_rank", None)
+    problems, notes = _unknown(unknown), []
+    values: dict[str, Any] = {}
+    foreign = flags_given.pop("foreign", {})
+    sources = [(path, read_json(path)) for path in flags_given.pop("config", [])]
+    for where, content in [("args_defaults", defaults or {}), *sources]:
+        source = _named(content, where)
+        values |= source.values
+        notes += [f"{where}: {note}" for note in source.notes]
+        problems += [f"{where}: {problem}" for problem in source.problems]
+    line = Translation(flags_given)
+    for name, value in foreign.items():
+        line.add(name, value)
+    try:
+        config = line.settle(with_values(Config(), {**values, **line.values}), ranks, with_values)
+    except ConfigError as error:
+        line.problems.append(str(error))
+    problems += line.problems
+    if problems:
+        many = f"{len(problems)} things cannot be taken as they are:"
+        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+    for note in notes + line.notes:
+        tell(note)
+    return config
+
+
+def _unknown(words: Sequence[str]) -> list[str]:
+    """A sentence for each unknown flag among the words that the parser left over; the others are their values."""
+    known = ["--config", *(flag(name) for name in HOME)]
+    names = [word.split("=")[0] for word in words if word.startswith("--")] or list(words[:1])
+    return [f"unknown argument {name}{nearest(name, known)}" for name in names]
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """`config` with some settings changed, given by their flat names."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        by_section.setdefault(HOME[name], {})[name] = value
+    sections = {name: replace(getattr(config, name), **new) for name, new in by_section.items()}
+    return replace(config, **sections)
+
+
+def from_file(path: str) -> Config:
+    """The configuration that a run wrote to its folder. Raises ConfigError."""
+    return with_values(Config(), _named(read_json(path), path).values)
+
+
+class Args:
+    """The flat, read-only view that tutorials know: args.hidden_size is config.model.hidden_size.
+
+    `config` is the whole; the tokenizer and the number of ranks, known only once a run has
+    started, are not here but behind `get_tokenizer()` and `torch.distributed`.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        object.__setattr__(self, "config", config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in HOME:
+            return getattr(getattr(self.config, HOME[name]), name)
+        ours = settings_for(name)
+        instead = f"; it is {' and '.join(f'args.{each}' for each in ours)} here" if ours else nearest(name, HOME)
+        raise AttributeError(f"there is no setting {name!r}{instead}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
+
+    def __dir__(self) -> list[str]:
+        return sorted([*HOME, "config"])

@@ -1,0 +1,215 @@
+"""DeepSpeed's JSON and our flags brought together: each value has one source, contradictions are errors.
+
+A key may be left out or say "auto": then the flag decides. A key that nothing would read is
+refused, so whatever stands in the file takes effect.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tds import _deepspeed as tds_deepspeed
+
+from .command_line import nearest, read_json
+from .fields import ConfigError
+from .sections import Config
+
+# How DeepSpeed is to add up gradients, so that it must be the one that does.
+REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
+# Handed to DeepSpeed as they are, once the settings below are resolved.
+PASSED_ON = REDUCES | {
+    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler", "comms_logger",
+    "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
+}  # fmt: skip
+RESOLVED = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "fp16", "bf16", "steps_per_print", "wall_clock_breakdown",
+}  # fmt: skip
+SECTIONS = {
+    "zero_optimization", "fp16", "bf16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
+}  # fmt: skip
+ENABLED = '{"enabled": true}'
+SECTIONS_LOOK = {"zero_optimization": '{"stage": 1}'}
+NUMBERS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "steps_per_print",
+}  # fmt: skip
+INSTEAD = {
+    "optimizer": "--optimizer, --lr, --adam-beta1 and --weight-decay",
+    "scheduler": "--lr-decay-style, --warmup and --min-lr",
+    "activation_checkpointing": "--checkpoint-activations and --checkpoint-num-layers",
+    "sparse_attention": "no flag: it is not supported",
+    "amp": "--precision",
+    "pipeline": "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations",
+}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a run goes by once file and flags are brought together."""
+
+    deepspeed: dict[str, Any]  # what `tds.initialize` is given
+    precision: str
+    zero_stage: int
+    clip_grad: float
+    log_interval: int
+    wall_clock_breakdown: bool
+    overlap_grad_reduce: bool  # our reducer adds gradients up, not DeepSpeed, where its optimizer lets it
+
+
+def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
+    """Read `--deepspeed-config` and settle what it and the flags say together.
+
+    fast_bf16: what `--precision auto` should go by where the file names no precision.
+    Raises ConfigError for unknown keys and for contradictions, with both values.
+    """
+    path = config.train.deepspeed_config
+    given = {k: v for k, v in (read_json(path) if path else {}).items() if v not in ("auto", None)}
+    path = path or "ds_config"
+    _refuse_unknown(given, path)
+    _check_sections(given, path)
+    _refuse_blindness(given, path)
+    batch = _batch_sizes(config, given, path, world_size)
+    precision = _precision(config, given, path, fast_bf16)
+    zero = _zero_stage(config, given, path, precision)
+    _refuse_compiled(config, zero)
+    clip = _agree("gradient_clipping", given, "--clip-grad", config.optim.clip_grad, 1.0, path)
+    log_interval = int(_agree("steps_per_print", given, "--log-interval", config.log.log_interval, 10, path))
+
+    ds = {key: given[key] for key in PASSED_ON if key in given}
+    ds |= batch
+    ds["zero_optimization"] = {**given.get("zero_optimization", {}), "stage": zero}
+    p = config.parallel
+    ds["pipeline"] = {
+        "schedule": p.pipeline_schedule,
+        "extra_warmup": p.pipeline_extra_warmup,
+        "timeout": p.pipeline_timeout,
+    }
+    ds.setdefault("zero_allow_untested_optimizer", True)
+    # An optimizer offloaded to the CPU is torch's fused AdamW, which is vectorised there too and needs no compiler.
+    ds.setdefault("zero_force_ds_cpu_optimizer", False)
+    # Ours do their own progress lines; DeepSpeed's would need its logger, which is kept quiet.
+    ds["steps_per_print"] = 10**9
+    # Without a wrapper of its own DeepSpeed's plain engine clips by a norm that it does not report; see engine.py.
+    plain = zero == 0 and p.pipe_parallel_size == 0
+    ds["gradient_clipping"] = 0.0 if plain else clip
+    if precision in ("fp16", "bf16"):
+        ds[precision] = {**given.get(precision, {}), "enabled": True}
+    if precision == "bf16":
+        ds["data_types"] = {"grad_accum_dtype": "fp32"}
+        # A gradient is added to its fp32 sum as soon as it is there, and gone: else both are kept until the pass ends.
+        ds["bf16"].setdefault("immediate_grad_update", True)
+        if zero <= 1:  # DeepSpeed would round these sums to bf16 on their way between replicas
+            ds.setdefault("communication_data_type", "fp32")
+    overlap = p.overlap_grad_reduce and not REDUCES & given.keys() and p.pipe_parallel_size == 0
+    breakdown = bool(given.get("wall_clock_breakdown", False))
+    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap)
+
+
+def _refuse_unknown(given: dict[str, Any], path: str) -> None:
+    for key in given:
+        if key in INSTEAD:
+            raise ConfigError(f"{path}: {key!r} has no effect here; remove it and use {INSTEAD[key]}")
+        if key not in PASSED_ON | RESOLVED:
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, PASSED_ON | RESOLVED)}")
+
+
+def _check_sections(given: dict[str, Any], path: str) -> None:
+    """Bring short forms to the long one; raise ConfigError for what is no section, and for a wrong key or value in one."""
+    for key in SECTIONS & given.keys():
+        if isinstance(given[key], bool):
+            given[key] = {"stage": int(given[key])} if key == "zero_optimization" else {"enabled": given[key]}
+        if not isinstance(given[key], dict):
+            raise ConfigError(
+                f"{path}: {key!r} must be an object, such as {SECTIONS_LOOK.get(key, ENABLED)}, not {json.dumps(given[key])}"
+            )
+        given[key] = {name: value for name, value in given[key].items() if value is not None}
+        if given[key].get("enabled") == "auto":
+            del given[key]["enabled"]
+        if not isinstance(given[key].get("enabled", False), bool):
+            raise ConfigError(f"{path}: in {key!r}, 'enabled' must be true or false")
+        problem = tds_deepspeed.complaint(key, given[key])
+        if problem:
+            raise ConfigError(f"{path}: in {key!r}, {problem}")
+    for key in NUMBERS & given.keys():
+        if isinstance(given[key], bool) or not isinstance(given[key], (int, float)):
+            raise ConfigError(f"{path}: {key!r} must be a number, not {json.dumps(given[key])}")
+
+
+def _refuse_blindness(given: dict[str, Any], path: str) -> None:
+    """Settings by which DeepSpeed would apply gradients that are not finite."""
+    for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if given.get(section, {}).get(key) is False:
+            raise ConfigError(
+                f"{path} says {section}.{key} = false, by which gradients that are not finite would be applied; remove it"
+            )
+
+
+def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> dict[str, int]:
+    t, p = config.train, config.parallel
+    total = config.train_batch_size(world_size)
+    ours = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": t.batch_size,
+        "gradient_accumulation_steps": t.gas,
+    }
+    for key, value in ours.items():
+        if key in given and given[key] != value:
+            raise ConfigError(
+                f"{path} says {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
+                f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
+                f'/ --model-parallel-size {p.model_parallel_size}); change one of them or write "auto"'
+            )
+    return ours
+
+
+def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool) -> str:
+    enabled = [name for name in ("fp16", "bf16") if given.get(name, {}).get("enabled") is True]
+    if len(enabled) == 2:
+        raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
+    wanted = config.train.precision
+    if wanted == "auto":
+        return enabled[0] if enabled else "bf16" if fast_bf16 else "fp32"
+    if enabled and enabled[0] != wanted:
+        raise ConfigError(f"{path} enables {enabled[0]}, but --precision says {wanted}; change one of them")
+    return wanted
+
+
+def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str) -> int:
+    in_file, flag = given.get("zero_optimization", {}).get("stage"), config.parallel.zero_stage
+    if in_file == "auto":
+        in_file = None
+    if in_file is not None and flag is not None and in_file != flag:
+        raise ConfigError(f"{path} says ZeRO stage {in_file}, --zero-stage says {flag}; change one of them")
+    mixed = precision in ("fp16", "bf16")
+    stage = next((s for s in (flag, in_file) if s is not None), 1 if mixed else 0)
+    if config.parallel.pipe_parallel_size > 0 and stage > 1:
+        raise ConfigError(
+            f"ZeRO stage {stage} cannot run under a pipeline, whose micro-batches would each scatter and gather the "
+            f"gradients again; use --zero-stage 1 or --pipe-parallel-size 0"
+        )
+    if mixed and stage == 0:
+        raise ConfigError(
+            f"{precision} needs fp32 master weights and gradients, which come with --zero-stage 1 or more"
+        )
+    if precision == "fp64" and stage > 0:
+        raise ConfigError(f"fp64 is for checking numbers and runs with --zero-stage 0 alone, not {stage}")
+    return int(stage)
+
+
+def _refuse_compiled(config: Config, zero: int) -> None:
+    """--compile beside what takes layers apart by itself."""
+    if config.train.compile and zero == 3:
+        raise ConfigError(
+            "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"
+        )
+    if config.train.compile and config.parallel.pipeline_schedule == "zb-h1":
+        raise ConfigError(
+            "--compile cannot go with --pipeline-schedule zb-h1, which cuts the backward pass of a layer; use 1f1b"
+        )
+
+
+def _agree(key: str, given: dict[str, Any], flag: str, flag_value: Any, default: Any, path: str) -> Any:
+    in_file = given.get(key)
+    if in_file is not None and flag_value is not None and in_file != flag_value:
+        raise ConfigError(f"{path} says {key} = {in_file}, {flag} says {flag_value}; change one of them")
+    return next(value for value in (flag_value, in_file, default) if value is not None)

@@ -1,0 +1,337 @@
+"""Flags of CPM-Pretrain and of Megatron-LM (1 and 2) that are not ours: what each is taken for, or why it is refused.
+
+`translate.py` goes by ROWS; docs/migration.md shows them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .sections import Config
+
+
+def given(value: Any) -> Any:
+    """Stands in a table for the value on the command line; another function makes ours of it."""
+    return value
+
+
+@dataclass(frozen=True)
+class Means:
+    """Settings of ours, a value each or a function of what is given. but: what a user has to know of the difference."""
+
+    settings: Mapping[str, Any]
+    but: str = ""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Nothing depends on it here."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Nothing of ours has its meaning."""
+
+    advice: str
+
+
+@dataclass(frozen=True)
+class ByValue:
+    """Another outcome for each value."""
+
+    values: "Mapping[str, Means | NoEffect | Refused]"
+
+
+@dataclass(frozen=True)
+class Depends:
+    """What it comes to follows from the other settings and the number of ranks: on(config, value, ranks)."""
+
+    on: "Callable[[Config, Any, int], Means | NoEffect | Refused]"
+    says: str
+
+
+Outcome = Means | NoEffect | Refused | ByValue | Depends
+
+
+@dataclass(frozen=True)
+class Row:
+    """names: the flags, a space between two. takes: the type of their value, None for none, list for several words."""
+
+    names: str
+    outcome: Outcome
+    takes: type | None = None
+
+
+def _as(setting: str, but: str = "") -> Means:
+    return Means({setting: given}, but)
+
+
+def _in_json(section: str, key: str) -> Refused:
+    return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
+
+
+# --------------------------------------------------------- what follows from other settings
+
+
+def _replicas(config: Config, ranks: int) -> int:
+    return config.parallel.data_parallel_size(ranks)
+
+
+def _accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
+    each, replicas = config.train.batch_size, _replicas(config, ranks)
+    if total < 1 or total % (each * replicas):
+        return Refused(f"it must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
+    return Means({"gas": total // (each * replicas)}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
+
+
+def _iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
+    def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
+        batch = config.train_batch_size(ranks)
+        if samples < batch:
+            return Refused(f"it is less than one global batch of {batch} samples")
+        return Means({setting: samples // batch}, f"global batches of {batch} samples")
+
+    return on
+
+
+def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
+    if not 0 <= rising <= of:
+        return Refused(f"it must lie between 0 and the {of} {unit} of the decay")
+    share = rising / of
+    if int(share * of) < int(rising):  # a quotient that was rounded down would lose an iteration
+        share = math.nextafter(share, 2.0)
+    return Means({"warmup": share}, f"{rising} of the {of} {unit} of the decay")
+
+
+def _warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
+    return _share_of_decay(config, rising, config.lr_decay_iters, "iterations")
+
+
+def _warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
+    return _share_of_decay(config, rising, config.lr_decay_iters * config.train_batch_size(ranks), "samples")
+
+
+def _stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
+    stages, total = config.parallel.stages, config.model.num_layers
+    if layers < 1 or total % (stages * layers) or total == stages * layers:
+        return Refused(f"--num-layers {total} must be 2 or more times --pipe-parallel-size {stages} x {layers}")
+    return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
+
+
+def _merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
+    vocab = config.data.vocab_file
+    if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
+        return NoEffect("it is read where it is, beside --vocab-file")
+    return Refused("merges are read from merges.txt beside --vocab-file; copy the file there")
+
+
+def _merges_beside(vocab: Path) -> list[Path]:
+    """Where merges are read from: by the name of the vocabulary, or in the folder that --vocab-file is."""
+    own = vocab.name.replace("vocab.json", "merges.txt")
+    return [vocab.with_name("merges.txt"), vocab.with_name(own), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
+
+
+def _fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+    if config.train.precision in ("fp32", "fp64") or (
+        config.train.precision == "bf16" and (config.parallel.zero_stage or 0) <= 1
+    ):
+        return NoEffect(f"{config.train.precision} adds gradients up in fp32 or better already")
+    return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or take --precision bf16')
+
+
+def _momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
+    return NoEffect("it is 0.9 here") if value == 0.9 else Refused("the momentum of --optimizer sgd is 0.9")
+
+
+# ------------------------------------------------------------------------------- the tables
+
+_SAME_LOSS = NoEffect("the loss is the same here; torch's attention is one kernel, --compile fuses what else can be")
+_IN_FP32 = NoEffect("attention's kernels add up in fp32 as they are")
+_EVENTS = NoEffect("metrics.jsonl and TensorBoard get what there is, once every --log-interval")
+_WHOLE_LAYERS = Means({"checkpoint_activations": True})
+_SELECTIVE = Means({"checkpoint_attention": True})
+_REALM = Refused("only GPT-2 and T5 are here, no retrieval")
+
+ROWS = (
+    # layout and batch
+    Row("--tensor-model-parallel-size", _as("model_parallel_size"), int),
+    Row(
+        "--pipeline-model-parallel-size",
+        Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "no pipeline is 1 there and 0 here"),
+        int,
+    ),
+    Row("--micro-batch-size", _as("batch_size"), int),
+    Row("--global-batch-size", Depends(_accumulation, "--gas, by --batch-size and the replicas"), int),
+    Row("--rampup-batch-size", Refused("the batch size is the same from beginning to end"), list),
+    Row(
+        "--num-layers-per-virtual-pipeline-stage",
+        Depends(_stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, by --num-layers"),
+        int,
+    ),
+    Row("--pipeline-model-parallel-split-rank", Refused("--partition-method says where the layers are cut"), int),
+    Row("--standalone-embedding-stage", Refused("--partition-method says where the layers are cut")),
+    Row("--use-distributed-optimizer", Means({"zero_stage": 1})),
+    Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed does so as it is")),
+    Row("--zero-reduce-bucket-size", _in_json("zero_optimization", "reduce_bucket_size"), int),
+    Row("--zero-allgather-bucket-size", _in_json("zero_optimization", "allgather_bucket_size"), int),
+    Row("--cpu-optimizer", _in_json("zero_optimization", "offload_optimizer")),
+    Row("--cpu_torch_adam", NoEffect("an optimizer on the CPU is torch's as it is")),
+    Row("--distributed-backend", NoEffect("the device decides: NCCL between GPUs, gloo between CPUs"), str),
+    Row("--DDP-impl", NoEffect("--overlap-grad-reduce says how replicas add gradients up"), str),
+    Row("--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce says how replicas add gradients up")),
+    Row(
+        "--no-scatter-gather-tensors-in-pipeline",
+        NoEffect("the loss is the same; ranks carry a share of a message each"),
+    ),
+    Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", _SAME_LOSS),
+    Row("--empty-unused-memory-level", NoEffect("freed memory stays with the process"), int),
+    Row("--lazy-mpu-init", Refused("groups are made when the ranks are there; leave it out"), str),
+    Row("--use-cpu-initialization", NoEffect("initial weights follow from --seed and their names on any device")),
+    Row("--deepspeed --deepscale", NoEffect("every run is DeepSpeed's")),
+    Row("--deepspeed_config --deepscale_config", _as("deepspeed_config"), str),
+    Row("--deepspeed_mpi", Refused("start the ranks with tools/launch.py, torchrun or deepspeed")),
+    # model
+    Row("--ffn-hidden-size", _as("ff_hidden_size"), int),
+    Row("--kv-channels", _as("kv_hidden_size"), int),
+    Row("--encoder-num-layers", _as("num_layers"), int),
+    Row("--decoder-num-layers", _as("num_decoder_layers"), int),
+    Row("--norm-epsilon", _as("layernorm_epsilon"), float),
+    Row("--disable-bias-linear", Means({"hidden_bias": False})),
+    Row("--untie-embeddings-and-output-weights", Means({"tie_embeddings": False})),
+    Row("--openai-gelu", Means({"activation": "gelu-tanh"})),
+    Row("--num-unique-layers", Refused("layers do not share weights"), int),
+    Row("--param-sharing-style", Refused("layers do not share weights"), str),
+    Row("--num-experts", Refused("there are no experts; every token passes the same MLP"), int),
+    Row("--apply-residual-connection-post-layernorm", Refused("the norm stands before attention and MLP")),
+    Row("--bert-no-binary-head", Refused("only GPT-2 and T5 are here")),
+    Row("--onnx-safe", Refused("tools/convert_checkpoint.py writes for Hugging Face, which exports to ONNX"), str),
+    Row("--init-method-xavier-uniform --data-parallel-random-init", Refused("weights are normal: --init-method-std")),
+    Row("--use-flash-attn", _SAME_LOSS),
+    # memory
+    Row(
+        "--checkpoint-granularity --recompute-granularity",
+        ByValue({"full": _WHOLE_LAYERS, "selective": _SELECTIVE}),
+        str,
+    ),
+    Row("--recompute-activations", _SELECTIVE),
+    Row(
+        "--checkpoint-method --recompute-method",
+        ByValue(
+            {
+                "uniform": NoEffect("it is so: --checkpoint-num-layers layers between two kept inputs"),
+                "block": Refused("all layers are computed again: --checkpoint-num-layers says how many at a time"),
+            }
+        ),
+        str,
+    ),
+    Row("--recompute-num-layers", _as("checkpoint_num_layers"), int),
+    Row(
+        "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
+        Refused("with --sequence-parallel each model-parallel rank keeps its own stretch"),
+    ),
+    Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations is all that is needed")),
+    Row("--contigious-checkpointing", NoEffect("kept inputs stay where they were computed")),
+    Row("--checkpoint-in-cpu", Refused("take --offload-activations instead of --checkpoint-activations")),
+    Row("--synchronize-each-layer", NoEffect("it only slows a run down")),
+    Row("--profile-backward", Refused('write "wall_clock_breakdown": true in --deepspeed-config')),
+    # precision
+    Row("--fp16", Means({"precision": "fp16"})),
+    Row("--bf16", Means({"precision": "bf16"})),
+    Row("--loss-scale", _in_json("fp16", "loss_scale"), float),
+    Row("--initial-loss-scale", _in_json("fp16", "initial_scale_power"), float),
+    Row("--min-scale --min-loss-scale", _in_json("fp16", "min_loss_scale"), float),
+    Row("--loss-scale-window", _in_json("fp16", "loss_scale_window"), float),
+    Row("--hysteresis", _in_json("fp16", "hysteresis"), int),
+    Row(
+        "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
+        Depends(_fp32_sums, "no effect in fp32 and bf16, where it is so; refused in fp16"),
+    ),
+    Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
+    Row("--fp16-lm-cross-entropy", Refused("the loss is computed in fp32")),
+    Row("--fp32-residual-connection", Refused("hidden states have --precision; take fp32 for all")),
+    Row(
+        "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "
+        "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion",
+        _SAME_LOSS,
+    ),
+    # length of the run and learning rate
+    Row("--train-samples", Depends(_iterations("train_iters"), "--train-iters, by the global batch"), int),
+    Row("--lr-decay-samples", Depends(_iterations("lr_decay_iters"), "--lr-decay-iters, by the global batch"), int),
+    Row("--lr-warmup-fraction", _as("warmup"), float),
+    Row("--lr-warmup-iters", Depends(_warmup_iterations, "--warmup, by the iterations of the decay"), int),
+    Row("--lr-warmup-samples", Depends(_warmup_samples, "--warmup, by the samples of the decay"), int),
+    Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
+    Row(
+        "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
+        NoEffect("it is so without --override-lr-schedule"),
+    ),
+    Row("--iterations-to-skip", _as("skip_iterations"), list),
+    Row("--check-weight-hash-across-dp-replicas-interval", _as("check_replicas"), int),
+    Row("--sgd-momentum", Depends(_momentum, "no effect if 0.9, refused otherwise"), float),
+    Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is the same from beginning to end"), float),
+    Row("--weight-decay-incr-style", Refused("--weight-decay is the same from beginning to end"), str),
+    # data
+    Row("--encoder-seq-length", _as("enc_seq_length"), int),
+    Row("--decoder-seq-length", _as("dec_seq_length"), int),
+    Row("--tokenizer-model", _as("vocab_file"), str),
+    Row("--merge-file", Depends(_merges, "no effect if it is merges.txt beside --vocab-file, refused elsewhere"), str),
+    Row("--vocab-extra-ids", _as("num_sentinels"), int),
+    Row("--mask-prob", _as("noise_density"), float),
+    Row("--short-seq-prob", Refused("all samples are full"), float),
+    Row(
+        "--data-impl",
+        ByValue(
+            {
+                **dict.fromkeys(("mmap", "infer"), NoEffect("pairs of .bin and .idx are always mapped")),
+                **dict.fromkeys(("lazy", "cached"), Refused("write the corpus again with tools/preprocess_data.py")),
+            }
+        ),
+        str,
+    ),
+    Row("--mmap-warmup", NoEffect("files are read when they are needed")),
+    Row(
+        "--dataloader-type",
+        ByValue({"single": NoEffect("it is so"), "cyclic": Refused("samples come in one order, shuffled by --seed")}),
+        str,
+    ),
+    # checkpoints, logs, the end of a run
+    Row(
+        "--no-save-optim",
+        NoEffect("checkpoints hold the optimizer, too; --no-load-optim leaves it out when one is read"),
+    ),
+    Row("--no-save-rng", NoEffect("dropout follows from --seed and the iteration; no generator is saved")),
+    Row("--tensorboard-dir", Means({"tensorboard": True}, "events go to tensorboard/ in --run-dir"), str),
+    Row("--tensorboard-log-interval --tensorboard-queue-size", _EVENTS, int),
+    Row(
+        "--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard "
+        "--log-memory-to-tensorboard --log-world-size-to-tensorboard",
+        _EVENTS,
+    ),
+    Row("--log-params-norm --log-num-zeros-in-grad", Refused("of norms that of the gradients is measured")),
+    Row("--exit-signal-handler", NoEffect("SIGTERM always saves and ends the run")),
+    Row("--adlr-autoresume", Refused("SIGTERM saves and ends the run, the same command continues")),
+    Row("--adlr-autoresume-interval", Refused("SIGTERM saves and ends the run, the same command continues"), int),
+    # REALM
+    Row("--ict-head-size --indexer-batch-size --indexer-log-interval", _REALM, int),
+    Row("--ict-load --bert-load --titles-data-path --block-data-path", _REALM, str),
+    Row("--query-in-block-prob", _REALM, float),
+    Row("--use-one-sent-docs --faiss-use-gpu", _REALM),
+    Row("--report-topk-accuracies", _REALM, list),
+)
+
+FLAGS = {name: row for row in ROWS for name in row.names.split()}
+
+# Values of our own flags as they are written elsewhere.
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "tokenizer_type": {
+        "GPT2BPETokenizer": "auto",
+        "T5Tokenizer": "auto",
+        "SentencePieceTokenizer": "sentencepiece",
+        "HuggingFaceTokenizer": "hf",
+    },
+    "normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
+}

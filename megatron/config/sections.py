@@ -1,0 +1,373 @@
+"""Everything a run can be told, as frozen dataclasses: built once, passed on, never changed.
+
+The flags and the JSON reader in `command_line.py` come from the fields; values that follow from
+others are properties.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
+
+from .fields import ConfigError, Section, at_least, between, is_range, one_of, opt
+from .model import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
+    sequence_parallel: bool = opt(
+        False, "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent"
+    )
+    async_tensor_model_parallel_allreduce: bool = opt(
+        True, "these ranks sum the gradient of a layer's input while that of its weight is computed, not before it"
+    )
+    pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
+    partition_method: str = opt(
+        "type:Block",
+        "how layers are cut into stages: type:REGEX, uniform, parameters, balanced (by measured time), or the cuts, e.g. 0,4,8",
+    )
+    pipeline_schedule: str = opt(
+        "1f1b",
+        "order of forward and backward passes: 1f1b, gpipe, interleaved or zb-h1 (tools/draw_schedule.py draws them)",
+        one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
+    )
+    virtual_pipeline_size: int = opt(
+        1, "stretches of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
+    )
+    pipeline_extra_warmup: int = opt(
+        0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", at_least(0)
+    )
+    pipeline_timeout: float = opt(
+        600.0,
+        "seconds that one pass or message of a pipeline may take before all ranks end with a report",
+        at_least(0.1),
+    )
+    zero_stage: int | None = opt(
+        None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", between(0, 3)
+    )
+    overlap_grad_reduce: bool = opt(
+        True,
+        "without pipeline, in fp32 without ZeRO and in bf16 with its stage 1: add gradients up over replicas during the "
+        "backward pass, not after it",
+    )
+    checkpoint_activations: bool = opt(
+        False, "keep only layer inputs and compute activations again in the backward pass"
+    )
+    checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
+    startup_timeout_minutes: float = opt(
+        30.0, "until the first step: how long ranks wait for each other, e.g. for a model to be loaded", at_least(0.01)
+    )
+    distributed_timeout_minutes: float = opt(
+        10.0,
+        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run with a report",
+        at_least(0.01),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pipeline_extra_warmup and self.pipeline_schedule != "1f1b":
+            raise ConfigError(
+                f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {self.pipeline_schedule}"
+            )
+        if (self.virtual_pipeline_size > 1) != (self.pipeline_schedule == "interleaved"):
+            raise ConfigError(
+                f"--virtual-pipeline-size {self.virtual_pipeline_size} does not fit --pipeline-schedule "
+                f"{self.pipeline_schedule}: interleaved needs 2 or more, the others 1"
+            )
+        if self.pipeline_schedule == "zb-h1" and self.checkpoint_activations:
+            raise ConfigError(
+                "--pipeline-schedule zb-h1 would compute activations again for either half of the backward pass; "
+                "use 1f1b with --checkpoint-activations"
+            )
+
+    @property
+    def stages(self) -> int:
+        return max(self.pipe_parallel_size, 1)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model. Raises ConfigError if the grid does not fit the ranks."""
+        cell = self.stages * self.model_parallel_size
+        if world_size % cell:
+            raise ConfigError(
+                f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
+                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}; "
+                f"start a multiple of {cell} ranks"
+            )
+        return world_size // cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    data_path: tuple[str, ...] | None = opt(
+        None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or several: 0.7 a 0.3 b"
+    )
+    train_data_path: tuple[str, ...] | None = opt(None, "pairs for training alone, instead of --data-path")
+    valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation alone")
+    test_data_path: tuple[str, ...] | None = opt(None, "pairs for test alone")
+    split: str = opt("949,50,1", "shares of the documents for training, validation and test")
+    vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
+    tokenizer_type: str = opt(
+        "auto", "sentencepiece, cpm, cpm-vocab (these two also +rjieba), gpt2-bpe or hf; auto looks at the file"
+    )
+    seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
+    enc_seq_length: int | None = opt(None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8))
+    dec_seq_length: int | None = opt(
+        None, "T5: most tokens that the decoder writes; as many as the masked spans need if not given", at_least(4)
+    )
+    objective: str = opt("span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"))
+    span_convention: str = opt(
+        "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", one_of("t5", "cpm")
+    )
+    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9))
+    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1))
+    num_sentinels: int = opt(100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1))
+    reset_position_ids: bool = opt(False, "count positions anew after each end-of-document token")
+    reset_attention_mask: bool = opt(False, "let no token see a document before its own")
+    eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
+    num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", at_least(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        apart = self.train_data_path or self.valid_data_path or self.test_data_path
+        if apart and self.data_path:
+            raise ConfigError("--data-path is shared out by --split; give it or --train-data-path, not both")
+        if apart and not self.train_data_path:
+            raise ConfigError("--valid-data-path and --test-data-path need --train-data-path")
+
+    @property
+    def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
+        """What is trained on, as `build_train_valid_test_datasets` takes it. Raises ConfigError if nothing is given."""
+        if self.data_path:
+            return self.data_path
+        if not self.train_data_path:
+            raise ConfigError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
+        return {
+            "train": self.train_data_path,
+            "valid": self.valid_data_path or (),
+            "test": self.test_data_path or (),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    batch_size: int = opt(4, "samples of one micro-batch", at_least(1))
+    gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", at_least(1))
+    train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
+    eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", at_least(0))
+    eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
+    seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
+    precision: str = opt(
+        "auto",
+        "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
+        one_of("auto", "fp32", "bf16", "fp16", "fp64"),
+    )
+    max_skipped_steps: int = opt(
+        10,
+        "end the run when so many steps in a row had a gradient that is not finite and were not applied; those with which "
+        "fp16 looks for its first loss scale do not count",
+        at_least(1),
+    )
+    skip_iterations: tuple[str, ...] | None = opt(
+        None, "iterations to pass over, e.g. 41 or 41-50: their samples count as read, but nothing is learned from them"
+    )
+    skip_samples: tuple[str, ...] | None = opt(
+        None, "samples, e.g. 328-335, whose iterations are passed over; the lines of a run name them"
+    )
+    check_replicas: int = opt(
+        0,
+        "iterations between two comparisons of the copies of weights on different ranks, which every save begins with; 0 for "
+        "those at saves alone",
+        at_least(0),
+    )
+    compile: bool = opt(
+        False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
+    )
+    cpu_matmul: str = opt(
+        "auto",
+        "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes onednn on AMD's CPUs with AVX-512, "
+        "where it is twice as fast",
+        one_of("auto", "torch", "onednn"),
+    )
+    keep_freed_memory: bool = opt(
+        True,
+        "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page anew",
+    )
+    deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):
+            for word in ranges or ():
+                if not is_range(word):
+                    raise ConfigError(f"{name} {word} is no number and no range as 10-12")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Section):
+    optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
+    lr: float = opt(1.5e-4, "peak learning rate", at_least(0))
+    min_lr: float = opt(0.0, "learning rate at the end of the decay", at_least(0))
+    lr_decay_style: str = opt("cosine", "how it falls after the warm-up", one_of("cosine", "linear", "constant"))
+    lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))
+    warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", between(0, 1))
+    override_lr_schedule: bool = opt(
+        False,
+        "after loading the learning rate follows these flags, not the schedule that the checkpoint was trained by",
+    )
+    weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
+    clip_grad: float | None = opt(
+        None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", at_least(0)
+    )
+    adam_beta1: float = opt(0.9, "Adam's decay of the mean", between(0, 1))
+    adam_beta2: float = opt(0.999, "Adam's decay of the squares", between(0, 1))
+    adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
+    load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
+    finetune: bool = opt(False, "take the weights of --load alone: optimizer, data and iterations start anew")
+    load_optim: bool = opt(True, "without it the optimizer's moments and the loss scale start anew")
+    load_rng: bool = opt(True, "without it dropout is drawn by this --seed, not by the streams of the checkpoint")
+    override_data: bool = opt(False, "go on although data, --split, --seed or lengths of the samples have changed")
+    override_tokenizer: bool = opt(False, "go on with another tokenizer of the same vocabulary size")
+    async_save: bool = opt(
+        False, "write checkpoints while training goes on; needs memory for a copy of what a rank saves"
+    )
+    save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
+    save_at_end: bool = opt(True, "save behind the last iteration")
+    failed_saves: int = opt(
+        3, "how many saves in a row may fail, for want of space or so, before the run ends; 0 for none", at_least(0)
+    )
+    keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
+    keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
+    exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
+    exit_interval: int | None = opt(None, "save and end after every so many iterations of the run", at_least(1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_every and self.keep_last is None:
+            raise ConfigError("--keep-every needs --keep-last: without it all checkpoints stay")
+        if self.finetune and not self.load:
+            raise ConfigError("--finetune needs --load, which names the checkpoint to take the weights of")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
+    override_lock: bool = opt(
+        False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
+    )
+    log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
+    tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run, one section a topic. Field names are unique over the sections."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        m, p, d = self.model, self.parallel, self.data
+        if m.num_attention_heads % p.model_parallel_size:
+            raise ConfigError(
+                f"--num-attention-heads {m.num_attention_heads} cannot be split over --model-parallel-size "
+                f"{p.model_parallel_size}"
+            )
+        if m.ff_size % p.model_parallel_size:
+            raise ConfigError(
+                f"--ff-hidden-size {m.ff_size} cannot be split over --model-parallel-size {p.model_parallel_size}"
+            )
+        if m.checkpoint_attention and p.checkpoint_activations:
+            raise ConfigError(
+                "--checkpoint-activations computes whole layers again, attention with them; leave --checkpoint-attention out"
+            )
+        if m.offload_activations and p.checkpoint_activations:
+            raise ConfigError(
+                "--checkpoint-activations leaves nothing that --offload-activations could move; leave one of them out"
+            )
+        if m.offload_activations and self.train.compile:
+            raise ConfigError(
+                "--offload-activations cannot look into layers that --compile compiles; leave one of them out"
+            )
+        for flag, there in (
+            ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
+            ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
+            ("--offload-activations, which keeps them elsewhere", m.offload_activations),
+            ("--compile, which chooses what to recompute itself", self.train.compile),
+            ("--pipeline-schedule zb-h1, which would recompute for either half", p.pipeline_schedule == "zb-h1"),
+        ):
+            if m.recompute_modules and there:
+                raise ConfigError(f"--recompute-modules cannot be used with {flag}; leave one of them out")
+        if m.checkpoint_attention and p.pipeline_schedule == "zb-h1":
+            raise ConfigError(
+                "--pipeline-schedule zb-h1 would compute attention again for either half of the backward pass; use 1f1b "
+                "with --checkpoint-attention"
+            )
+        t5 = d.enc_seq_length is not None
+        layers = m.num_layers + (m.decoder_layers if t5 else 0)
+        if p.stages * p.virtual_pipeline_size > layers:
+            chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
+            flags = f"--num-layers {m.num_layers}" + (f" + --num-decoder-layers {m.decoder_layers}" if t5 else "")
+            raise ConfigError(
+                f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: "
+                f"some stages would have no layer"
+            )
+        if m.max_position_embeddings is not None and m.max_position_embeddings < d.seq_length:
+            raise ConfigError(
+                f"--seq-length {d.seq_length} is longer than --max-position-embeddings {m.max_position_embeddings}"
+            )
+
+    @property
+    def positions(self) -> int:
+        """Number of learned positions."""
+        d = self.data
+        return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
+
+    @property
+    def is_t5(self) -> bool:
+        """Whether these are the settings of an encoder-decoder; pretrain_t5.py sets a length for the encoder."""
+        return self.data.enc_seq_length is not None
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Layers between two kept inputs; 0 keeps all activations."""
+        return self.parallel.checkpoint_num_layers if self.parallel.checkpoint_activations else 0
+
+    @property
+    def lr_decay_iters(self) -> int:
+        return self.optim.lr_decay_iters or max(self.train.train_iters, 1)
+
+    def train_batch_size(self, world_size: int) -> int:
+        """Samples of one iteration: batch size x accumulation steps x data-parallel replicas."""
+        return self.train.batch_size * self.train.gas * self.parallel.data_parallel_size(world_size)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {f.name: getattr(getattr(self, name), f.name) for f in fields(section)}
+            for name, section in SECTIONS.items()
+        }
+
+
+SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
+
+
+def settings() -> Iterator[tuple[str, type[Any], Any]]:
+    """Every setting: (section name, section class, dataclass field)."""
+    for name, section in SECTIONS.items():
+        for f in fields(section):
+            yield name, section, f
+
+
+__all__ = [
+    "CheckpointConfig", "Config", "ConfigError", "DataConfig", "LogConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
+    "SECTIONS", "TrainConfig", "settings",
+]  # fmt: skip

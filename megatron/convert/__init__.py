@@ -1,0 +1,1 @@
+"""Models of others in, ours out: Hugging Face folders, checkpoints of Megatron-LM, CPM and DeepSpeed."""

@@ -1,0 +1,345 @@
+"""config.json of Hugging Face's GPT-2, T5 and mT5, read and written: every key is honoured, known to change nothing, or refused.
+
+The tables give each family's defaults, since a config.json may leave out what is as usual.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelConfig
+from ..config.fields import ConfigError
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Their names of one function each; what is not here computes something else.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_accurate": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
+}  # fmt: skip
+# Of training only, of writing text (generation_config.json's), of other heads, of files and labels.
+HARMLESS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_hidden_states",
+        "output_attentions",
+        "output_scores",
+        "output_past",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "task_specific_params",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "initializer_range",
+        "initializer_factor",
+        "gradient_checkpointing",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "tokenizer_class",
+        "prefix",
+        "n_ctx",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+        "classifier_dropout",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sep_token_id",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "reorder_and_upcast_attn",
+    ]
+)
+# Keys that change what is computed, with the one value that our models have.
+MUST: dict[str, Any] = {
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
+    "cross_attention_hidden_size": None, "pruned_heads": {},
+}  # fmt: skip
+
+
+# Of keys that may be null, what they are otherwise.
+OPTIONAL: dict[str, type] = {
+    "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
+    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
+    "is_encoder_decoder": bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model of theirs: its class, the keys that are read with their defaults, and other names of keys."""
+
+    class_name: str
+    architectures: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    aliases: Mapping[str, str]
+
+
+_T5 = {
+    "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None,
+    "num_heads": 8, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "dropout_rate": 0.1,
+    "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "dense_act_fn": None, "is_gated_act": None,
+    "tie_word_embeddings": True, "scale_decoder_outputs": None, "pad_token_id": 0, "eos_token_id": 1,
+    "decoder_start_token_id": None, "is_encoder_decoder": True, "n_positions": None,
+}  # fmt: skip
+_T5_ALIASES = {
+    "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
+}  # fmt: skip
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        ("GPT2LMHeadModel", "GPT2Model"),
+        {
+            "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+            "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+            "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True, "eos_token_id": 50256,
+            "pad_token_id": None, "is_encoder_decoder": False, "decoder_start_token_id": None,
+        },
+        {
+            "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+    ),
+    "t5": Family(
+        "T5ForConditionalGeneration", ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"), _T5, _T5_ALIASES
+    ),
+    "mt5": Family(
+        "MT5ForConditionalGeneration",
+        ("MT5ForConditionalGeneration", "T5ForConditionalGeneration", "MT5Model"),
+        {
+            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+            "decoder_start_token_id": 0,
+        },
+        _T5_ALIASES,
+    ),
+}  # fmt: skip
+
+
+def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """All keys of the family, as given or by default, under one name each.
+
+    Raises ValueError for a model of another family, a key that is not known, or a value that our models do not have.
+    """
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"{where} describes a model of type {kind!r}; gpt2, t5 and mt5 can be converted")
+    family, named = FAMILIES[kind], content.get("architectures") or []
+    if not isinstance(named, list):
+        raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
+    for name in named:
+        if name not in family.architectures:
+            raise ValueError(
+                f"{where} is of a {name}; of {kind}, {' and '.join(family.architectures)} can be converted"
+            )
+    values = dict(family.defaults)
+    given: dict[str, str] = {}
+    for key, value in content.items():
+        name = family.aliases.get(key, key)
+        if name in values:
+            if name in given and values[name] != value:
+                raise ValueError(f"{where}: {given[name]} is {values[name]}, but {key}, the same thing, is {value}")
+            _check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
+            given[name], values[name] = key, value
+        elif name in MUST and value not in (MUST[name], None):
+            raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
+        elif name not in MUST and name not in HARMLESS:
+            raise ValueError(
+                f"{where}: the key {key} ({value!r}) is not known here, and may change what the model computes; if it does "
+                f"not, take it out of the file"
+            )
+    wanted = family.defaults["is_encoder_decoder"]
+    if values["is_encoder_decoder"] not in (wanted, None):
+        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, of a {kind} it is {wanted}")
+    if "scale_decoder_outputs" in given:  # null is no, only a file without the key leaves it open
+        values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
+    return values | {"model_type": kind}
+
+
+def _check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
+    """Raise ValueError for a value that is no number, name or truth value where the default is one."""
+    if value is None and (default is None or optional is not None):
+        return
+    wanted = type(default) if default is not None else optional
+    ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
+    if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
+        raise ValueError(f"{where}: {key} is {value!r}, where {wanted.__name__} is meant")
+
+
+def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
+    """Our settings, by their flat names, for what `read_config` gave, and what is to be said of them.
+
+    tied: whether the tensors have one matrix for embedding and output. Raises ValueError for what our models are not.
+    """
+    if values["model_type"] == "gpt2":
+        notes = []
+        if values["embd_pdrop"] != values["resid_pdrop"]:
+            notes.append(
+                f"embd_pdrop {values['embd_pdrop']} is not resid_pdrop {values['resid_pdrop']}; training on uses "
+                f"--hidden-dropout {values['resid_pdrop']} for both"
+            )
+        return {
+            "num_layers": values["n_layer"], "hidden_size": values["n_embd"], "num_attention_heads": values["n_head"],
+            "ff_hidden_size": values["n_inner"], "vocab_size": values["vocab_size"],
+            "max_position_embeddings": values["n_positions"], "seq_length": values["n_positions"],
+            "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["resid_pdrop"],
+            "attention_dropout": values["attn_pdrop"], "tie_embeddings": tied,
+            "activation": _activation(values["activation_function"], where, "activation_function"),
+            "scale_attention": values["scale_attn_weights"],
+        }, notes  # fmt: skip
+    return {
+        "num_layers": values["num_layers"], "num_decoder_layers": values["num_decoder_layers"],
+        "hidden_size": values["d_model"], "num_attention_heads": values["num_heads"], "kv_hidden_size": values["d_kv"],
+        "ff_hidden_size": values["d_ff"], "vocab_size": values["vocab_size"],
+        "relative_attention_num_buckets": values["relative_attention_num_buckets"],
+        "relative_attention_max_distance": values["relative_attention_max_distance"],
+        "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["dropout_rate"],
+        "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where), "tie_embeddings": tied,
+        "scale_tied_logits": _scales_logits(values), "position_embedding": "relative", "normalization": "rmsnorm",
+        "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
+    }, []  # fmt: skip
+
+
+def _activation(name: str, where: Path, key: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{where}: {key} is {name}; {', '.join(ACTIVATIONS)} can be converted")
+    return ACTIVATIONS[name]
+
+
+def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
+    """`feed_forward_proj` is gated-X or X, which newer files say in two keys besides."""
+    project = values["feed_forward_proj"]
+    gated, name = project.startswith("gated-"), project.removeprefix("gated-")
+    name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 wrote one and meant the other
+    gated = gated if values["is_gated_act"] is None else values["is_gated_act"]
+    found = _activation(values["dense_act_fn"] or name, where, "feed_forward_proj")
+    if not gated:
+        return found
+    if found != "gelu-tanh":
+        raise ValueError(f"{where}: a gated {found} (feed_forward_proj {project}) cannot be converted; gated-gelu can")
+    return "gated-gelu"
+
+
+def _scales_logits(values: Mapping[str, Any]) -> bool:
+    """T5 of 2019 scales them; mT5 never; files without the key say it by `tie_word_embeddings`."""
+    if values["model_type"] == "mt5":
+        return False
+    said = values["scale_decoder_outputs"]
+    return bool(said if said is not None else values["tie_word_embeddings"] is not False)
+
+
+def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
+    """What is to be said of a tokenizer of ours and the model that config.json describes.
+
+    Raises ValueError where it has more tokens than the model, or ends texts, pads or begins with other ids.
+    """
+    if tokenizer.vocab_size > values["vocab_size"]:
+        raise ValueError(f"{where}: the model has {values['vocab_size']} tokens, its tokenizer {tokenizer.vocab_size}")
+    ends = values["eos_token_id"] if isinstance(values["eos_token_id"], list) else [values["eos_token_id"]]
+    if (
+        "eos_token_id" in given
+        and tokenizer.eod not in ends
+        and any(e is not None and e < values["vocab_size"] for e in ends)
+    ):
+        raise ValueError(
+            f"{where}: eos_token_id is {values['eos_token_id']}, but the tokenizer ends texts with {tokenizer.eod}"
+        )
+    notes = []
+    if len(ends) > 1:
+        notes = [f"eos_token_id names {ends}; here a text ends with {tokenizer.eod} only"]
+    if values["model_type"] == "gpt2":
+        return notes
+    if values["pad_token_id"] != tokenizer.pad:
+        raise ValueError(
+            f"{where}: pad_token_id is {values['pad_token_id']}, but the tokenizer pads with {tokenizer.pad}"
+        )
+    start = values["decoder_start_token_id"]
+    if start not in (None, tokenizer.pad):
+        raise ValueError(
+            f"{where}: decoder_start_token_id is {start}; here a decoder begins with the padding, {tokenizer.pad}"
+        )
+    return notes
+
+
+def _refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
+    for wrong, setting in what:
+        if wrong:
+            raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")
+
+
+def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
+    """config.json of GPT2LMHeadModel. Raises ConfigError for what it cannot be."""
+    _refuse([
+        (m.normalization != "layernorm", f"--normalization {m.normalization}"),
+        (m.activation == "gated-gelu", "--activation gated-gelu"),
+        (not m.hidden_bias, "--no-hidden-bias"),
+        (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
+    ], "GPT-2")  # fmt: skip
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_positions": positions,
+        "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ff_size,
+        "activation_function": _their_activation(m), "scale_attn_weights": m.scale_attention,
+        "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
+        "embd_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout, "bos_token_id": eod, "eos_token_id": eod,
+        "pad_token_id": eod, "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
+    }  # fmt: skip
+
+
+def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
+    """config.json of T5ForConditionalGeneration. Raises ConfigError for what it cannot be."""
+    _refuse([
+        (m.position_embedding != "relative", "learned positions (the cpm variant)"),
+        (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
+        (m.hidden_bias, "--hidden-bias"),
+    ], "T5")  # fmt: skip
+    return {
+        "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": m.vocab_size,
+        "d_model": m.hidden_size, "d_kv": m.head_size, "d_ff": m.ff_size, "num_layers": m.num_layers,
+        "num_decoder_layers": m.decoder_layers, "num_heads": m.num_attention_heads,
+        "relative_attention_num_buckets": m.relative_attention_num_buckets,
+        "relative_attention_max_distance": m.relative_attention_max_distance, "dropout_rate": m.hidden_dropout,
+        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": _their_activation(m), "is_encoder_decoder": True,
+        "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.scale_tied_logits,
+        "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": DTYPES[dtype],
+    }  # fmt: skip
+
+
+def _their_activation(m: ModelConfig) -> str:
+    return {"gelu": "gelu", "gelu-tanh": "gelu_new"}.get(m.activation, m.activation)

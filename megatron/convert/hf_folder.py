@@ -1,0 +1,242 @@
+"""Folders as Hugging Face's `from_pretrained` reads them: config.json, and safetensors in shards, written tensor by tensor."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import mpu
+from ..checkpointing.files import open_tensors
+from ..checkpointing.stream import Entry, write_entries
+from ..config import Config
+from ..config.command_line import with_values
+from ..model import GPT2Model, T5Model
+from ..model.layers import global_parameters
+from ..tokenizer.base import read_object
+from .hf_config import read_config, settings_of
+from .hf_names import Match, gpt2_matches, t5_matches
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD = "lm_head.weight"
+# Names of one matrix, of which a file may hold any.
+EMBEDDINGS = (
+    "transformer.wte.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
+)  # fmt: skip
+CONSTANT = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
+
+
+def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
+    """model.safetensors, or shards and their index. No more than one tensor is in memory at a time."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.bytes
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = ["model.safetensors"] if len(shards) == 1 else names
+    for name, shard in zip(names, shards, strict=True):
+        write_entries(folder / name, shard)
+    if len(shards) > 1:
+        where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(entry.bytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+class FolderReader:
+    """Tensors of a folder by name, one at a time. Raises ValueError for pickled weights and what is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._opened: dict[str, Any] = {}
+        self._asked: set[str] = set()
+        index = folder / "model.safetensors.index.json"
+        single = (folder / "model.safetensors").is_file()
+        if index.is_file():
+            self._where: Mapping[str, str] = _weight_map(index)
+            if single and set(self._where.values()) != {"model.safetensors"}:
+                raise ValueError(
+                    f"{folder} holds model.safetensors and model.safetensors.index.json of other files: one of them is left "
+                    f"over from another model (transformers reads the first); remove it"
+                )
+        elif single:
+            self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        else:
+            raise ValueError(
+                f"{folder} holds no model.safetensors; weights in pickled files are not read: save them with "
+                f"save_pretrained(..., safe_serialization=True)"
+            )
+
+    def _open(self, name: str) -> Any:
+        if name not in self._opened:
+            self._opened[name] = open_tensors(self.folder / name)
+        return self._opened[name]
+
+    def _name(self, name: str) -> str | None:
+        """What `name` is called in these files: without a prefix where the model has no head, or after one of its ties."""
+        for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
+            for found in (str(each), each.removeprefix("transformer.")):
+                if found in self._where:
+                    return found
+        return None
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is there under this very name, but for a prefix."""
+        return name in self._where or name.removeprefix("transformer.") in self._where
+
+    def unread(self) -> list[str]:
+        """Tensors that nobody has asked for, without copies of the embedding and GPT-2's constant masks."""
+        known = {*EMBEDDINGS, *(name.removeprefix("transformer.") for name in EMBEDDINGS)}
+        left = sorted(set(self._where) - self._asked - known)
+        return [name for name in left if not CONSTANT.fullmatch(name)]
+
+    def _find(self, name: str) -> tuple[Any, str]:
+        """The file that holds a tensor, and its name there."""
+        found = self._name(name)
+        if found is None:
+            raise ValueError(f"{self.folder} holds no tensor {name}")
+        self._asked.add(found)
+        file = self._open(self._where[found])
+        if found not in file.keys():  # noqa: SIM118  # no mapping
+            raise ValueError(f"{self.folder / self._where[found]} lacks {found}, which the index says it holds")
+        return file, found
+
+    def shape(self, name: str) -> list[int]:
+        file, found = self._find(name)
+        shape: list[int] = file.get_slice(found).get_shape()
+        return shape
+
+    def read(self, name: str) -> Tensor:
+        file, found = self._find(name)
+        tensor: Tensor = file.get_tensor(found)
+        return tensor.float()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which tensor. Raises ValueError for what is no name of a file in the same folder."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
+        raise ValueError(f"{index}: weight_map must give, for each tensor, the name of a file in the same folder")
+    return found
+
+
+def publish(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write into a folder of a temporary name, which then gets its own. Raises ValueError if it exists."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} exists and is not empty; choose another --output")
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        fill(temporary)
+        if folder.exists():
+            folder.rmdir()
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def entries_of(
+    matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
+) -> list[Entry]:
+    """What to write for Hugging Face, from our tensors. Making one raises ValueError where `dtype` cannot hold it."""
+    found = []
+    for match in matches:
+        # Shapes follow from an empty tensor of ours, without reading it.
+        for i, part in enumerate(match.split(torch.empty(*shape(match.ours), device="meta"))):
+
+            def make(match: Any = match, i: int = i) -> Tensor:
+                tensor: Tensor = match.split(read(match.ours))[i]
+                if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
+                    largest = float(tensor.abs().max())
+                    raise ValueError(
+                        f"{match.theirs[i]} reaches {largest:.3g}, more than {dtype} holds; choose another --dtype"
+                    )
+                return tensor
+
+            found.append(Entry(match.theirs[i], tuple(part.shape), DTYPES[dtype], make))
+    return found
+
+
+def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of a model of ours, by global name; no weight is made for it."""
+    with torch.device("meta"), mpu.filled_later():
+        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
+    return {name: tuple(mpu.full_shape(parameter)) for name, parameter in global_parameters(model)}
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether a folder holds a model of theirs; a run directory has a config.json, too, without a model_type."""
+    path = folder / "config.json"
+    return path.is_file() and "model_type" in read_object(path)
+
+
+class Folder:
+    """A model of theirs, looked at as a whole: settings, tensors, and that they belong to each other.
+
+    values: config.json with their defaults. config: our settings. notes: what is to be said of them.
+    Raises ValueError for what cannot be converted, what the files contradict each other in, and what nobody would read.
+    """
+
+    def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
+        self.path, where = path, path / "config.json"
+        if not where.is_file():
+            raise ValueError(f"{where} does not exist: {path} is not a model of Hugging Face")
+        self.given = read_object(where)
+        self.values = read_config(self.given, where)
+        self.tensors = FolderReader(path)
+        settings, self.notes = settings_of(self.values, self._tied(), where)
+        layout = {"model_parallel_size": model_parallel_size, "pipe_parallel_size": pipe_parallel_size}
+        self.config = with_values(Config(), {**settings, **layout})
+        self.matches = list((t5_matches if self.config.is_t5 else gpt2_matches)(self.config.model))
+        self._check_tensors()
+
+    def _tied(self) -> bool:
+        """Whether the output matrix is that of the embedding: the tensors say it, not the setting."""
+        there = [name for name in EMBEDDINGS if self.tensors.holds(name)]
+        first = next((name for name in there if name != HEAD), None)
+        for name in there:
+            if first and name != HEAD and not torch.equal(self.tensors.read(name), self.tensors.read(first)):
+                raise ValueError(f"{self.path}: {name} and {first} differ, but a model here has one embedding")
+        if first and HEAD in there:
+            return torch.equal(self.tensors.read(HEAD), self.tensors.read(first))
+        if not self.values["tie_word_embeddings"]:
+            raise ValueError(
+                f"{self.path}/config.json says tie_word_embeddings false, but there is "
+                f"{'no ' + HEAD if first else 'no embedding'} among the tensors"
+            )
+        return True
+
+    def _check_tensors(self) -> None:
+        """Every tensor that is needed is there with its shape, and every one that is there is needed."""
+        shapes = whole_shapes(self.config)
+        for match in self.matches:
+            for name, part in zip(
+                match.theirs, match.split(torch.empty(*shapes[match.ours], device="meta")), strict=True
+            ):
+                found = self.tensors.shape(name)
+                if found != list(part.shape):
+                    raise ValueError(f"{self.path}: {name} has shape {found}, by config.json it has {list(part.shape)}")
+        extra = self.tensors.unread()
+        if extra:
+            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            raise ValueError(
+                f"{self.path} holds tensors that are no part of the model that config.json describes: {shown}"
+            )
+
+    @torch.no_grad()
+    def load(self, model: Any) -> None:
+        """Fill what this process holds of a model of ours."""
+        matches = {match.ours: match for match in self.matches}
+        for name, parameter in global_parameters(model):
+            match = matches[name]
+            mpu.put(parameter, parameter, match.join([self.tensors.read(each) for each in match.theirs]))

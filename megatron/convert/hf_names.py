@@ -1,0 +1,126 @@
+"""Which tensors of Hugging Face's GPT-2 and T5 make up which of ours, and how: one table for both directions.
+
+Ours keep query, key and value of a head together, and gate and value of a feature; theirs are stacked or
+apart. Hugging Face's GPT-2 stores its matrices transposed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Match:
+    """One of our parameters and the tensors of theirs that hold the same numbers."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # ours -> theirs
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # theirs -> ours
+
+
+def _transposed(ours: str, theirs: str) -> Match:
+    return Match(ours, (theirs,), lambda t: [t.T], lambda ts: ts[0].T)
+
+
+def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
+    """(q, k, v) head by head <-> all q, all k, all v, in one tensor."""
+
+    def split(t: Tensor) -> list[Tensor]:
+        stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+        return [stacked.T if transpose else stacked]
+
+    def join(ts: Sequence[Tensor]) -> Tensor:
+        t = ts[0].T if transpose else ts[0]
+        return t.reshape(3, heads, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+
+    return Match(ours, (theirs,), split, join)
+
+
+def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
+    """Groups of rows (heads, or single features) by turns <-> a tensor for each of `theirs`."""
+
+    def split(t: Tensor) -> list[Tensor]:
+        parts = t.view(groups, len(theirs), -1, *t.shape[1:])
+        return [parts[:, i].reshape(-1, *t.shape[1:]) for i in range(len(theirs))]
+
+    def join(ts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([t.view(groups, -1, *t.shape[1:]) for t in ts], 1).flatten(0, 2)
+
+    return Match(ours, theirs, split, join)
+
+
+def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
+    yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
+    yield Match("position_embedding.weight", ("transformer.wpe.weight",))
+    for i in range(m.num_layers):
+        at, its = f"layers.{i}", f"transformer.h.{i}"
+        for kind in ("weight", "bias"):
+            yield Match(f"{at}.input_layernorm.{kind}", (f"{its}.ln_1.{kind}",))
+            yield Match(f"{at}.post_attention_layernorm.{kind}", (f"{its}.ln_2.{kind}",))
+            matrix = kind == "weight"
+            fused = f"{at}.attention.query_key_value.{kind}"
+            yield _stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads, matrix)
+            for ours, theirs in (
+                ("attention.dense", "attn.c_proj"),
+                ("mlp.dense_h_to_4h", "mlp.c_fc"),
+                ("mlp.dense_4h_to_h", "mlp.c_proj"),
+            ):
+                names = f"{at}.{ours}.{kind}", f"{its}.{theirs}.{kind}"
+                yield _transposed(*names) if matrix else Match(names[0], (names[1],))
+    for kind in ("weight", "bias"):
+        yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
+    if not m.tie_embeddings:
+        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
+
+
+def t5_matches(m: ModelConfig) -> Iterator[Match]:
+    yield Match("embedding.word_embeddings.weight", ("shared.weight",))
+    for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
+        first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        yield Match(f"{stack}.relative_positions.weight", (first,))
+        for i in range(layers):
+            yield from _t5_block(m, stack, i)
+        yield Match(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",))
+    if not m.tie_embeddings:
+        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
+
+
+def _query_scaled(match: Match, m: ModelConfig) -> Match:
+    """T5's scores are not divided, so where ours are, their queries (the first of `theirs`) have to be smaller by as much."""
+    if not m.scale_attention:
+        return match
+    factor = m.head_size**-0.5
+
+    def split(t: Tensor) -> list[Tensor]:
+        query, *rest = match.split(t)
+        return [query * factor, *rest]
+
+    return Match(match.ours, match.theirs, split, lambda ts: match.join([ts[0] / factor, *ts[1:]]))
+
+
+def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
+    at, its, heads = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer", m.num_attention_heads
+    norms = ["input_layernorm", *(["cross_layernorm"] if stack == "decoder" else []), "post_attention_layernorm"]
+    for j, norm in enumerate(norms):
+        yield Match(f"{at}.{norm}.weight", (f"{its}.{j}.layer_norm.weight",))
+    own = f"{its}.0.SelfAttention"
+    fused = _interleaved(f"{at}.attention.query_key_value.weight", tuple(f"{own}.{x}.weight" for x in "qkv"), heads)
+    yield _query_scaled(fused, m)
+    yield Match(f"{at}.attention.dense.weight", (f"{own}.o.weight",))
+    if stack == "decoder":
+        cross = f"{its}.1.EncDecAttention"
+        yield _query_scaled(Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",)), m)
+        yield _interleaved(f"{at}.cross_attention.key_value.weight", tuple(f"{cross}.{x}.weight" for x in "kv"), heads)
+        yield Match(f"{at}.cross_attention.dense.weight", (f"{cross}.o.weight",))
+    mlp = f"{its}.{len(norms) - 1}.DenseReluDense"
+    up = f"{at}.mlp.dense_h_to_4h.weight"
+    if m.activation == "gated-gelu":
+        yield _interleaved(up, (f"{mlp}.wi_0.weight", f"{mlp}.wi_1.weight"), m.ff_size)
+    else:
+        yield Match(up, (f"{mlp}.wi.weight",))
+    yield Match(f"{at}.mlp.dense_4h_to_h.weight", (f"{mlp}.wo.weight",))

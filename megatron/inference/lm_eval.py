@@ -1,0 +1,95 @@
+"""The tasks of EleutherAI's evaluation harness (Gao et al., lm-eval) for any left-to-right model of ours or theirs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..tokenizer import Tokenizer
+from .scoring import Logits, nats_of
+
+
+class Harness:
+    """What lm-eval asks of a model: each method takes its requests, whose `args` say what is wanted.
+
+    longest: tokens that the model can see.
+    """
+
+    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
+        self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
+
+    @torch.no_grad()
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """(log-probability of the continuation, whether greedy decoding would write it) of each (context, continuation)."""
+        return [self._one(*request.args) for request in requests]
+
+    def _one(self, context: str, continuation: str) -> tuple[float, bool]:
+        # Spaces at the end of the context begin the continuation's first token.
+        stem = context.rstrip()
+        context, continuation = stem, context[len(stem) :] + continuation
+        known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
+        wanted = whole[len(known) :]
+        ids = [self.tokenizer.eod, *whole][-self.longest - 1 :]
+        wanted = wanted[-len(ids) + 1 :]
+        if not wanted:
+            return 0.0, True
+        tokens = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        scores = torch.log_softmax(self.logits_of(tokens[:, :-1])[0, -len(wanted) :].float(), dim=-1)
+        targets = tokens[0, -len(wanted) :]
+        total = scores.gather(1, targets[:, None]).sum().item()
+        return total, bool((scores.argmax(-1) == targets).all())
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-probability of whole texts, every token with as much before it as half a window leaves."""
+        found = []
+        for request in requests:
+            ids = [self.tokenizer.eod, *self.tokenizer.encode(request.args[0])]
+            stride = max(self.longest // 2, 1)
+            found.append(-sum(nats_of(ids, self.logits_of, self.longest + 1, stride, self.device)))
+        return found
+
+    @torch.no_grad()
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Greedy continuations of each (context, {"until": [...], "max_gen_toks": n}), up to a stop word."""
+        found = []
+        for request in requests:
+            context, wishes = request.args
+            stops = wishes.get("until") or []
+            stops = [stops] if isinstance(stops, str) else stops
+            if wishes.get("do_sample"):
+                raise ValueError("this task wants sampled texts; greedy decoding alone is done here")
+            ids = [self.tokenizer.eod, *self.tokenizer.encode(context)]
+            written: list[int] = []
+            text = ""
+            while len(written) < wishes.get("max_gen_toks", 256) and not any(stop in text for stop in stops):
+                tokens = torch.tensor([[*ids, *written][-self.longest :]], dtype=torch.int64, device=self.device)
+                best = int(self.logits_of(tokens)[0, -1].argmax())
+                if best == self.tokenizer.eod:
+                    break
+                written.append(best)
+                text = self.tokenizer.decode(written)
+            found.append(text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))])
+        return found
+
+
+def evaluate_tasks(harness: Harness, tasks: Sequence[str], limit: int | None, include: str | None) -> dict[str, Any]:
+    """The harness's results by task. Raises ValueError where lm-eval is missing or does not know a task."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.api.model import LM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ValueError("--tasks needs the package lm-eval: pip install lm-eval") from None
+
+    class Adapter(LM):  # type: ignore[misc]
+        loglikelihood = staticmethod(harness.loglikelihood)
+        loglikelihood_rolling = staticmethod(harness.loglikelihood_rolling)
+        generate_until = staticmethod(harness.generate_until)
+
+    manager = TaskManager(include_path=include)
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"lm-eval knows no task {', '.join(unknown)}; --task-folder names a folder of your own")
+    found = simple_evaluate(model=Adapter(), tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0)
+    results: dict[str, Any] = found["results"]
+    return results

@@ -1,0 +1,188 @@
+"""What all ranks must have alike: settings and versions at the start, copies of weights at every save."""
+
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import mpu
+from ..config import Config, settings
+from ..config.fields import flag
+from ..model.layers import global_parameters
+from .errors import RunError
+
+PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
+AT_ONCE = 1 << 20
+
+
+def settings_and_versions(config: Config) -> dict[str, str]:
+    """What decides how a rank computes, by what a user calls it."""
+    found = {flag(f.name): str(getattr(getattr(config, section), f.name)) for section, _, f in settings()}
+    path = config.train.deepspeed_config
+    if path:
+        found[f"the SHA-256 of --deepspeed-config {path}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    here = Path(__file__).resolve().parent
+    source = hashlib.sha256()
+    for file in sorted([*here.rglob("*.py"), *(here.parent / "tds").rglob("*.py")]):
+        source.update(file.read_bytes())
+    found["the SHA-256 of the source of megatron and tds"] = source.hexdigest()[:12]
+    found["the version of Python"] = platform.python_version()
+    return found | {f"the version of {name}": metadata.version(name) for name in PACKAGES}
+
+
+def same_everywhere(values: Mapping[str, str]) -> None:
+    """Raise RunError on all ranks, with the name and the values, if any rank has another value of anything. A collective.
+
+    What crosses the ranks is a hash, unless it differs.
+    """
+    if dist.get_world_size() == 1:
+        return
+    digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
+    if len(set(_gather(digest))) == 1:
+        return
+    everywhere: list[Mapping[str, str]] = _gather(dict(values))
+    said = []
+    for name in dict.fromkeys(name for each in everywhere for name in each):
+        here = [each.get(name, "not known") for each in everywhere]
+        if len(set(here)) > 1:
+            usual, other = _usual_and_others(here)
+            said.append(f"{name} is {usual} on rank {here.index(usual)} and {here[other[0]]} on {_ranks(other)}")
+    more = f"; {len(said) - 3} more differ" if len(said) > 3 else ""
+    raise RunError(f"{'; '.join(said[:3])}{more}: start all ranks with the same settings and versions")
+
+
+def _usual_and_others(values: Sequence[Any]) -> tuple[Any, list[int]]:
+    """The most frequent value (of several the first), and where there is another."""
+    usual = Counter(values).most_common(1)[0][0]
+    return usual, [at for at, value in enumerate(values) if value != usual]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _gather(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+# ------------------------------------------------------------------------------------ weights
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """A hash of the bits of `x`, int64, on its device; other wherever a single bit is.
+
+    Bits as integers, times odd numbers by place, added up modulo 2^64: an odd number times a power of two is never 0.
+    """
+    bits = (
+        x.detach()
+        .contiguous()
+        .view(-1)
+        .view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[x.itemsize])
+    )
+    odd = 2 * torch.arange(min(AT_ONCE, bits.numel()), device=x.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for part in torch.split(bits, AT_ONCE):
+        total = total * 0x5851F42D4C957F2D + (part.to(torch.int64) * odd[: part.numel()]).sum()
+    return total
+
+
+def check_replicas(engine: Any) -> None:
+    """Raise RunError on all ranks, with the name of a rank, if copies of a weight differ by a bit. A collective.
+
+    Copies are what the forward pass reads: on data-parallel ranks all of it (under ZeRO 3 each has a part of its own), on
+    model-parallel ranks what is not split over them, and tied weights on the stages that share them.
+    engine: DeepSpeed's or that of `tds`.
+    """
+    if dist.get_world_size() == 1:
+        return
+    mesh, model, device = mpu.get_mesh(), engine.module, engine.device
+    mine = dict(_fingerprints(model, device))
+    whole, copies = _number(mine), _number({k: v for k, v in mine.items() if k[1] is None})
+    same = _alike(whole, mesh.data, device) if not any(k[2] is not None for k in mine) else True
+    same = _alike(copies, mesh.model, device) and same
+    ties = _ties(model)
+    if mesh.pipe.size > 1:
+        told: list[Any] = [None] * mesh.pipe.size
+        dist.all_gather_object(told, {name: mine[key] for name, key in ties.items()}, mesh.pipe.group)
+        same = same and all(len({each[n] for each in told if n in each}) == 1 for each in told for n in each)
+    bad = torch.tensor([float(not same)], device=device)
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    if bad.item():
+        raise RunError(_which(mine, ties))
+
+
+Key = tuple[
+    str, int | None, int | None
+]  # global name; model-parallel rank, if split; data-parallel rank, if ZeRO 3 cuts it
+
+
+def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:
+    """Of all weights of this rank, read from the device at once."""
+    mesh, found = mpu.get_mesh(), {}
+    for name, p in global_parameters(model):
+        split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
+        own: Any = getattr(p, "ds_tensor", p)
+        key = name, mesh.model.rank if split else None, None if own is p else mesh.data.rank
+        found[key] = fingerprint(own).to(device)
+    return zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True)
+
+
+def _ties(model: nn.Module) -> dict[str, Key]:
+    """Tied weights of this stage, by name."""
+    comms = getattr(model, "tied_comms", {})
+    tied = {
+        id(model._recursive_getattr(model.tied_modules[key], name))  # type: ignore[operator,index]
+        for key, comm in comms.items()  # type: ignore[operator]
+        for name in comm["weight_attr"]
+    }
+    rank = mpu.get_mesh().model.rank
+    return {
+        name: (name, rank if getattr(p, "tensor_model_parallel", False) else None, None)
+        for name, p in global_parameters(model)
+        if id(p) in tied
+    }
+
+
+def _number(values: Mapping[Any, Any]) -> int:
+    """62 bits of a hash."""
+    return int.from_bytes(hashlib.sha256(repr(sorted(values.items(), key=str)).encode()).digest()[:8], "big") >> 2
+
+
+def _alike(number: int, axis: mpu.Axis, device: torch.device) -> bool:
+    if axis.size == 1:
+        return True
+    ends = torch.tensor([number, -number], device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=axis.group)
+    most, least = ends.tolist()
+    return bool(most == -least)
+
+
+def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
+    """The first weight that differs, and on which ranks."""
+    stage = mpu.get_mesh().pipe.rank
+    everywhere: list[dict[Hashable, int]] = _gather(
+        {(key if key[0] in ties else (*key, stage)): value for key, value in mine.items()}
+    )
+    for key in dict.fromkeys(key for each in everywhere for key in each):
+        ranks = [rank for rank, each in enumerate(everywhere) if key in each]
+        values = [everywhere[rank][key] for rank in ranks]
+        if len(set(values)) > 1:
+            usual, others = _usual_and_others(values)
+            name = key[0]  # type: ignore[index]
+            return (
+                f"the weight {name} is another on {_ranks([ranks[at] for at in others])} than on rank "
+                f"{ranks[values.index(usual)]}, though they hold copies of it: hardware errs, or a layer draws or adds up "
+                f"differently there; nothing was saved or deleted for it"
+            )
+    return "copies of weights differ between ranks, but were the same when looked at again: hardware errs"

@@ -1,0 +1,119 @@
+"""Ending a run in order: at a signal or after a given time every rank saves and stops at the same iteration.
+
+SIGTERM, --exit-duration-in-mins    save, then end with code 0
+Ctrl-C (SIGINT)                     the same; the second one ends at once
+SIGUSR1                             save, and go on
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from .errors import leave
+
+BEGIN = time.monotonic()
+ONE_WISH_SECONDS = 0.5  # a terminal tells the whole group, and a launcher its ranks once more
+INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
+
+
+def _say(words: str) -> None:
+    """From the handler of a signal, in which Python's own files must not be touched."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{os.path.basename(sys.argv[0])}: {words}\n".encode())
+
+
+class Wish(IntEnum):
+    """What the outside wants; of several ranks' wishes the greatest counts."""
+
+    NOTHING = 0
+    SAVE = 1
+    SAVE_AND_STOP = 2
+
+
+@contextmanager
+def signals_as_before() -> Iterator[None]:
+    """Around a whole run. Before the loop there is nothing to save: SIGUSR1 does nothing, SIGTERM and Ctrl-C end the process."""
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other set handlers
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Wishes:
+    """Use as a context manager around the loop; `agree()` after every iteration, on every rank.
+
+    When the loop has ended well, signals are still heard, so that none ends the process while it saves for the last time.
+
+    minutes: stop when the process has run so long; None for never.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._minutes = minutes
+        self._asked = Wish.NOTHING
+        self._interrupted: float | None = None  # when Ctrl-C was
+        self._group: dist.ProcessGroup | None = None
+        self._told: tuple[dist.Work, torch.Tensor] | None = None
+
+    def __enter__(self) -> "Wishes":
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self._ask(Wish.SAVE_AND_STOP))
+            signal.signal(signal.SIGUSR1, lambda *_: self._ask(Wish.SAVE))
+            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a launcher hears it for all ranks
+                signal.signal(signal.SIGINT, self._interrupt)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")  # of the processes, whatever device they compute on
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._told is not None:  # after an error the others may not be there any more
+            self._told[0].wait()
+
+    def _ask(self, wish: Wish) -> None:
+        self._asked = max(self._asked, wish)
+
+    def _interrupt(self, _: int, __: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted = now
+            self._ask(Wish.SAVE_AND_STOP)
+            _say("Ctrl-C: saves after this iteration and ends; once more ends at once")
+        elif now - self._interrupted > ONE_WISH_SECONDS:
+            _say("Ctrl-C again: ended at once")
+            leave(INTERRUPTED)
+
+    def agree(self, done: bool = False) -> tuple[Wish, bool]:
+        """(what any rank was asked for, whether all ranks are `done`), alike on all ranks.
+
+        Of several ranks it is what they said one call ago: what they say now is on its way while they
+        compute, so that no iteration waits for it.
+        """
+        asked, self._asked = self._asked, Wish.NOTHING
+        if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
+            asked = Wish.SAVE_AND_STOP
+        if self._group is None:
+            return asked, done
+        mine = torch.tensor([int(asked), int(not done)])
+        work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        before, self._told = self._told, (work, mine)
+        if before is None:
+            return Wish.NOTHING, False
+        before[0].wait()
+        most, any_not_done = before[1].tolist()
+        return Wish(most), not any_not_done

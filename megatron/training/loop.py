@@ -1,0 +1,334 @@
+"""The training loop: iterations from the resumed one to the last, with lines, evaluations and saves on the way."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from tds import optimizer_state as zero_state
+
+from .. import mpu
+from ..checkpointing import PatientSaver, TrainState
+from ..config import Config
+from ..config.ds_config import Resolved
+from ..data.position import extend
+from ..data.sampler import ConsecutiveSampler, build_loader
+from ..data.skips import Skips, parse_ranges
+from ..optim import lr_at
+from ..ranks import device as device_module
+from ..ranks.agreement import check_replicas
+from ..ranks.errors import RunError
+from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..ranks.signals import Wish, Wishes
+from ..ranks.stragglers import straggler
+from ..tokenizer import Tokenizer
+from . import culprit
+from .engine import Batches, Engine, Step
+from .gradient_watch import GradientWatch
+from .health import Fault, Health, Taken
+from .metrics import MetricsWriter, Timers, flops_per_token
+from .run_folder import release
+from .run_lock import RunLock
+
+Datasets = tuple[Any, Any, Any]
+
+
+@dataclass
+class Run:
+    """Everything that belongs to one run."""
+
+    config: Config
+    resolved: Resolved
+    device: torch.device
+    engine: Engine
+    datasets: Datasets
+    state: TrainState
+    saver: PatientSaver
+    timers: Timers
+    metrics: MetricsWriter
+    tokenizer: Tokenizer
+    run_dir: Path
+    parameters: int  # of the whole model, tied ones once
+    locks: list[RunLock]  # on rank 0
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close its files, and let another run have its directory."""
+        self.metrics.close()
+        release(self.locks)
+
+    @property
+    def sample_shape(self) -> tuple[int, int]:
+        """Tokens of a sample: (of the encoder or of the whole, of the decoder)."""
+        plan = getattr(self.datasets[0], "plan", None)
+        return (plan.encoder, plan.decoder) if plan else (self.config.data.seq_length, 0)
+
+    @property
+    def global_batch(self) -> int:
+        return self.config.train_batch_size(dist.get_world_size())
+
+
+def data_iterator(
+    run: Run, dataset: Any, consumed_samples: int, passed_over: Callable[[int], bool] | None = None
+) -> Batches | None:
+    """Micro-batches for this rank; None where it gets its data from another rank or needs none. passed_over: see the sampler."""
+    mesh = mpu.get_mesh()
+    reads = mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
+    if not reads:
+        return None
+    t = run.config.train
+    sampler = ConsecutiveSampler(t.batch_size, t.gas, mesh.data.rank, mesh.data.size, consumed_samples, passed_over)
+    return iter(build_loader(dataset, sampler, run.config.data.num_workers))
+
+
+def train(run: Run) -> None:
+    """Train up to --train-iters, evaluating and saving on the way and at the end. Raises RunError where a run cannot go on."""
+    state, config = run.state, run.config
+    last = config.train.train_iters
+    if state.iteration >= last:
+        print_rank_0(f"trained {state.iteration} of --train-iters {last} iterations already; raise it to go on")
+    passed_over = _passed_over(run)
+    batches = (
+        data_iterator(run, run.datasets[0], state.consumed_samples, passed_over) if state.iteration < last else None
+    )
+    window = _Window(run)
+    saved = state.iteration
+    watch: GradientWatch | None = GradientWatch(run.engine.deepspeed.module)
+    bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
+    with bar, Wishes(config.checkpoint.exit_duration_in_mins) as wishes:
+        wish = Wish.NOTHING
+        while state.iteration < last and wish is not Wish.SAVE_AND_STOP:
+            if passed_over and passed_over(state.consumed_samples):
+                window.pass_over(_advance(run))
+            else:
+                mpu.get_mesh().rng.begin(state.iteration)
+                step = run.engine.train_batch(batches, lr_at(state.iteration, config))
+                if watch:
+                    _first_step(run, watch, step)
+                    watch = None
+                window.add(step, _advance(run))
+            bar.update()
+            if due(state.iteration, config.train.check_replicas):
+                check_replicas(run.engine.deepspeed)
+            if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
+                window.report(lr_at(state.iteration - 1, config))
+            if due(state.iteration, config.train.eval_interval) and state.iteration < last:
+                window.check()
+                evaluate(run, "valid")
+                window.restart()
+            wish, written = wishes.agree(run.saver.pending and not run.saver.busy)
+            if due(state.iteration, config.checkpoint.exit_interval or 0):
+                wish = Wish.SAVE_AND_STOP
+            if run.saver.pending and written:
+                run.saver.finish()
+            if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
+                saved = window.save(saved, must=wish is Wish.SAVE_AND_STOP)
+    if run.saver.pending:
+        run.saver.finish()
+    if state.iteration < last:
+        print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
+        return
+    if (state.iteration != saved or run.saver.failures) and config.checkpoint.save_at_end:
+        window.save(saved, must=True)
+    evaluate(run, "valid")
+    evaluate(run, "test")
+
+
+def _advance(run: Run) -> Taken:
+    """Count an iteration and its samples, which were learned from or passed over."""
+    state, count = run.state, run.global_batch
+    state.iteration += 1
+    taken = Taken(state.iteration, state.consumed_samples, count)
+    state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
+    state.consumed_samples += count
+    state.consumed_tokens += count * sum(run.sample_shape)
+    return taken
+
+
+def _first_step(run: Run, watch: GradientWatch, step: Step) -> None:
+    if run.config.train.keep_freed_memory:  # now that moments have their place and each step asks for the same
+        device_module.keep_freed_memory(run.device)
+    for warning in watch.warnings(step):
+        print_rank_0(warning)
+
+
+def _passed_over(run: Run) -> Callable[[int], bool] | None:
+    """By the first sample of an iteration, whether --skip-iterations or --skip-samples leaves it out; None without them."""
+    t, count = run.config.train, run.global_batch
+    skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
+    iteration, consumed = run.state.iteration, run.state.consumed_samples
+    if not skips.iterations and not skips.samples:
+        return None
+    return lambda first: skips.hold(iteration + (first - consumed) // count + 1, first, count)
+
+
+def due(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
+
+
+def evaluate(run: Run, part: str) -> float | None:
+    """Mean loss per target token over --eval-iters global batches, always the same ones. None where the part is empty.
+
+    Where the model tells them apart, loss and share of right guesses of text tokens are reported, too.
+    """
+    dataset = run.datasets[("train", "valid", "test").index(part)]
+    iterations = run.config.train.eval_iters
+    if dataset is None or not iterations:
+        return None
+    batches = data_iterator(run, dataset, 0)
+    sums: defaultdict[str, float] = defaultdict(float)
+    for _ in range(iterations):
+        for name, value in run.engine.eval_batch(batches).items():
+            sums[name] += value
+    loss = sums["loss"] / sums["targets"]
+    row = {"split": part, "iteration": run.state.iteration, "lm_loss": loss, "ppl": math.exp(min(loss, 700))}
+    line = f"iteration {run.state.iteration:7d} | {part} loss {loss:.4f} | ppl {row['ppl']:.2f}"
+    if tokens := sums["text_tokens"]:
+        row |= {"text_loss": sums["text_loss"] / tokens, "text_accuracy": sums["text_right"] / tokens}
+        line += f" | text loss {row['text_loss']:.4f} | text accuracy {row['text_accuracy']:.1%}"
+    print_rank_0(line)
+    run.metrics.write(row)
+    return loss
+
+
+class _Window:
+    """The iterations since the last line: mean loss, speed, and whether the run may go on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        least = zero_state.least_loss_scale(run.engine.deepspeed)
+        scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
+        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
+        self.forget()
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave what happened between two lines (an evaluation, a save) out of the speed."""
+        self.begin, self.timed = time.perf_counter(), 0
+
+    def forget(self) -> None:
+        """What follows belongs to the next line."""
+        self.losses: list[float] = []
+        self.grad_norm, self.skipped, self.left_out = math.nan, 0, 0
+        self.loss_scale: float | None = None
+        self.spikes: list[dict[str, Any]] = []
+
+    def add(self, step: Step, taken: Taken) -> None:
+        self.health.add(step, taken, self.run.state)
+        self.loss_scale = step.loss_scale
+        self.timed += 1
+
+    def pass_over(self, taken: Taken) -> None:
+        """Say that an iteration was left out as it was asked for."""
+        self.check()
+        self.health.passed_over(self.run.state)
+        self.left_out += 1
+        print_rank_0(f"{taken} is passed over, as --skip-iterations or --skip-samples says")
+
+    def check(self) -> None:
+        """Read losses and norms since this was last called, with one wait for the device. Raises RunError if the run cannot go on."""
+        found = self.health.read()
+        self.losses += found.losses
+        self.skipped += found.skipped
+        if found.norms or found.skipped:
+            self.grad_norm = found.norms[-1] if found.norms else math.inf
+        for taken, loss, median in found.spikes:
+            print_rank_0(f"warning: the loss jumped to {loss:.4f} at {taken}; the median before is {median:.4f}")
+            self.spikes.append({**taken._asdict(), "lm_loss": loss, "median": median})
+        if self.health.fault:
+            if self.run.saver.pending:  # of an iteration before
+                self.run.saver.finish()
+            raise RunError(_sentence(self.run, self.health.fault))
+
+    def save(self, saved: int, must: bool = False) -> int:
+        """Save what the last applied step left, unless iteration `saved` was that; returns the iteration of the newest save.
+
+        must: see PatientSaver.save.
+        So nothing is saved, and nothing pruned, for steps that were not applied.
+        """
+        self.check()
+        good = self.health.worth_saving(self.run.state)
+        if good.iteration != self.run.state.iteration:
+            print_rank_0(f"no step was applied since iteration {good.iteration}, which is what a checkpoint can hold")
+        if good.iteration != saved or self.run.saver.failures:
+            self.run.saver.save(good, must=must)
+        self.restart()
+        return good.iteration
+
+    def report(self, lr: float) -> None:
+        run, config = self.run, self.run.config
+        self.check()
+        device_module.synchronize(run.device)
+        seconds = (time.perf_counter() - self.begin) / max(self.timed, 1)
+        tokens_per_second = run.global_batch * sum(run.sample_shape) / seconds if seconds and self.timed else 0.0
+        ranks = dist.get_world_size()
+        tflops = flops_per_token(run.parameters, config, *run.sample_shape) * tokens_per_second / ranks / 1e12
+        peak = device_module.peak_tflops(run.device)
+        loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
+        row: dict[str, Any] = {
+            "split": "train",
+            "iteration": run.state.iteration,
+            "consumed_samples": run.state.consumed_samples,
+            "consumed_tokens": run.state.consumed_tokens,
+            "lm_loss": loss,
+            "lr": lr,
+            "grad_norm": self.grad_norm,
+            "loss_scale": self.loss_scale,
+            "skipped_steps": self.skipped,
+            "tokens_per_second": tokens_per_second,
+            "tflops": tflops,
+            "mfu": tflops / peak if peak else None,
+            "memory_mb": device_module.peak_memory_mb(run.device),
+        }
+        row |= {"spikes": self.spikes} if self.spikes else {}
+        row |= {"passed_over": self.left_out} if self.left_out else {}
+        timed = run.timers.take()
+        behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
+        row |= {"straggler": behind._asdict()} if behind else {}
+        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
+        scale = "" if self.loss_scale is None else f" | loss scale {self.loss_scale:g}"
+        skipped = f" | {self.skipped} not applied" if self.skipped else ""
+        print_rank_0(
+            f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f} | lr {lr:.2e} | "
+            f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms{waits}"
+        )
+        if run.resolved.wall_clock_breakdown and self.timed:
+            row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in timed.items()}
+            print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
+        run.metrics.write(row)
+        self.forget()
+        self.restart()
+
+
+GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, as a checkpoint keeps its own)"
+
+
+def _sentence(run: Run, fault: Fault) -> str:
+    """Why the run ends, and what can be done. Computes the iteration once more, so that a rank and a parameter can be named."""
+    taken, t = fault.taken, run.config.train
+
+    def again() -> None:
+        mpu.get_mesh().rng.begin(taken.iteration - 1)
+        run.engine.train_batch(data_iterator(run, run.datasets[0], taken.first_sample), 0.0)
+
+    if not fault.streak:
+        return f"the loss became {fault.loss} at {taken}, its gradient did not; {GENTLER} may help"
+    found = culprit.find(run.engine.deepspeed.module, again)
+    why = culprit.words(found, taken.first_sample, t.batch_size * t.gas)
+    begin = taken.iteration - fault.streak + 1
+    skip = f"--skip-iterations {begin}-{taken.iteration} goes on past them, {GENTLER} may keep them away"
+    if fault.scale is not None:
+        return (
+            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at {taken}: {why}; "
+            f"take --precision bf16 or fp32, or {GENTLER}"
+        )
+    return f"{fault.streak} steps in a row were not applied, the last one at {taken}: {why}; {skip}"

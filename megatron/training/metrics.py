@@ -1,0 +1,238 @@
+"""What a run measures: timers, the lines people read, `metrics.jsonl` and TensorBoard."""
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ..config import Config
+
+
+class Timer:
+    """One named part: `with timer: ...`, or `timer.start()` and `timer.stop()`. Raises RuntimeError out of turn.
+
+    device: see `Timers`; None for the process's own time.
+    """
+
+    def __init__(self, name: str, device: torch.device | None) -> None:
+        self.name, self._device = name, device
+        self._begun: float | torch.Event | None = None
+        self.reset()
+
+    def _now(self) -> float | torch.Event:
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        if self._begun is not None:
+            raise RuntimeError(f"the timer {self.name!r} runs already; stop() it before it starts again")
+        self._begun = self._now()
+
+    def stop(self) -> None:
+        if self._begun is None:
+            raise RuntimeError(f"the timer {self.name!r} does not run; start() it before it stops")
+        self._marks.append((self._begun, self._now()))
+        self._begun, self.used = None, True
+        if self._device is None:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for begun, ended in self._marks:
+            if isinstance(begun, float) and isinstance(ended, float):
+                self._spent += ended - begun
+            else:
+                ended.synchronize()  # type: ignore[union-attr]
+                self._spent += begun.elapsed_time(ended) / 1e3  # type: ignore[union-attr,arg-type]
+        self._marks.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Seconds since the last reset; a timer that runs goes on running."""
+        runs = self._begun is not None
+        if runs:
+            self.stop()
+        self._add_up()
+        spent = self._spent
+        if reset:
+            self.reset()
+        if runs:
+            self.start()
+        return spent
+
+    def reset(self) -> None:
+        """Forget what was measured, and a start() without its stop()."""
+        self._begun = None
+        self._spent, self.used = 0.0, False
+        self._marks: list[tuple[float | torch.Event, float | torch.Event]] = []
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Timers:
+    """Seconds spent in named parts: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
+
+    device: where they are spent. An accelerator computes after the call that asked for it, so there it is the device that
+    notes when it begins and ends a part, and nobody waits for it before `take`.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type != "cpu" else None
+        self._timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        if name not in self._timers:
+            self._timers[name] = Timer(name, self._device)
+        return self._timers[name]
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part since this was last asked for."""
+        return {name: timer.elapsed() for name, timer in self._timers.items() if timer.used}
+
+    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
+        """A line on rank 0 with the milliseconds of these parts, each divided by `normalizer`."""
+        spent = {name: self(name).elapsed(reset) * 1e3 / normalizer for name in names}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            tqdm.write("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in spent.items()))
+
+
+def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:
+    """Floating-point operations of one training step per token of a sample of `encoder` (+ `decoder`) tokens.
+
+    6 per parameter that multiplies a token (2 forward, 4 backward; Kaplan et al. 2020) and the
+    attention products, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups do
+    not multiply. GPT-2: 6 N + 12 L s (heads x head size), N all parameters less positions, of which
+    the tied word matrix counts as logits. T5: the encoder's tokens pass its layers and the keys
+    and values of cross-attention, the decoder's the rest.
+    """
+    m = config.model
+    inner = m.num_attention_heads * m.head_size
+    if not decoder:
+        multiplied = parameters - config.positions * m.hidden_size
+        return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
+    projection = m.hidden_size * inner
+    mlp = m.hidden_size * m.ff_size * (3 if m.activation == "gated-gelu" else 2)
+    by_encoder = m.num_layers * (4 * projection + mlp) + m.decoder_layers * 2 * projection
+    by_decoder = m.decoder_layers * (6 * projection + mlp) + (m.vocab_size or 0) * m.hidden_size
+    products = m.num_layers * encoder**2 + m.decoder_layers * decoder * (encoder + decoder)
+    return (6.0 * (by_encoder * encoder + by_decoder * decoder) + 12.0 * inner * products) / (encoder + decoder)
+
+
+MOST_WAITING = 100_000  # lines kept in memory until they can be written
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsWriter:
+    """Appends rows to `metrics.jsonl` and TensorBoard on rank 0; does nothing elsewhere.
+
+    A resumed run first drops the rows that lie behind the iteration it resumes from, so that
+    every iteration stands in the file once.
+    """
+
+    def __init__(self, run_dir: str, iteration: int, active: bool, tensorboard: bool) -> None:
+        self._path: Path | None = None
+        self._board = None
+        self._waiting: list[str] = []  # lines that could not be written yet
+        if not active:
+            return
+        path = Path(run_dir) / "metrics.jsonl"
+        self._forget_after(path, iteration)
+        self._path = path
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return
+            self._board = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _forget_after(path: Path, iteration: int) -> None:
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["iteration"] <= iteration:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):
+                continue  # cut short by a crash
+        temporary = path.with_name(f"metrics.jsonl.{os.getpid()}.tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """A row of numbers, texts, and lists and dicts of such; of a number that is not finite, null is written.
+
+        What cannot be written, for want of space or so, is written with a later one. A note says so.
+        """
+        if self._path is not None:
+            self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
+            self._append(self._path)
+        if self._board is None:
+            return
+        split = row.get("split", "train")
+        try:
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name != "iteration":
+                    self._board.add_scalar(f"{split}/{name}", value, row["iteration"])  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever its own thread met
+            self._board = None
+            tqdm.write(
+                f"note: TensorBoard's events are not written any more from iteration {row['iteration']} on: {error}"
+            )
+
+    def _append(self, path: Path) -> None:
+        late = len(self._waiting) > 1
+        try:
+            append_whole(path, "".join(self._waiting))
+        except OSError as error:
+            if not late:
+                tqdm.write(
+                    f"note: {path} cannot be written ({error.strerror}); training goes on, and the lines are kept until it can"
+                )
+            del self._waiting[:-MOST_WAITING]
+            return
+        if late:
+            tqdm.write(f"note: {path} is written again, with the {len(self._waiting) - 1} lines that had to wait")
+        self._waiting.clear()
+
+    def close(self) -> None:
+        if self._path is not None and self._waiting:
+            self._append(self._path)
+        if self._waiting:
+            tqdm.write(f"note: the last {len(self._waiting)} lines of {self._path} were not written")
+        if self._board is not None:
+            self._board.close()  # type: ignore[no-untyped-call]
+
+
+def append_whole(path: Path, text: str) -> None:
+    """All of `text`, or nothing of it. Raises OSError."""
+    with open(path, "ab", buffering=0) as file:
+        size, data = file.tell(), text.encode()
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise

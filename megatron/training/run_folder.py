@@ -1,0 +1,74 @@
+"""The directory of a run: who may write there, and what changes in it once the run is accepted."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..checkpointing.beside import keep_tokenizer
+from ..checkpointing.files import latest_name
+from ..config import Config
+from .run_lock import RunLock
+
+SETTINGS, METRICS = "config.json", "metrics.jsonl"
+
+
+def save_dir_of(config: Config, run_dir: Path) -> Path:
+    """Where the run keeps its checkpoints."""
+    return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
+
+
+def lock(config: Config, run_dir: Path) -> list[RunLock]:
+    """Hold the run directory, and the folder of checkpoints where it lies elsewhere. Raises ValueError."""
+    override, found = config.log.override_lock, list[RunLock]()
+    try:
+        found.append(RunLock(run_dir, override))
+        elsewhere = save_dir_of(config, run_dir)
+        if run_dir.resolve() not in elsewhere.resolve().parents:
+            found.append(RunLock(elsewhere, override, "the folder of checkpoints"))
+    except ValueError:
+        release(found)
+        raise
+    return found
+
+
+def release(locks: Sequence[RunLock]) -> None:
+    for each in reversed(locks):
+        each.release()
+
+
+def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
+    """Raise ValueError if the run before kept its checkpoints elsewhere, and this one would begin before them."""
+    try:
+        saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    before, now = Path(saved or run_dir / "checkpoints"), save_dir_of(config, run_dir)
+    newest = latest_name(before) if before.is_dir() else None
+    if newest is None or before.resolve() == now.resolve() or not newest[5:].isdigit():
+        return
+    if iteration < int(newest[5:]):
+        raise ValueError(
+            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), this run would look for them in {now}: "
+            f"--save {before} goes on from there, another --run-dir begins a new run"
+        )
+
+
+def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
+    """Write down the settings of a run that begins or goes on at `iteration`; notes on what was put aside. Raises ValueError."""
+    notes = []
+    try:
+        temporary = run_dir / f"{SETTINGS}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
+        os.replace(temporary, run_dir / SETTINGS)
+        keep_tokenizer(str(config.data.vocab_file), run_dir)
+        elsewhere = save_dir_of(config, run_dir)
+        if run_dir.resolve() not in elsewhere.resolve().parents:
+            keep_tokenizer(str(config.data.vocab_file), elsewhere)
+        if iteration == 0 and (run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size:
+            aside = next(path for n in range(1, 10**9) if not (path := run_dir / f"metrics-{n}.jsonl").exists())
+            os.rename(run_dir / METRICS, aside)
+            notes.append(f"this run begins at iteration 0: the lines of the one before are in {aside}")
+    except OSError as error:
+        raise ValueError(f"cannot write to the run directory {run_dir}: {error.strerror}") from None
+    return notes

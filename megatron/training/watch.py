@@ -1,0 +1,93 @@
+"""A run without a pipeline watched as one with it: a rank that fails or stalls ends all, and rank 0 says where each one stood.
+
+The pipeline engine has its own watchdog, which knows instructions; here a place is a micro-batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from tds.diagnose import Watchdog
+
+from ..config import Config
+from ..ranks.errors import RunError
+from .engine import Batches, Engine, PlainEngine, Step
+
+
+class WatchedEngine:
+    """`PlainEngine` under the eyes of a watchdog.
+
+    seconds: that a micro-batch, or what a step does after the last one, may take.
+    """
+
+    def __init__(self, engine: PlainEngine, seconds: float) -> None:
+        self.engine, self.deepspeed = engine, engine.deepspeed
+        self.watchdog = Watchdog(seconds, self._describe, "run")
+        self._step, self._micro, self._part = 0, 0, "training"
+        self._honest = engine.forward_step
+        engine.forward_step = self._forward
+
+    def train_batch(self, batches: Batches | None, lr: float) -> Step:
+        self._step += 1
+        with self._watched("training"):
+            return self.engine.train_batch(batches, lr)
+
+    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        with self._watched("evaluation"):
+            return self.engine.eval_batch(batches)
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        return self.engine.busy(timed)
+
+    def _forward(self, batches: Batches | None, model: Any) -> Any:
+        self._micro += 1
+        self.watchdog.at(self._place())
+        return self._honest(batches, model)
+
+    def _place(self) -> tuple[str, int, int]:
+        return self._part, self._step, self._micro
+
+    @contextmanager
+    def _watched(self, part: str) -> Iterator[None]:
+        self._part, self._micro = part, 0
+        self.watchdog.at(self._place())
+        try:
+            yield
+        except (ValueError, OSError, RunError):
+            raise  # a sentence for the user
+        except BaseException as error:
+            self.watchdog.fail(error)
+            raise
+        finally:
+            self.watchdog.at(None)
+
+    @staticmethod
+    def _words(part: str, step: int, micro: int) -> str:
+        where = f"micro-batch {micro - 1}" if micro else "reading its micro-batches"
+        return f"{part}, {where} of the step number {step} since the start"
+
+    def _describe(self, what: Any) -> str:
+        return self._words(*what)
+
+
+def memory_advice(parameters: int, config: Config, precision: str) -> str:
+    """What takes memory, and which flags make it less; for the sentence on an error that is for want of it."""
+    moments = 1 if config.optim.optimizer == "sgd" else 2
+    width = {"fp64": 8, "fp32": 4}.get(precision)
+    each = (
+        width * (2 + moments) if width else 2 + 4 * (2 + moments)
+    )  # weight, gradient, moments; below fp32 a copy for the optimizer
+    return (
+        f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, shared out by --zero-stage, "
+        f"--model-parallel-size and --pipe-parallel-size; activations take the rest: --batch-size {config.train.batch_size} down and "
+        f"--gas up, --checkpoint-activations, --offload-activations"
+    )
+
+
+def watched(engine: Engine, seconds: float) -> Engine:
+    """`engine`, which ends in time and says why; one rank by itself needs nobody for that."""
+    if isinstance(engine, PlainEngine) and dist.get_world_size() > 1:
+        return WatchedEngine(engine, seconds)
+    return engine
