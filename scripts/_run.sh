@@ -8,7 +8,7 @@ AT=$ROOT/
 if [ "$PWD" = "$ROOT" ]; then AT=; fi
 
 # ---- machines: ranks on each, and where rank 0 is
-GPUS=$(PYTHONPATH=$ROOT python -c 'from megatron import device; import torch; print(torch.accelerator.device_count() if device.available() else 0)')
+GPUS=$(PYTHONPATH=$ROOT python -c 'from megatron.ranks import device; import torch; print(torch.accelerator.device_count() if device.available() else 0)')
 GPUS_PER_NODE=${GPUS_PER_NODE:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 2)}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
