@@ -67,7 +67,7 @@ look() {
     echo
     for prompt in "$@"; do
         # shellcheck disable=SC2086
-        python "${AT}tools/generate.py" --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-}
+        python "${AT}tools/generate.py" --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-} | tr '\n' ' ' | sed 's/     favoured: /\n    favoured: /'; echo
     done
     echo
     echo "settings     $RUN_DIR/config.json"

@@ -24,7 +24,7 @@ NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${EN
 if [ -n "$MODEL_SIZE" ]; then
     LR=${LR:-1e-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01} EVERY=1000
 else
-    LR=${LR:-2e-3} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-400} WARMUP=${WARMUP:-0.1} EVERY=50
+    LR=${LR:-2e-3} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1} EVERY=50
 fi
 [ -n "$NLAYERS" ] && model+=(--num-layers "$NLAYERS")
 [ -n "$NHIDDEN" ] && model+=(--hidden-size "$NHIDDEN" --ff-hidden-size $((2 * NHIDDEN)))
