@@ -90,17 +90,12 @@ class CheckpointReader:
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
         """This rank's part of `key`, laid out as `parameter`, padding as zeros, fp32 or fp64."""
-        dim, begin, end = mpu.own_rows(parameter)
-        shape = mpu.full_shape(parameter)
-        if key in self.tensors and tuple(self.tensors[key]["shape"]) != shape:
+        spec = mpu.spec_of(parameter)
+        if key in self.tensors and tuple(self.tensors[key]["shape"]) != spec.full_shape:
             raise CheckpointError(
-                f"{self.path}: {key!r} has shape {self.tensors[key]['shape']}, the model needs {list(shape)}"
+                f"{self.path}: {key!r} has shape {self.tensors[key]['shape']}, the model needs {list(spec.full_shape)}"
             )
-        value = self.read(key, dim, begin, end)
-        if value.shape != mpu.local_shape(parameter):
-            rows, value = value, torch.zeros(mpu.local_shape(parameter), dtype=value.dtype)
-            value.narrow(dim, 0, end - begin).copy_(rows)
-        return value
+        return spec.with_padding(self.read(key, *spec.rows))
 
     def check_tokenizer(self, fingerprint: str | None, way_out: str = "") -> None:
         """Raise CheckpointError with both fingerprints if this model was trained with another tokenizer."""

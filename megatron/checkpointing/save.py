@@ -262,12 +262,12 @@ def _parts(engine: Any, moments: list[str]) -> list[_Part]:
     every = list(global_parameters(engine.module))
     load = [0] * mesh.data.size
     writer = {}
-    for name, parameter in sorted(every, key=lambda item: -torch.Size(mpu.local_shape(item[1])).numel()):
+    for name, parameter in sorted(every, key=lambda item: -math.prod(mpu.spec_of(item[1]).local_shape)):
         writer[name] = load.index(min(load))
-        load[writer[name]] += torch.Size(mpu.local_shape(parameter)).numel()
+        load[writer[name]] += math.prod(mpu.spec_of(parameter).local_shape)
     parts = []
     for name, parameter in every:
-        _, begin, end = mpu.own_rows(parameter)  # a rank may hold padding of the vocabulary alone
+        _, begin, end = mpu.spec_of(parameter).rows  # a rank may hold nothing but padding of the vocabulary
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
         parts.append(_Part(name, parameter, kinds, mine))
@@ -277,7 +277,7 @@ def _parts(engine: Any, moments: list[str]) -> list[_Part]:
 def _expected(parts: list[_Part]) -> dict[str, list[int]]:
     """key -> shape of the whole of what a checkpoint must hold by what this rank knows: all weights, and the moments it writes."""
     return {
-        f"{kind}.{part.name}": list(mpu.full_shape(part.parameter))
+        f"{kind}.{part.name}": list(mpu.spec_of(part.parameter).full_shape)
         for part in parts
         for kind in (part.kinds if part.mine else [WEIGHT])
     }
@@ -290,8 +290,7 @@ def _values(engine: Any, parts: list[_Part]) -> Iterator[tuple[str, Tensor]]:
             weight = kind == WEIGHT
             value = zero_state.get_weight(parameter) if weight else zero_state.get_moment(engine, parameter, kind)
             if mine:
-                dim, begin, end = mpu.own_rows(parameter)
-                yield f"{kind}.{name}", value.view(mpu.local_shape(parameter)).narrow(dim, 0, end - begin)
+                yield f"{kind}.{name}", mpu.spec_of(parameter).without_padding(value)
 
 
 def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
@@ -300,8 +299,9 @@ def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Ten
     learned = {part.name for part in parts if part.parameter.requires_grad}
     slots, places, learns = [], {}, set()
     for name, parameter, kinds, _ in (part for part in parts if part.mine):
-        dim, begin, end = mpu.own_rows(parameter)
-        shape = list(mpu.local_shape(parameter))
+        spec = mpu.spec_of(parameter)
+        dim, begin, end = spec.rows
+        shape = list(spec.local_shape)
         shape[dim] = end - begin
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         for kind in kinds:
@@ -310,7 +310,7 @@ def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Ten
                 "dim": dim,
                 "begin": begin,
                 "end": end,
-                "shape": list(mpu.full_shape(parameter)),
+                "shape": list(spec.full_shape),
             }
     try:
         if not slots:

@@ -171,7 +171,7 @@ def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of a model of ours, by global name; no weight is made for it."""
     with torch.device("meta"), mpu.filled_later():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
-    return {name: tuple(mpu.full_shape(parameter)) for name, parameter in global_parameters(model)}
+    return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -239,4 +239,5 @@ class Folder:
         matches = {match.ours: match for match in self.matches}
         for name, parameter in global_parameters(model):
             match = matches[name]
-            mpu.put(parameter, parameter, match.join([self.tensors.read(each) for each in match.theirs]))
+            whole = match.join([self.tensors.read(each) for each in match.theirs])
+            mpu.spec_of(parameter).put(whole, parameter)

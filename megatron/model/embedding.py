@@ -43,7 +43,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.positions = positions
         weight = nn.Parameter(torch.empty(positions, config.hidden_size))
-        self.weight = mpu.shared_along_sequence(mpu.declare(weight, mpu.normal(config.init_method_std)))
+        self.weight = mpu.declare(weight, mpu.normal(config.init_method_std), sequence=mpu.sequence_axis())
         self.dropout = Dropout(config.hidden_dropout, name)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

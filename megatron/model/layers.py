@@ -152,14 +152,13 @@ def init_weights(model: Any, seed: int) -> None:
     So they depend neither on the layout nor on the order of building. Others keep what their module gave them.
     """
     for name, parameter in global_parameters(model):
-        if hasattr(parameter, "init_method") and not parameter.is_meta:
-            mpu.fill(parameter, mpu.derive_seed(seed, "weights", name))
+        mpu.spec_of(parameter).fill(parameter, mpu.derive_seed(seed, "weights", name))
 
 
 def count_parameters(model: Any) -> int:
     """Parameters of the whole model over all stages, tied ones once, padding left out."""
     line = mpu.get_mesh().pipe
-    sizes: list[Any] = [{name: math.prod(mpu.full_shape(p)) for name, p in global_parameters(model)}]
+    sizes: list[Any] = [{name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}]
     if line.group is not None:
         mine, sizes = sizes[0], [None] * line.size
         dist.all_gather_object(sizes, mine, line.group)

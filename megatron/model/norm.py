@@ -54,7 +54,7 @@ def build_norm(config: ModelConfig) -> nn.Module:
     else:
         kind = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)
     norm: Any = kind(config.hidden_size, eps=config.layernorm_epsilon)
-    mpu.shared_along_sequence(mpu.declare(norm.weight, mpu.ones))
+    mpu.declare(norm.weight, mpu.ones, sequence=mpu.sequence_axis())
     if not rms:
-        mpu.shared_along_sequence(mpu.declare(norm.bias))
+        mpu.declare(norm.bias, sequence=mpu.sequence_axis())
     return norm  # type: ignore[no-any-return]

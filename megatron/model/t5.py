@@ -64,7 +64,8 @@ class StackStart(nn.Module):
         self.weight: nn.Parameter | None = None
         if config.model.position_embedding == "learned":
             weight = nn.Parameter(torch.empty(config.positions, config.model.hidden_size))
-            self.weight = mpu.shared_along_sequence(mpu.declare(weight, mpu.normal(config.model.init_method_std)))
+            init_method = mpu.normal(config.model.init_method_std)
+            self.weight = mpu.declare(weight, init_method, sequence=mpu.sequence_axis())
 
     def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
         """(hidden [s, b, h], ...) -> the same. seen: tokens before these, in incremental decoding."""

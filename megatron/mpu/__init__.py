@@ -18,7 +18,7 @@ from .mappings import (
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import Axis, Mesh
+from .mesh import Axis, Mesh, sequence_axis
 from .original import (
     LayerNorm,
     checkpoint,
@@ -30,19 +30,7 @@ from .original import (
     set_model_parallel_world_size,
     split_tensor_along_last_dim,
 )
-from .parameters import (
-    InitMethod,
-    declare,
-    fill,
-    filled_later,
-    full_shape,
-    local_shape,
-    normal,
-    ones,
-    own_rows,
-    put,
-    zeros,
-)
+from .parameters import InitMethod, ParamSpec, declare, filled_later, is_split, normal, ones, spec_of, zeros
 from .random import RngStreams, derive_seed, seeded
 from .reducer import GradReducer
 from .sequence import (
@@ -51,7 +39,6 @@ from .sequence import (
     pad_sequence,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
-    shared_along_sequence,
     whole_length,
 )
 from .topology import Coord, Topology
@@ -183,6 +170,7 @@ __all__ = [
     "LayerNorm",
     "InitMethod",
     "Mesh",
+    "ParamSpec",
     "RngStreams",
     "RowParallelLinear",
     "Topology",
@@ -196,9 +184,7 @@ __all__ = [
     "derive_seed",
     "destroy_model_parallel",
     "divide",
-    "fill",
     "filled_later",
-    "full_shape",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
@@ -218,20 +204,18 @@ __all__ = [
     "grad_norm",
     "initialize_model_parallel",
     "is_asked_for",
+    "is_split",
     "is_unitialized",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "onednn_is_there",
-    "local_shape",
     "model_parallel_is_initialized",
     "normal",
     "ones",
     "onednn_is_there",
-    "own_rows",
     "own_stretch",
     "pad_sequence",
     "padded_vocab_size",
-    "put",
     "reduce_from_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
@@ -239,7 +223,8 @@ __all__ = [
     "set_model_parallel_rank",
     "set_model_parallel_world_size",
     "seeded",
-    "shared_along_sequence",
+    "sequence_axis",
+    "spec_of",
     "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_right",

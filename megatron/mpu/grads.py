@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .mesh import Mesh, current
+from .parameters import is_split
 
 
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
@@ -17,7 +18,7 @@ def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
-    return model_rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+    return model_rank == 0 or is_split(parameter)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:

@@ -15,9 +15,9 @@ from .mappings import (
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import ALONE, Axis, current
+from .mesh import ALONE, Axis, current, sequence_axis
 from .parameters import NORMAL, InitMethod, declare
-from .sequence import reduce_scatter_to_sequence_parallel_region, shared_along_sequence
+from .sequence import reduce_scatter_to_sequence_parallel_region
 
 
 def _divide(total: int, axis: Axis, what: str) -> int:
@@ -150,7 +150,7 @@ class RowParallelLinear(nn.Module):
         self.weight = declare(weight, init_method, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = shared_along_sequence(declare(nn.Parameter(torch.zeros(output_size))), self.axis)  # [o]
+            self.bias = declare(nn.Parameter(torch.zeros(output_size)), sequence=sequence_axis(self.axis))  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]"""

@@ -108,3 +108,9 @@ def current() -> Mesh:
             raise RuntimeError("no mesh yet: call mpu.initialize_model_parallel() before building layers")
         _Current.mesh = Mesh()
     return _Current.mesh
+
+
+def sequence_axis(axis: Axis | None = None) -> Axis:
+    """The ranks that share a sequence out: those of `axis` (the model-parallel ones), or without sequence parallelism nobody else."""
+    axis = axis or current().model
+    return axis if axis.sequence_parallel else ALONE

@@ -14,7 +14,6 @@ from . import mesh as _mesh
 from .data import default_device
 from .parameters import declare, ones, zeros
 from .random import RngStreams, checkpoint_with, derive_seed
-from .sequence import shared_along_sequence
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -42,7 +41,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(*args, **kwargs)
         for weight, init_method in ((self.weight, ones), (self.bias, zeros)):
             if weight is not None:
-                shared_along_sequence(declare(weight, init_method))
+                declare(weight, init_method, sequence=_mesh.sequence_axis())
 
 
 def is_unitialized() -> bool:

@@ -1,4 +1,4 @@
-"""What a parameter knows of itself: which part of the whole it is, and how its first values are drawn.
+"""What a parameter knows of itself, in one record: which part of the whole it is, and how its first values are drawn.
 
 Initial values are always drawn for the whole parameter and then cut, so they are the same for any number of
 model-parallel ranks.
@@ -7,11 +7,14 @@ model-parallel ranks.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .mappings import all_reduce
 from .mesh import Axis
 from .random import seeded
 
@@ -31,6 +34,99 @@ def normal(std: float) -> InitMethod:
 NORMAL = normal(0.02)  # what GPT-2 and BERT begin with
 
 
+class Rows(NamedTuple):
+    """Rows `begin` to `end` (not included) along the dimension `dim` of a whole parameter."""
+
+    dim: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Of a parameter of this rank: its part of the whole. Shapes: [local], its own, padding included; [full], the whole's, without.
+
+    init_method: draws the first values; None where nobody declared any, and those of its module stay.
+    dim: the dimension that is split, None for a copy on every rank. full_size: true size of that dimension over all ranks.
+    rank, size: which of how many parts. shared_along_sequence: a copy whose gradients are summed over the ranks, as
+    each of them sees its own stretch of the sequence only.
+    """
+
+    local_shape: tuple[int, ...]
+    init_method: InitMethod | None = None
+    dim: int | None = None
+    full_size: int = 0
+    rank: int = 0
+    size: int = 1
+    shared_along_sequence: bool = False
+
+    @property
+    def split(self) -> bool:
+        """Whether other ranks hold other parts."""
+        return self.dim is not None and self.size > 1
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter, as if there were one rank and no padding."""
+        shape = list(self.local_shape)
+        if self.dim is not None:
+            shape[self.dim] = self.full_size
+        return tuple(shape)
+
+    @property
+    def rows(self) -> Rows:
+        """The true rows of the whole parameter that this rank holds, without padding; all of them of a copy."""
+        if self.dim is None:
+            return Rows(0, 0, self.local_shape[0])
+        length = self.local_shape[self.dim]
+        return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
+
+    def without_padding(self, part: Tensor) -> Tensor:
+        """What this rank holds, of any shape with as many numbers as [local] -> its true rows, a view."""
+        dim, begin, end = self.rows
+        return part.view(self.local_shape).narrow(dim, 0, end - begin)
+
+    def with_padding(self, rows: Tensor) -> Tensor:
+        """The true rows of this rank -> [local], with zeros as padding; itself where there is none."""
+        if rows.shape == self.local_shape:
+            return rows
+        part = torch.zeros(self.local_shape, dtype=rows.dtype)
+        self.without_padding(part).copy_(rows)
+        return part
+
+    @torch.no_grad()
+    def put(self, whole: Tensor, parameter: Tensor) -> None:
+        """Copy this rank's rows of `whole` [full] into `parameter` [local]; padding becomes zero."""
+        dim, begin, end = self.rows
+        parameter.zero_()
+        parameter.narrow(dim, 0, end - begin).copy_(whole.narrow(dim, begin, end - begin))
+
+    def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
+        """Draw the first values into `parameter` [local]; with a seed from that, leaving torch's generator as it is.
+
+        Nothing where nobody declared any, and where the parameter is on the meta device.
+        """
+        if self.init_method is None or parameter.is_meta:
+            return
+        whole = torch.empty(self.full_shape, dtype=parameter.dtype, device="cpu")
+        with torch.no_grad(), nullcontext() if seed is None else seeded(seed):
+            self.init_method(whole)
+        self.put(whole, parameter)
+
+
+def spec_of(parameter: nn.Parameter) -> ParamSpec:
+    """What was declared of `parameter`; of any other that it is a copy on every rank, also where ZeRO-3 has taken it apart."""
+    spec = getattr(parameter, "spec", None)
+    if isinstance(spec, ParamSpec):
+        return spec
+    return ParamSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)))
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    """Whether `parameter` says that model-parallel ranks hold other parts, by either name that DeepSpeed reads and users set."""
+    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
 def declare(
     parameter: nn.Parameter,
     init_method: InitMethod = zeros,
@@ -38,22 +134,28 @@ def declare(
     dim: int | None = None,
     full_size: int | None = None,
     axis: Axis | None = None,
+    sequence: Axis | None = None,
 ) -> nn.Parameter:
-    """Give `parameter` its first values, and write on it what norms and checkpoints must know of it.
+    """Give `parameter` [local] its first values, and write on it, as `parameter.spec`, what norms and checkpoints must know of it.
 
     init_method: is given the whole parameter, on the CPU, and draws from torch's default generator; ranks that hold
     parts of it must have the same seed, as after `torch.manual_seed(seed)` on all of them.
     dim: the dimension that is split over `axis`, None for a copy on every rank.
-    full_size: true size of that dimension over all ranks, padding left out.
+    full_size: true size of that dimension over all ranks, padding left out; by default there is none.
+    sequence: the ranks over which the gradients of a copy are summed, as each of them sees its own stretch of the
+    sequence only: for the weights of norms, biases after a sum, learned positions.
     """
-    split = dim is not None and axis is not None and axis.size > 1
-    parameter.tensor_model_parallel = split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
-    parameter.init_method = init_method  # type: ignore[attr-defined]
-    parameter.partition_dim = dim  # type: ignore[attr-defined]
-    parameter.full_size = full_size  # type: ignore[attr-defined]
-    parameter.model_rank = axis.rank if axis and dim is not None else 0  # type: ignore[attr-defined]
-    if not _filled_later.get() and not parameter.is_meta:
-        fill(parameter)
+    size, rank = (axis.size, axis.rank) if axis is not None and dim is not None else (1, 0)
+    if dim is not None and full_size is None:
+        full_size = parameter.shape[dim] * size
+    shared = sequence is not None and sequence.size > 1
+    spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, rank, size, shared)
+    parameter.spec = spec  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
+    if shared and sequence is not None:
+        parameter.register_hook(partial(all_reduce, axis=sequence))  # type: ignore[no-untyped-call]
+    if not _filled_later.get():
+        spec.fill(parameter)
     return parameter
 
 
@@ -65,48 +167,3 @@ def filled_later() -> Iterator[None]:
         yield
     finally:
         _filled_later.reset(token)
-
-
-def fill(parameter: nn.Parameter, seed: int | None = None) -> None:
-    """Draw the first values of a declared parameter; with a seed from that, leaving torch's generator as it is."""
-    init_method: InitMethod = parameter.init_method  # type: ignore[attr-defined]
-    whole = torch.empty(full_shape(parameter), dtype=parameter.dtype, device="cpu")
-    with torch.no_grad(), nullcontext() if seed is None else seeded(seed):
-        init_method(whole)
-    put(parameter, parameter, whole)
-
-
-def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of this rank's part, also where ZeRO-3 has taken it apart."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def own_rows(parameter: nn.Parameter) -> tuple[int, int, int]:
-    """(dimension, first, last+1) of the true rows of the whole parameter that this rank holds.
-
-    Padding is left out; (0, 0, rows) for a parameter that is a copy on every rank.
-    """
-    dim, shape = getattr(parameter, "partition_dim", None), local_shape(parameter)
-    if dim is None:
-        return 0, 0, shape[0]
-    rank = parameter.model_rank  # type: ignore[attr-defined]
-    rows = shape[dim]
-    full = parameter.full_size  # type: ignore[attr-defined]
-    return dim, min(rank * rows, full), min((rank + 1) * rows, full)
-
-
-def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of the whole parameter, as if there were one rank and no padding."""
-    shape = list(local_shape(parameter))
-    dim = getattr(parameter, "partition_dim", None)
-    if dim is not None:
-        shape[dim] = parameter.full_size  # type: ignore[attr-defined]
-    return tuple(shape)
-
-
-@torch.no_grad()
-def put(parameter: Tensor, like: nn.Parameter, whole: Tensor) -> None:
-    """Copy this rank's rows of `whole` into `parameter`, laid out as `like`; padding becomes zero."""
-    dim, first, end = own_rows(like)
-    parameter.zero_()
-    parameter.narrow(dim, 0, end - first).copy_(whole.narrow(dim, first, end - first))

@@ -9,12 +9,11 @@ The pairs say as much as the all-reduces that they stand for; norms, dropout and
 pass shrink to one t-th. Shapes: s sequence, always the first dimension; t model-parallel ranks.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import mappings
 from .mesh import Axis, current
@@ -125,14 +124,3 @@ def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> 
 def _apply(x: Tensor, axis: Axis | None, there: mappings.Way, back: mappings.Way) -> Tensor:
     axis = axis or current().model
     return mappings.over_ranks(x, axis, there, back) if axis.sequence_parallel else x
-
-
-def shared_along_sequence(parameter: nn.Parameter, axis: Axis | None = None) -> nn.Parameter:
-    """Let the gradients of a copy be summed over the ranks, each of which sees its own stretch of the sequence alone.
-
-    For the weights of norms, biases behind a sum, learned positions. Nothing without sequence parallelism.
-    """
-    axis = axis or current().model
-    if axis.sequence_parallel:
-        parameter.register_hook(partial(mappings.all_reduce, axis=axis))  # type: ignore[no-untyped-call]
-    return parameter

@@ -131,9 +131,8 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
     """Of all weights of this rank, read from the device at once."""
     mesh, found = mpu.get_mesh(), {}
     for name, p in global_parameters(model):
-        split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
         own: Any = getattr(p, "ds_tensor", p)
-        key = name, mesh.model.rank if split else None, None if own is p else mesh.data.rank
+        key = name, mesh.model.rank if mpu.is_split(p) else None, None if own is p else mesh.data.rank
         found[key] = fingerprint(own).to(device)
     return zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True)
 
@@ -148,9 +147,7 @@ def _ties(model: nn.Module) -> dict[str, Key]:
     }
     rank = mpu.get_mesh().model.rank
     return {
-        name: (name, rank if getattr(p, "tensor_model_parallel", False) else None, None)
-        for name, p in global_parameters(model)
-        if id(p) in tied
+        name: (name, rank if mpu.is_split(p) else None, None) for name, p in global_parameters(model) if id(p) in tied
     }
 
 

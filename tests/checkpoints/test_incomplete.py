@@ -183,7 +183,7 @@ def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, tor
     def rows(engine: Any) -> dict[str, torch.Tensor]:
         found = {}
         for name, p in engine.deepspeed.module.named_parameters():
-            dim, begin, end = mpu.own_rows(p)
+            dim, begin, end = mpu.spec_of(p).rows
             found[name] = p.detach().narrow(dim, 0, end - begin).clone()
         return found
 

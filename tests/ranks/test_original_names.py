@@ -40,7 +40,11 @@ def test_places_and_parts(ranks: int) -> None:
 def _norm(ranks: int) -> tuple[Tensor, Tensor]:
     mpu.initialize_model_parallel(ranks, sequence_parallel=True)
     norm, plain = mpu.LayerNorm(6, eps=1e-6), nn.LayerNorm(6, eps=1e-6)
-    assert isinstance(norm, nn.LayerNorm) and norm.weight.init_method is mpu.ones and norm.bias.init_method is mpu.zeros
+    assert (
+        isinstance(norm, nn.LayerNorm)
+        and norm.weight.spec.init_method is mpu.ones
+        and norm.bias.spec.init_method is mpu.zeros
+    )
     x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
     own = mpu.scatter_to_sequence_parallel_region(x)
     (norm(own) ** 3).sum().backward()

@@ -42,6 +42,31 @@ def test_parts_of_ranks_make_up_the_whole(ranks: int) -> None:
         assert torch.equal(joined.narrow(dim, 0, rows), whole[name].narrow(dim, 0, rows))
 
 
+def test_a_parameter_knows_its_part() -> None:
+    """10 rows in blocks of 4 over 3 ranks: the last rank has two true ones and padding; a fourth would have padding only."""
+    whole = torch.arange(30.0).view(10, 3)
+    for rank, begin, end in ((0, 0, 4), (1, 4, 8), (2, 8, 10), (3, 10, 10)):
+        axis = Axis(None, tuple(range(4)), rank)
+        parameter = mpu.declare(nn.Parameter(torch.ones(4, 3)), mpu.zeros, dim=0, full_size=10, axis=axis)
+        spec = mpu.spec_of(parameter)
+        assert spec.rows == (0, begin, end) and spec.full_shape == (10, 3) and spec.split
+        assert parameter.tensor_model_parallel and mpu.is_split(parameter), "the name that DeepSpeed reads"
+        spec.put(whole, parameter)
+        assert torch.equal(spec.without_padding(parameter.data.flatten()), whole[begin:end])
+        assert torch.equal(spec.with_padding(whole[begin:end]), parameter)
+        assert not parameter[end - begin :].any()
+
+
+def test_what_nobody_declared_is_a_copy_and_keeps_its_values() -> None:
+    parameter = nn.Parameter(torch.ones(4, 3))
+    spec = mpu.spec_of(parameter)
+    spec.fill(parameter, 5)
+    assert spec.rows == (0, 0, 4) and spec.full_shape == (4, 3) and not mpu.is_split(parameter)
+    assert torch.equal(parameter, torch.ones(4, 3))
+    parameter.model_parallel = True  # as users' code marks its own
+    assert mpu.is_split(parameter) and mpu.counts_here(parameter, 1)
+
+
 class _Mixed(nn.Module):
     """Layers of torch, parameters of its own, and one of ours."""
 
