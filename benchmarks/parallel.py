@@ -59,7 +59,7 @@ def ours(args: argparse.Namespace, more: str) -> Step:
     from megatron.mpu import mesh
 
     step = _engine.ours(_flags(args, more)).step
-    here = mesh.current()
+    here = mesh.surroundings()
 
     def in_its_mesh() -> None:
         mesh.enter(here)
@@ -73,8 +73,8 @@ def alone(args: argparse.Namespace, text: Any) -> Step:
     from megatron.model import GPT2Model
     from megatron.mpu import mesh
 
-    before = mesh.current()
-    single = mesh.Mesh(onednn=before.onednn)
+    before = mesh.surroundings()
+    single = mesh.Surroundings(options=before.options)
 
     def by_itself(call: Callable[[], Any]) -> Any:
         mesh.enter(single)

@@ -76,7 +76,7 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     reader = together(check)
     together(_loader(reader, engine, config, wanted))
     if wanted.rng and reader.rng_seed is not None:
-        mpu.get_mesh().rng.seed = reader.rng_seed
+        mpu.get_rng().seed = reader.rng_seed
     return TrainState(**reader.state) if wanted.position else TrainState()
 
 

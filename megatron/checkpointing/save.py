@@ -164,7 +164,7 @@ class Saver:
 
         def make_valid() -> None:
             if is_rank_0():
-                seed = mpu.get_mesh().rng.seed
+                seed = mpu.get_rng().seed
                 tensors = _merge(reports)
                 check_whole(temporary, tensors, expected)
                 text = index_text(

@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
         # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
-        self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_mesh().rng, stream
+        self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_rng(), stream
         self.qkv_again = "qkv" in config.recompute_modules
         self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.unfused
         self.dense = mpu.RowParallelLinear(

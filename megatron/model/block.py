@@ -26,8 +26,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
-        self.p, self.stream, self.rng = p, stream, mpu.get_mesh().rng
-        self.split = mpu.get_mesh().model.sequence_parallel  # each rank drops from its own stretch
+        self.p, self.stream, self.rng = p, stream, mpu.get_rng()
+        self.split = mpu.sequence_axis().size > 1  # each rank drops from its own stretch
 
     def forward(self, x: Tensor) -> Tensor:
         return self._drop(x) if self.training and self.p else x
@@ -61,7 +61,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
         output_std = config.init_method_std / math.sqrt(branches)
-        self.causal = causal
+        self.causal, self.sequence = causal, mpu.sequence_axis()
         self.input_layernorm = build_norm(config)
         self.attention = SelfAttention(config, name, output_std, causal)
         self.attention_dropout = Dropout(config.hidden_dropout, f"{name}.attention_output")

@@ -43,7 +43,8 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.positions = positions
         weight = nn.Parameter(torch.empty(positions, config.hidden_size))
-        self.weight = mpu.declare(weight, mpu.normal(config.init_method_std), sequence=mpu.sequence_axis())
+        self.sequence = mpu.sequence_axis()
+        self.weight = mpu.declare(weight, mpu.normal(config.init_method_std), sequence=self.sequence)
         self.dropout = Dropout(config.hidden_dropout, name)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -53,7 +54,7 @@ class PositionEmbedding(nn.Module):
             raise ValueError(
                 f"a sequence of {position_ids.shape[-1]} tokens is longer than the {self.positions} learned positions"
             )
-        vectors = nn.functional.embedding(mpu.own_stretch(position_ids.t()), self.weight)
+        vectors = nn.functional.embedding(mpu.own_stretch(position_ids.t(), axis=self.sequence), self.weight)
         return self.dropout(hidden + vectors), document_ids
 
 

@@ -51,13 +51,12 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(leaf, module)
 
 
-def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk: int) -> Any:
+def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk: int, rng: mpu.RngStreams) -> Any:
     """Pass `inputs` through the steps.
 
     chunk: 0 keeps all activations; n keeps the inputs of every n-th repeated layer and computes
-    the rest again in the backward pass.
+    the rest again in the backward pass. rng: what its dropout draws from.
     """
-    rng = mpu.get_mesh().rng
     at = 0
     while at < len(steps):
         end = _end_of_group([layer for layer, _ in steps], at, chunk)
@@ -99,7 +98,7 @@ class LayerStack(nn.Module):
         self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
     ) -> None:
         super().__init__()
-        self._chunk = checkpoint_num_layers
+        self._chunk, self._rng, self._axis = checkpoint_num_layers, mpu.get_rng(), mpu.get_mesh().model
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
         self._named: list[tuple[str, nn.Module]] = []
         shared: dict[str, nn.Module] = {}
@@ -126,10 +125,10 @@ class LayerStack(nn.Module):
     def output(self, logits: Tensor, vocab_size: int, parallel: bool) -> Tensor:
         """[s, b, v/t] of the padded vocabulary -> [b, s, v/t] (parallel), or [b, s, v] gathered and without padding."""
         logits = logits.transpose(0, 1)
-        return logits if parallel else mpu.gather_from_model_parallel_region(logits)[..., :vocab_size]
+        return logits if parallel else mpu.gather_from_model_parallel_region(logits, self._axis)[..., :vocab_size]
 
     def run(self, inputs: Any) -> Any:
-        return run(self.steps, inputs, self._chunk if self.training else 0)
+        return run(self.steps, inputs, self._chunk if self.training else 0, self._rng)
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -48,7 +48,7 @@ class LayerStackPipe(PipelineModule):
             chunks=config.parallel.virtual_pipeline_size,
             example=example,
         )
-        self._chunk = config.recomputed_layers
+        self._chunk, self._rng = config.recomputed_layers, mpu.get_rng()
         self._layers = [layers[index] for index in self.indices]
         first_with = {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
         self._names = [first_with[layer.tied] if layer.tied else layer.name for layer in self._layers]
@@ -72,7 +72,8 @@ class LayerStackPipe(PipelineModule):
         mine = slice(*self.stretches[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         # The engine hands over a tensor alone where a boundary has one; our layers want tuples.
-        return run(steps, inputs if isinstance(inputs, tuple) else (inputs,), self._chunk if self.training else 0)
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        return run(steps, inputs, self._chunk if self.training else 0, self._rng)
 
 
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
@@ -91,7 +92,7 @@ def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
 def _travellers(layer: Layer) -> list[Boundary]:
     """What crosses a boundary behind this layer."""
     found = [TRAVELLERS[name] for name in layer.puts_out if name in TRAVELLERS]
-    whole = mpu.get_mesh().model.sequence_parallel
+    whole = mpu.sequence_axis().size > 1
     return [replace(b, split=False) for b in found] if whole else found
 
 

@@ -62,16 +62,17 @@ class StackStart(nn.Module):
         self.documents, self.restart = documents, config.data.reset_position_ids
         self.dropout = Dropout(config.model.hidden_dropout, name)
         self.weight: nn.Parameter | None = None
+        self.sequence = mpu.sequence_axis()
         if config.model.position_embedding == "learned":
             weight = nn.Parameter(torch.empty(config.positions, config.model.hidden_size))
             init_method = mpu.normal(config.model.init_method_std)
-            self.weight = mpu.declare(weight, init_method, sequence=mpu.sequence_axis())
+            self.weight = mpu.declare(weight, init_method, sequence=self.sequence)
 
     def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
         """(hidden [s, b, h], ...) -> the same. seen: tokens before these, in incremental decoding."""
         hidden, *rest = inputs
         if self.weight is not None:
-            total = seen + mpu.whole_length(hidden)
+            total = seen + mpu.whole_length(hidden, self.sequence)
             if total > len(self.weight):
                 raise ValueError(
                     f"a sequence of {total} tokens is longer than the {len(self.weight)} learned positions"
@@ -81,7 +82,7 @@ class StackStart(nn.Module):
                 place = positions_in_documents(documents).t()  # [s, b]
             else:
                 place = torch.arange(seen, total, device=hidden.device).unsqueeze(1)  # [s, 1]
-            hidden = hidden + nn.functional.embedding(mpu.own_stretch(place), self.weight)
+            hidden = hidden + nn.functional.embedding(mpu.own_stretch(place, axis=self.sequence), self.weight)
         return self.dropout(hidden), *rest
 
 
@@ -94,7 +95,7 @@ class EncoderBlock(TransformerLayer):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, tokens, documents, other, *table = inputs
-        s = mpu.whole_length(hidden)
+        s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], s, s, self.config, causal=False) if table else None
         return self.layer(hidden, document_mask(documents), bias), tokens, documents, other
 
@@ -109,7 +110,7 @@ class DecoderBlock(TransformerLayer):
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
         hidden, encoded, theirs, ours, *table = inputs
         seen = caches.own.key.shape[2] if caches and caches.own.key is not None else 0
-        q = mpu.whole_length(hidden)
+        q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], q, seen + q, self.config, causal=True) if table else None
         mask, cross = document_mask(ours, causal=True), document_mask(ours, theirs)
         return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, theirs, ours

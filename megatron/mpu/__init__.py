@@ -18,7 +18,7 @@ from .mappings import (
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import Axis, Mesh, sequence_axis
+from .mesh import Axis, Mesh, Options, Surroundings, built_with
 from .original import (
     LayerNorm,
     checkpoint,
@@ -48,16 +48,11 @@ def initialize_model_parallel(
     model_parallel_size: int = 1,
     pipe_parallel_size: int = 1,
     seed: int = 1234,
-    sequence_parallel: bool = False,
-    onednn: bool = False,
-    overlap: bool = True,
+    options: Options | None = None,
 ) -> Mesh:
     """Lay the running ranks out as pipe x data x model and make their groups.
 
-    sequence_parallel: let layers built from now on keep hidden states split along the sequence over
-    the model-parallel ranks (Korthikanti et al. 2022); without effect where such a rank is alone.
-    onednn: let linear layers built from now on multiply by oneDNN; overlap: and sum the gradients of their inputs
-    over the model-parallel ranks while they compute those of their weights; for both see `linear.py`.
+    seed: of the dropout streams. options: how layers built from now on work on these ranks.
     Raises ValueError if the product of the two sizes does not divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
@@ -67,8 +62,9 @@ def initialize_model_parallel(
             f"pipeline-parallel size {max(pipe_parallel_size, 1)} must divide them"
         )
     topology = Topology(pipe=max(pipe_parallel_size, 1), data=world // cell, model=model_parallel_size)
-    _mesh.enter(Mesh.build(topology, seed, sequence_parallel, onednn, overlap))
-    return _mesh.current()
+    mesh = Mesh.build(topology)
+    _mesh.enter(Surroundings(mesh, options or Options(), mesh.streams(seed)))
+    return mesh
 
 
 def model_parallel_is_initialized() -> bool:
@@ -81,6 +77,21 @@ def destroy_model_parallel() -> None:
 
 def get_mesh() -> Mesh:
     return _mesh.current()
+
+
+def get_options() -> Options:
+    """How layers built now work."""
+    return _mesh.surroundings().options
+
+
+def get_rng() -> RngStreams:
+    """The dropout streams that layers built now draw from."""
+    return _mesh.surroundings().rng
+
+
+def sequence_axis() -> Axis:
+    """The ranks over which layers built now share a sequence out: the model-parallel ones, or nobody else."""
+    return _mesh.surroundings().sequence
 
 
 def get_topology() -> Topology:
@@ -170,12 +181,14 @@ __all__ = [
     "LayerNorm",
     "InitMethod",
     "Mesh",
+    "Options",
     "ParamSpec",
     "RngStreams",
     "RowParallelLinear",
     "Topology",
     "VocabParallelEmbedding",
     "broadcast_data",
+    "built_with",
     "checkpoint",
     "clip_grad_norm",
     "copy_to_model_parallel_region",
@@ -197,9 +210,11 @@ __all__ = [
     "get_model_parallel_rank",
     "get_model_parallel_src_rank",
     "get_model_parallel_world_size",
+    "get_options",
     "get_pipe_parallel_group",
     "get_pipe_parallel_rank",
     "get_pipe_parallel_world_size",
+    "get_rng",
     "get_topology",
     "grad_norm",
     "initialize_model_parallel",

@@ -3,6 +3,8 @@
 Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary,
 t model-parallel ranks. A layer draws its first values when it is built, from torch's default generator and
 for the whole of the weight, so that they do not depend on t; `init_method` fills a whole weight in place.
+axis, options: the ranks that a layer is split over, and how it works on them; by default those of the mesh and the
+options that are entered when it is built.
 """
 
 import torch
@@ -15,7 +17,7 @@ from .mappings import (
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import ALONE, Axis, current, sequence_axis
+from .mesh import ALONE, Axis, Options, surroundings
 from .parameters import NORMAL, InitMethod, declare
 from .sequence import reduce_scatter_to_sequence_parallel_region
 
@@ -49,9 +51,10 @@ class VocabParallelEmbedding(nn.Module):
         init_method: InitMethod = NORMAL,
         multiple: int = 128,
         axis: Axis | None = None,
+        options: Options | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.onednn = axis or current().model, current().onednn
+        self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
         self.vocab_size = vocab_size
         self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
         self.first_row = self.axis.rank * self.rows
@@ -70,16 +73,16 @@ class VocabParallelEmbedding(nn.Module):
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return _sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
+        return _sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis, self.options)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] (or [s/t, b, h]) -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""
-        return linear(hidden, self.weight, None, self.axis, self.onednn)
+        return linear(hidden, self.weight, None, self.axis, self.options)
 
 
-def _sum(x: Tensor, axis: Axis) -> Tensor:
-    """What the ranks' parts add up to: all of it, or this rank's stretch of the sequence."""
-    if axis.sequence_parallel:
+def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
+    """What the ranks' parts [s, ...] add up to: all of it, or this rank's stretch [s/t, ...] of the sequence."""
+    if options.sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x, axis)
     return reduce_from_model_parallel_region(x, axis)
 
@@ -103,9 +106,10 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         init_method: InitMethod = NORMAL,
         axis: Axis | None = None,
+        options: Options | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.onednn = axis or current().model, current().onednn
+        self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
         weight = nn.Parameter(torch.empty(columns, input_size))
@@ -116,7 +120,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., i] -> [..., o/t] or [..., o]; with sequence parallelism from [s/t, b, i], of the whole sequence"""
-        y = linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis, self.onednn)
+        y = linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis, self.options)
         if self.gather_output:
             y = gather_from_model_parallel_region(y, self.axis)
         return y, self.bias if self.skip_bias_add else None
@@ -141,22 +145,25 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         init_method: InitMethod = NORMAL,
         axis: Axis | None = None,
+        options: Options | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.onednn = axis or current().model, current().onednn
+        self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")
         weight = nn.Parameter(torch.empty(output_size, rows))
         self.weight = declare(weight, init_method, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = declare(nn.Parameter(torch.zeros(output_size)), sequence=sequence_axis(self.axis))  # [o]
+            self.bias = declare(
+                nn.Parameter(torch.zeros(output_size)), sequence=self.options.sequence_axis(self.axis)
+            )  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]"""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
-        y = _sum(linear(x, self.weight, None, ALONE, self.onednn), self.axis)
+        y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)
         if self.skip_bias_add:
             return y, self.bias
         return (y if self.bias is None else y + self.bias), None

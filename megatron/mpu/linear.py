@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mesh import Axis
+from .mesh import Axis, Options
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 
 FEWEST_ROWS = 32  # fewer, as in decoding, are a matter of reading the weights, where torch's BLAS is as fast
@@ -30,19 +30,22 @@ def onednn_is_there() -> bool:
     return available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, onednn: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
     """x [..., i], the same on all ranks of `axis`, or with sequence parallelism [s/t, ..., i] -> [..., o/t] of the whole sequence.
 
-    onednn: multiply by oneDNN, where the dtype is fp32 and the device a CPU.
+    weight [o/t, i], bias [o/t]. By oneDNN, if `options` ask for it, where the dtype is fp32 and the device a CPU.
     """
-    onednn = onednn and x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[:-1].numel() >= FEWEST_ROWS
+    onednn = (
+        options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[:-1].numel() >= FEWEST_ROWS
+    )
     if axis.size == 1 and not onednn:
         return F.linear(x, weight, bias)
-    return _own_linear(x, weight, bias, axis, onednn)
+    return _own_linear(x, weight, bias, axis, options, onednn)
 
 
-def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, onednn: bool) -> Tensor:
-    return _Linear.apply(x, weight, bias, axis, onednn)  # type: ignore[no-untyped-call,no-any-return]
+def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options, onednn: bool) -> Tensor:
+    sequence = options.sequence_axis(axis)
+    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
@@ -54,21 +57,30 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Te
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, onednn: bool) -> Tensor:
-        ctx.axis, ctx.onednn = axis, onednn
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence: Axis,
+        overlap: bool,
+        onednn: bool,
+    ) -> Tensor:
+        ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
         ctx.save_for_backward(x, weight)
-        return _product(start_all_gather(x, axis).wait() if axis.sequence_parallel else x, weight, bias, onednn)
+        return _product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = (is_asked_for(ctx, i) for i in range(3))
         # Started first, so that all ranks start the same collectives in the same order.
-        whole = start_all_gather(x, ctx.axis) if of_weight and ctx.axis.sequence_parallel else None
-        if whole is not None and not ctx.axis.overlap:
+        whole = start_all_gather(x, ctx.sequence) if of_weight and ctx.sequence.size > 1 else None
+        if whole is not None and not ctx.overlap:
             whole.settle()
-        summed = _start_sum(_product(grad, weight.t(), None, ctx.onednn), ctx.axis) if of_x else None
-        if summed is not None and not ctx.axis.overlap:
+        summed = _start_sum(_product(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
+        if summed is not None and not ctx.overlap:
             summed.settle()
         weight_grad = bias_grad = None
         flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
@@ -77,12 +89,12 @@ class _Linear(torch.autograd.Function):
             weight_grad = _product(flat.t(), x.reshape(-1, x.shape[-1]).t(), None, ctx.onednn)
         if of_bias:
             bias_grad = flat.sum(0)
-        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None
+        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None
 
 
-def _start_sum(x: Tensor, axis: Axis) -> Pending:
-    if axis.sequence_parallel:
-        return start_reduce_scatter(x, axis)
+def _start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
+    if sequence.size > 1:
+        return start_reduce_scatter(x, sequence)
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
 
 

@@ -1,6 +1,8 @@
-"""The process groups of this run; the one Mesh of a process is the only global in mpu."""
+"""Where this process stands (Mesh) and how layers use it (Options); what new layers are built with is the only global in mpu."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -13,16 +15,12 @@ class Axis:
     """This rank's line of neighbours along some axes of the grid.
 
     group: the process group, None when this rank is alone (nothing to say to anybody);
-    ranks: global ranks of the line; rank: this process's place in it. sequence_parallel: between
-    the layers that are split, each rank has its own stretch of the sequence alone. overlap: talk about a layer's
-    input while its weight is worked on.
+    ranks: global ranks of the line; rank: this process's place in it.
     """
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
-    sequence_parallel: bool = False
-    overlap: bool = True
 
     @property
     def size(self) -> int:
@@ -38,12 +36,29 @@ ALONE = Axis(None, (0,), 0)
 
 
 @dataclass(frozen=True)
+class Options:
+    """How layers work on the ranks that they are split over.
+
+    sequence_parallel: between layers that are split, each rank has its own stretch of the sequence only (Korthikanti
+    et al. 2022). overlap: sum the gradients of a layer's input over the ranks while those of its weight are computed.
+    onednn: multiply fp32 matrices on a CPU by oneDNN instead of torch's BLAS; for the last two see `linear.py`.
+    """
+
+    sequence_parallel: bool = False
+    overlap: bool = True
+    onednn: bool = False
+
+    def sequence_axis(self, axis: Axis) -> Axis:
+        """The ranks that share a sequence out between layers that are split over `axis`: all of these, or nobody else."""
+        return axis if self.sequence_parallel else ALONE
+
+
+@dataclass(frozen=True)
 class Mesh:
     """All lines through this rank.
 
     pipe, data, model: along one axis; replica: the ranks that hold one copy of the model
-    together (pipe x model), over which a norm of all parameters is summed. onednn: let linear layers
-    built from now on multiply fp32 matrices on a CPU by oneDNN instead of torch's BLAS.
+    together (pipe x model), over which a norm of all parameters is summed.
     """
 
     topology: Topology = Topology()
@@ -51,18 +66,9 @@ class Mesh:
     data: Axis = ALONE
     model: Axis = ALONE
     replica: Axis = ALONE
-    rng: RngStreams = field(default_factory=RngStreams)
-    onednn: bool = False
 
     @classmethod
-    def build(
-        cls,
-        topology: Topology,
-        seed: int = 1234,
-        sequence_parallel: bool = False,
-        onednn: bool = False,
-        overlap: bool = True,
-    ) -> "Mesh":
+    def build(cls, topology: Topology) -> "Mesh":
         """Make the groups; every rank of the world must call this with the same arguments."""
         if dist.get_world_size() != topology.world_size():
             raise ValueError(
@@ -71,10 +77,11 @@ class Mesh:
             )
         lines = {name: cls._line(topology, name) for name in ("pipe", "data", "model")}
         replica = cls._line(topology, "pipe", "model")
-        if topology.model > 1:
-            lines["model"] = replace(lines["model"], sequence_parallel=sequence_parallel, overlap=overlap)
-        rng = RngStreams(seed, lines["data"].rank, lines["model"].rank, lines["pipe"].rank)
-        return cls(topology, **lines, replica=replica, rng=rng, onednn=onednn)
+        return cls(topology, **lines, replica=replica)
+
+    def streams(self, seed: int) -> RngStreams:
+        """The dropout streams of this rank."""
+        return RngStreams(seed, self.data.rank, self.model.rank, self.pipe.rank)
 
     @staticmethod
     def _line(topology: Topology, *varying: str) -> Axis:
@@ -88,29 +95,57 @@ class Mesh:
         return mine
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What layers are built with: where the ranks are, how to work on them, and what dropout draws from."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    options: Options = Options()
+    rng: RngStreams = field(default_factory=RngStreams)
+
+    @property
+    def sequence(self) -> Axis:
+        """The ranks that share a sequence out; see `Options.sequence_axis`."""
+        return self.options.sequence_axis(self.mesh.model)
+
+
 class _Current:
-    mesh: Mesh | None = None
+    here: Surroundings | None = None
 
 
-def enter(mesh: Mesh | None) -> None:
-    """Make `mesh` the one that layers built from now on take their axes from."""
-    _Current.mesh = mesh
+def enter(here: Surroundings | None) -> None:
+    """Let layers built from now on take what they need from `here`."""
+    _Current.here = here
+
+
+@contextmanager
+def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> Iterator[Surroundings]:
+    """Layers built inside stand on `mesh` for good and work as `options` say; afterwards all is as it was.
+
+    So models on several meshes live in one process. seed: of the dropout streams of what is built inside.
+    """
+    before = _Current.here
+    here = Surroundings(mesh, options or Options(), mesh.streams(seed))
+    enter(here)
+    try:
+        yield here
+    finally:
+        enter(before)
 
 
 def is_initialized() -> bool:
-    return _Current.mesh is not None
+    return _Current.here is not None
+
+
+def surroundings() -> Surroundings:
+    """What layers built now take; a single process needs to say nothing, and stands alone on every axis."""
+    if _Current.here is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError("no mesh yet: call mpu.initialize_model_parallel() before building layers")
+        _Current.here = Surroundings()
+    return _Current.here
 
 
 def current() -> Mesh:
-    """The mesh of this run; a single process needs none and stands alone on every axis."""
-    if _Current.mesh is None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError("no mesh yet: call mpu.initialize_model_parallel() before building layers")
-        _Current.mesh = Mesh()
-    return _Current.mesh
-
-
-def sequence_axis(axis: Axis | None = None) -> Axis:
-    """The ranks that share a sequence out: those of `axis` (the model-parallel ones), or without sequence parallelism nobody else."""
-    axis = axis or current().model
-    return axis if axis.sequence_parallel else ALONE
+    """The mesh of `surroundings()`."""
+    return surroundings().mesh

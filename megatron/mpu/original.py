@@ -41,7 +41,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(*args, **kwargs)
         for weight, init_method in ((self.weight, ones), (self.bias, zeros)):
             if weight is not None:
-                declare(weight, init_method, sequence=_mesh.sequence_axis())
+                declare(weight, init_method, sequence=_mesh.surroundings().sequence)
 
 
 def is_unitialized() -> bool:
@@ -76,8 +76,8 @@ class RngTracker:
         Layers that use the same name draw from it in turn, so that their masks depend on which of them are on this
         rank; with a name for each (`fork(f"layers.{i}.mlp")`) all layouts drop the same.
         """
-        mesh = _mesh.current()
-        return mesh.rng.fork(name, default_device(mesh.replica), split=True)
+        here = _mesh.surroundings()
+        return here.rng.fork(name, default_device(here.mesh.replica), split=True)
 
     def add(self, name: str, seed: int) -> None:
         """Raises RuntimeError: nothing needs to be added."""
@@ -93,7 +93,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Start torch's own generators, alike on all ranks, and the dropout streams, each rank's own, from `seed` again."""
-    rng = _mesh.current().rng
+    rng = _mesh.surroundings().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
     torch.manual_seed(seed)  # after the streams, which start torch's own generators by iteration
@@ -104,4 +104,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None 
 
     rng: the streams whose dropout masks the repeat draws again; this rank's if not given.
     """
-    return checkpoint_with(rng or _mesh.current().rng, function, *args)
+    return checkpoint_with(rng or _mesh.surroundings().rng, function, *args)

@@ -7,6 +7,8 @@
 
 The pairs say as much as the all-reduces that they stand for; norms, dropout and what is kept for the backward
 pass shrink to one t-th. Shapes: s sequence, always the first dimension; t model-parallel ranks.
+axis: the ranks that share the sequence out, by default those of the options and the mesh that are entered. With one rank
+(no sequence parallelism) nothing happens.
 """
 
 from typing import Any
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import mappings
-from .mesh import Axis, current
+from .mesh import Axis, surroundings
 
 # The newer names of the same two collectives, where torch has them.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -35,8 +37,8 @@ def stretch_length(length: int, axis: Axis) -> int:
 
 def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None) -> Tensor:
     """`x` with as many `filler` behind it along `dim` as the ranks need to share it out evenly; itself otherwise."""
-    axis = axis or current().model
-    missing = -x.shape[dim] % axis.size if axis.sequence_parallel else 0
+    axis = axis or surroundings().sequence
+    missing = -x.shape[dim] % axis.size
     if not missing:
         return x
     shape = list(x.shape)
@@ -46,8 +48,8 @@ def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None)
 
 def whole_length(x: Tensor, axis: Axis | None = None) -> int:
     """s of the whole sequence that `x` [s, ...] or, with sequence parallelism, [s/t, ...] is of."""
-    axis = axis or current().model
-    return x.shape[0] * axis.size if axis.sequence_parallel else x.shape[0]
+    axis = axis or surroundings().sequence
+    return x.shape[0] * axis.size
 
 
 class Pending:
@@ -87,8 +89,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 def own_stretch(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
     """This rank's stretch of `x` along `dim`; all of it without sequence parallelism."""
-    axis = axis or current().model
-    if not axis.sequence_parallel:
+    axis = axis or surroundings().sequence
+    if axis.size == 1:
         return x
     length = stretch_length(x.shape[dim], axis)
     return x.narrow(dim, axis.rank * length, length)
@@ -122,5 +124,5 @@ def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> 
 
 
 def _apply(x: Tensor, axis: Axis | None, there: mappings.Way, back: mappings.Way) -> Tensor:
-    axis = axis or current().model
-    return mappings.over_ranks(x, axis, there, back) if axis.sequence_parallel else x
+    axis = axis or surroundings().sequence
+    return mappings.over_ranks(x, axis, there, back) if axis.size > 1 else x

@@ -58,8 +58,10 @@ def initialize_megatron(config: Config) -> torch.device:
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
     onednn = cpu_products_by_onednn(config.train.cpu_matmul, device)
-    overlap = p.async_tensor_model_parallel_allreduce
-    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, p.sequence_parallel, onednn, overlap)
+    options = mpu.Options(
+        sequence_parallel=p.sequence_parallel, overlap=p.async_tensor_model_parallel_allreduce, onednn=onednn
+    )
+    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, options)
     return device
 
 

@@ -110,7 +110,7 @@ def train(run: Run) -> None:
             if passed_over and passed_over(state.consumed_samples):
                 window.pass_over(_advance(run))
             else:
-                mpu.get_mesh().rng.begin(state.iteration)
+                mpu.get_rng().begin(state.iteration)
                 step = run.engine.train_batch(batches, lr_at(state.iteration, config))
                 if watch:
                     _first_step(run, watch, step)
@@ -317,7 +317,7 @@ def _sentence(run: Run, fault: Fault) -> str:
     taken, t = fault.taken, run.config.train
 
     def again() -> None:
-        mpu.get_mesh().rng.begin(taken.iteration - 1)
+        mpu.get_rng().begin(taken.iteration - 1)
         run.engine.train_batch(data_iterator(run, run.datasets[0], taken.first_sample), 0.0)
 
     if not fault.streak:

@@ -69,7 +69,7 @@ def train(flags: str, steps: int = 8, load: str | None = None, save: str | None 
     batches = iter(_batches(config, steps, device))
     found = []
     for iteration in range(steps):
-        mpu.get_mesh().rng.begin(iteration)
+        mpu.get_rng().begin(iteration)
         found.append(engine.train_batch(batches, config.optim.lr))
     if save:
         from megatron.checkpointing import Saver, TrainState

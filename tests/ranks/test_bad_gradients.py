@@ -60,7 +60,7 @@ def spoil(run: Run, where: str, iterations: Iterable[int], value: float = float(
     found = [p for name, p in global_parameters(run.engine.deepspeed.module) if name == where]
     assert found, [name for name, _ in global_parameters(run.engine.deepspeed.module)]
     bad = set(iterations)
-    rng = mpu.get_mesh().rng
+    rng = mpu.get_rng()
     found[0].register_hook(lambda g: torch.full_like(g, value) if rng.iteration in bad else g)  # type: ignore[no-untyped-call]
 
 

@@ -7,9 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron.config import Config, ModelConfig
+from megatron.config.sections import DataConfig, ParallelConfig
+from megatron.model import GPT2Model
 from megatron.mpu.mappings import own_part
 from tests.support import covering, on_ranks
 
+MODEL_OF_TWO = Config(
+    model=ModelConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=64, max_position_embeddings=16,
+        make_vocab_size_divisible_by=8, hidden_dropout=0.0, attention_dropout=0.0,
+    ),
+    data=DataConfig(seq_length=8),
+    parallel=ParallelConfig(checkpoint_activations=True),
+)  # fmt: skip
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 4])
 
 
@@ -199,23 +210,24 @@ def test_broadcast_data_and_its_errors_reach_every_rank() -> None:
 
 
 def _streams() -> list[list[float]]:
-    mesh = mpu.initialize_model_parallel(2, seed=5)
-    mesh.rng.begin(3)
+    mpu.initialize_model_parallel(2, seed=5)
+    rng = mpu.get_rng()
+    rng.begin(3)
     cpu = torch.device("cpu")
     torch.manual_seed(0)
     outside = torch.rand(1).item()
 
     def numbers(name: str, split: bool) -> list[float]:
-        with mesh.rng.fork(name, cpu, split):
+        with rng.fork(name, cpu, split):
             return torch.rand(4).tolist()
 
     torch.manual_seed(0)
     found = [numbers("a", False), numbers("a", True), numbers("b", False), numbers("a", False)]
     assert torch.rand(1).item() == outside  # torch's own generator was not touched
-    mesh.rng.begin(3)
+    rng.begin(3)
     assert numbers("b", False) == found[2]
     assert numbers("a", False) == found[0]
-    mesh.rng.begin(4)
+    rng.begin(4)
     assert numbers("a", False) != found[0]
     return found
 
@@ -230,8 +242,8 @@ def test_streams_agree_where_replicated_and_differ_where_split() -> None:
 
 
 def _split_streams() -> list[float]:
-    mesh = mpu.initialize_model_parallel(2, seed=5)
-    with mesh.rng.fork("attention", torch.device("cpu"), split=True):
+    mpu.initialize_model_parallel(2, seed=5)
+    with mpu.get_rng().fork("attention", torch.device("cpu"), split=True):
         return torch.rand(4).tolist()
 
 
@@ -241,16 +253,16 @@ def test_split_streams_differ_between_model_parallel_ranks() -> None:
 
 
 def test_checkpointing_replays_dropout_even_after_later_draws() -> None:
-    mesh = mpu.get_mesh()
-    mesh.rng.begin(0)
+    rng = mpu.get_rng()
+    rng.begin(0)
     x = draw(64, 8).requires_grad_()
 
     def block(inputs: Tensor) -> Tensor:
-        with mesh.rng.fork("d", inputs.device):
+        with rng.fork("d", inputs.device):
             return F.dropout(inputs, 0.5) * inputs
 
-    first = mpu.checkpoint(block, x, rng=mesh.rng)
-    second = mpu.checkpoint(block, x, rng=mesh.rng)  # the stream has moved on when `first` is computed again
+    first = mpu.checkpoint(block, x, rng=rng)
+    second = mpu.checkpoint(block, x, rng=rng)  # the stream has moved on when `first` is computed again
     kept = first.detach() != 0
     assert not torch.equal(kept, second.detach() != 0)
     (grad,) = torch.autograd.grad(first.sum(), x)
@@ -313,3 +325,36 @@ def _refused() -> None:
 
 def test_a_grid_that_does_not_fit_is_refused() -> None:
     on_ranks(3, _refused)
+
+
+def _two_meshes() -> None:
+    """A model over 2 model-parallel ranks and one on each rank by itself take turns in one process."""
+    grids = {
+        "split": (mpu.Mesh.build(mpu.Topology(model=2)), mpu.Options(sequence_parallel=True)),
+        "single": (mpu.Mesh.build(mpu.Topology(data=2)), mpu.Options()),
+    }
+    models: dict[str, GPT2Model] = {}
+    for name, (mesh, options) in grids.items():
+        with mpu.built_with(mesh, options, seed=3):
+            assert mpu.get_mesh() is mesh and mpu.get_options() is options
+            models[name] = GPT2Model(MODEL_OF_TWO).double()
+    mpu.initialize_model_parallel(1)  # neither of the two has anything to do with what is entered while they run
+    split, single = models["split"], models["single"]
+    assert split.steps[2][1].attention.heads * 2 == single.steps[2][1].attention.heads
+    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(4))
+    losses = [model(tokens[:, :-1], labels=tokens[:, 1:]).mean() for model in (split, single)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    whole = dict(single.named_parameters())
+    for name, parameter in split.named_parameters():
+        spec, grad = mpu.spec_of(parameter), whole[name].grad
+        expected = grad.narrow(spec.rows.dim, spec.rows.begin, spec.rows.end - spec.rows.begin)
+        torch.testing.assert_close(spec.without_padding(parameter.grad), expected)
+    for model in (split, single):
+        model.parallel_output = False
+    torch.testing.assert_close(split(tokens[:, :-1]), single(tokens[:, :-1]), msg="gathered logits")
+
+
+def test_two_models_on_two_meshes_in_one_process() -> None:
+    on_ranks(2, _two_meshes)

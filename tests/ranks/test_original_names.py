@@ -38,7 +38,7 @@ def test_places_and_parts(ranks: int) -> None:
 
 
 def _norm(ranks: int) -> tuple[Tensor, Tensor]:
-    mpu.initialize_model_parallel(ranks, sequence_parallel=True)
+    mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=True))
     norm, plain = mpu.LayerNorm(6, eps=1e-6), nn.LayerNorm(6, eps=1e-6)
     assert (
         isinstance(norm, nn.LayerNorm)

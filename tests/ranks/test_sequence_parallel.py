@@ -24,7 +24,7 @@ def _stretch(x: Tensor, axis: mpu.Axis) -> Tensor:
 
 
 def _linear(ranks: int) -> None:
-    mpu.initialize_model_parallel(ranks, sequence_parallel=True)
+    mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=True))
     axis = mpu.get_mesh().model
     column = mpu.ColumnParallelLinear(8, 16, gather_output=False).double()
     row = mpu.RowParallelLinear(16, 4, input_is_parallel=True).double()
@@ -57,7 +57,7 @@ def test_column_then_row_equals_two_linears(ranks: int) -> None:
 
 def _ways(ranks: int) -> None:
     """Each way in and out, with gradients by the definition of its mirror image."""
-    mpu.initialize_model_parallel(ranks, sequence_parallel=True)
+    mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=True))
     axis = mpu.get_mesh().model
     by_rank = [draw(SEQ, 2, seed=rank) for rank in range(ranks)]
     mine = by_rank[axis.rank].clone().requires_grad_()
@@ -87,7 +87,7 @@ def test_ways_in_and_out() -> None:
 
 
 def _uneven() -> str:
-    mpu.initialize_model_parallel(2, sequence_parallel=True)
+    mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=True))
     try:
         mpu.own_stretch(torch.zeros(7, 2))
     except ValueError as error:
@@ -143,7 +143,7 @@ class Talk:
 
 def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of one layer: (forward, backward)."""
-    mpu.initialize_model_parallel(2, sequence_parallel=sequence_parallel)
+    mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel))
     config = ModelConfig(
         hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0, checkpoint_attention=recompute
     )

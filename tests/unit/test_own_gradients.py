@@ -15,7 +15,7 @@ from megatron.model.biased_attention import biased_attention
 from megatron.model.mlp import gated_gelu
 from megatron.model.norm import RMSNorm
 from megatron.mpu.linear import linear
-from megatron.mpu.mesh import ALONE
+from megatron.mpu.mesh import ALONE, Options
 from megatron.ranks.initialize import cpu_products_by_onednn
 from tds.split_backward import backward_input
 
@@ -78,7 +78,7 @@ class _Multiplies(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x.repeat(2, 1, 1, 1), self.weight, None, ALONE, onednn=True)
+        return linear(x.repeat(2, 1, 1, 1), self.weight, None, ALONE, Options(onednn=True))
 
 
 needs_onednn = pytest.mark.skipif(not mpu.onednn_is_there(), reason="this build of torch has no oneDNN")
@@ -143,7 +143,10 @@ def test_linear_by_onednn_is_fp32_to_its_last_bits(with_bias: bool) -> None:
     inputs = [x, torch.randn(9, 10, requires_grad=True), *([torch.randn(9, requires_grad=True)] if with_bias else [])]
     grad = torch.randn(9, 65, 7).transpose(0, 2)
     wide = [each.detach().double().requires_grad_() for each in inputs]
-    ours, exact = linear(inputs[0], inputs[1], inputs[2] if with_bias else None, ALONE, onednn=True), F.linear(*wide)
+    ours, exact = (
+        linear(inputs[0], inputs[1], inputs[2] if with_bias else None, ALONE, Options(onednn=True)),
+        F.linear(*wide),
+    )
     assert type(ours.grad_fn).__name__ == "_LinearBackward"
     found = [ours, *torch.autograd.grad(ours, inputs, grad)]
     for mine, true in zip(found, [exact, *torch.autograd.grad(exact, wide, grad.double())], strict=True):
@@ -155,7 +158,9 @@ def test_what_onednn_does_not_do_is_torchs() -> None:
     weight = torch.randn(3, 4)
     for rows, dtype in ((4, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
         x = torch.randn(rows, 4, dtype=dtype, requires_grad=True)
-        assert type(linear(x, weight.to(dtype), None, ALONE, onednn=True).grad_fn).__name__ != "_LinearBackward"
+        assert (
+            type(linear(x, weight.to(dtype), None, ALONE, Options(onednn=True)).grad_fn).__name__ != "_LinearBackward"
+        )
 
 
 def test_who_multiplies_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
