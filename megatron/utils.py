@@ -12,25 +12,25 @@ from megatron import mpu
 def get_ltor_documents_and_position_ids(
     tokens: Tensor, eod: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What our left-to-right models take beside their tokens [b, s].
+    """What our left-to-right models take next to their tokens [b, s].
 
     An end-of-document token belongs to the document that it ends.
     Returns (document ids, loss mask, position ids):
     the number of each token's document, int32 [b, s] (`megatron.model.masks` makes the s x s mask of them where it is
     used), empty unless `reset_attention_mask`;
     the loss mask, fp32 [b, s], 0 where `eod_mask_loss` and the input is end of document;
-    positions, int64 [b, s], counted anew in each document if `reset_position_ids`.
+    positions, int64 [b, s], counted again in each document if `reset_position_ids`.
     """
     b, s = tokens.shape
     is_eod = tokens == eod
     positions = torch.arange(s, device=tokens.device).expand(b, s)
-    documents = torch.zeros_like(tokens)
-    documents[:, 1:] = is_eod[:, :-1].cumsum(dim=1)
+    numbers = torch.zeros_like(tokens)
+    numbers[:, 1:] = is_eod[:, :-1].cumsum(dim=1)
     if reset_position_ids:
         begins = torch.zeros_like(tokens)
         begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
         positions = positions - begins.cummax(dim=1).values
-    document_ids = documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
+    document_ids = numbers.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
     loss_mask = torch.ones(b, s, dtype=torch.float32, device=tokens.device)
     if eod_mask_loss:
         loss_mask.masked_fill_(is_eod, 0.0)
@@ -45,13 +45,13 @@ def get_ltor_masks_and_position_ids(
     Returns (attention mask, loss mask, position ids): the mask is bool, True where a query (row) may not look at a key
     (column), [b, 1, s, s] if `reset_attention_mask`, else [1, 1, s, s]; the others as above.
     """
-    documents, loss_mask, positions = get_ltor_documents_and_position_ids(
+    document_ids, loss_mask, positions = get_ltor_documents_and_position_ids(
         data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss
     )
     s = data.shape[1]
     hidden = torch.ones(1, s, s, dtype=torch.bool, device=data.device).triu(1)
     if reset_attention_mask:
-        hidden = hidden | (documents.unsqueeze(2) != documents.unsqueeze(1))
+        hidden = hidden | (document_ids.unsqueeze(2) != document_ids.unsqueeze(1))
     return hidden.unsqueeze(1), loss_mask, positions
 
 

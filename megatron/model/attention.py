@@ -23,7 +23,7 @@ from .recompute import Recipe, instead_of
 
 
 def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
-    """Which of torch's attention kernels may be taken. With a mask on CUDA not cuDNN's, which torch prefers on Hopper:
+    """Which of torch's attention kernels may be taken for query [b, n/t, q, d]. With a mask on CUDA not cuDNN's, which torch prefers on Hopper:
 
     the gradients of its masked form are not finite for some lengths.
     """
@@ -40,7 +40,7 @@ class KeyValueCache:
         self.value: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens; returns all."""
+        """Append those of new tokens, [b, n/t, q, d] each; returns all, [b, n/t, k, d]."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
         self.key, self.value = key, value
@@ -59,7 +59,7 @@ def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Te
 
 
 class Attention(nn.Module):
-    """What self- and cross-attention share: softmax(q k^T + bias) v, and the projection behind it (Vaswani et al. 2017)."""
+    """What self- and cross-attention share: softmax(q k^T + bias) v, and the projection after it (Vaswani et al. 2017)."""
 
     def __init__(self, config: ModelConfig, stream: str, output_std: float, causal: bool) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, p: float = 0.0
     ) -> Tensor:
         q, k = query.shape[2], key.shape[2]
-        # A mask of documents is causal already where it must be; the newest token alone sees all there are.
+        # A mask of documents is causal already where it must be; a single newest token sees all there are.
         plain_causal = self.causal and mask is None and q > 1
         if plain_causal and (bias is not None or q != k):
             mask, plain_causal = causal_mask(q, k, query.device), False

@@ -17,7 +17,7 @@ from megatron import mpu
 
 
 def serves(query: Tensor, bias: Tensor) -> bool:
-    """Whether torch would keep the probabilities: accelerators have a fused kernel that differentiates the bias, too."""
+    """Whether torch would keep the probabilities of query [b, n, q, d] and bias [1, n, q, k]: accelerators have a fused kernel that differentiates the bias, too."""
     return query.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
 
 

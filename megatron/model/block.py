@@ -30,6 +30,7 @@ class Dropout(nn.Module):
         self.split = mpu.sequence_axis().size > 1  # each rank drops from its own stretch
 
     def forward(self, x: Tensor) -> Tensor:
+        """[...] -> [...]"""
         return self._drop(x) if self.training and self.p else x
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -118,5 +119,5 @@ class Block(TransformerLayer):
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
         """(hidden [s, b, h], document ids [b, s] or empty) -> the same."""
-        hidden, documents = inputs
-        return self.layer(hidden, document_mask(documents, causal=True), caches=caches), documents
+        hidden, document_ids = inputs
+        return self.layer(hidden, document_mask(document_ids, causal=True), caches=caches), document_ids

@@ -54,7 +54,7 @@ class PositionEmbedding(nn.Module):
             raise ValueError(
                 f"a sequence of {position_ids.shape[-1]} tokens is longer than the {self.positions} learned positions"
             )
-        vectors = nn.functional.embedding(mpu.own_stretch(position_ids.t(), axis=self.sequence), self.weight)
+        vectors = nn.functional.embedding(mpu.local_shard(position_ids.t(), axis=self.sequence), self.weight)
         return self.dropout(hidden + vectors), document_ids
 
 

@@ -22,8 +22,8 @@ class Layer:
     name: its global name, a dotted path. cls(*args) builds it. tied: layers with the same key
     share one module, which carries the name of the first. call: what to do with the module
     instead of calling it, `call(module, inputs)`. puts_out: names of the tensors it returns,
-    for the boundary behind it. repeated: part of the stack of equal layers, whose activations
-    may be computed again. prelude: not counted, but computed again with the layer behind it.
+    for the boundary after it. repeated: part of the stack of equal layers, whose activations
+    may be computed again. prelude: not counted, but computed again with the layer after it.
     """
 
     name: str

@@ -26,7 +26,7 @@ class TokenLoss:
     def __init__(self, vocab_size: int, fused: bool = True, is_text: IsText | None = None) -> None:
         self.vocab_size, self.fused, self.is_text = vocab_size, fused, is_text
         self.axis = mpu.get_mesh().model
-        self.aside: dict[str, Tensor] = {}  # sums over the text of the last micro-batch, filled without gradients alone
+        self.aside: dict[str, Tensor] = {}  # sums over the text of the last micro-batch, filled only without gradients
 
     def per_token(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, v/t], labels [b, s] -> loss [b, s] in nats, fp32 (fp64 for fp64 logits)."""
@@ -58,5 +58,5 @@ class TokenLoss:
         return (self.per_token(logits, labels) * loss_mask).sum()
 
     def count_targets(self, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """How many targets a micro-batch has, in fp64: exact for any batch."""
+        """(labels [b, s], loss mask [b, s]) -> how many targets a micro-batch has, a scalar in fp64: exact for any batch."""
         return targets[1].sum(dtype=torch.float64)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def no_documents(device: torch.device) -> Tensor:
-    """The document ids of plain attention: an empty tensor, which costs nothing to send."""
+    """The document ids of plain attention: an empty tensor [0], int16, which costs nothing to send."""
     return torch.empty(0, dtype=torch.int16, device=device)
 
 
 def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Tensor | None:
     """Document ids [b, q] and [b, k] -> [b, 1, q, k], True where a query may look; None for everywhere.
 
-    keys None: the queries themselves. causal: and at nothing behind itself. A query that would see
+    keys None: the queries themselves. causal: and at nothing after itself. A query that would see
     nothing, which padding may bring about, sees everything: what it computes is not used.
     Raises ValueError for a mask in the place of the ids.
     """
@@ -39,9 +39,9 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def positions_in_documents(documents: Tensor) -> Tensor:
+def positions_in_documents(document_ids: Tensor) -> Tensor:
     """[b, s] document ids -> [b, s] position of each token in its document, from 0."""
-    place = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return place - place.masked_fill(~first, 0).cummax(dim=1).values

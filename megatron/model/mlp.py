@@ -17,12 +17,12 @@ from .recompute import Recipe, instead_of
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The tanh form, which GPT-2 and T5 were trained with."""
+    """[...] -> [...], the tanh form, which GPT-2 and T5 were trained with."""
     return F.gelu(x, approximate="tanh")
 
 
 class _GatedGelu(torch.autograd.Function):
-    """Keeps its input alone. On a CPU gate and value are taken apart first: on every second number torch is four times slower."""
+    """Keeps only its input. On a CPU gate and value are taken apart first: on every second number torch is four times slower."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def _apart(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_gelu(x: Tensor) -> Tensor:
-    """[..., 2 f], gate and value of each feature side by side -> [..., f] (Shazeer 2020)."""
+    """[..., 2 f], gate and value of each feature next to each other -> [..., f] (Shazeer 2020)."""
     return _GatedGelu.apply(x)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -17,13 +17,14 @@ class RMSNorm(nn.RMSNorm):
     """On a CPU torch's own keeps both the input and the normalized input, and goes over them a dozen times."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """[..., h], in fp32 inside; keeps its input alone, and one number a row."""
+    """[..., h], in fp32 inside; keeps only its input, and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

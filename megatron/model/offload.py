@@ -26,7 +26,7 @@ def _is_elsewhere(device: torch.device) -> bool:
 def _away(tensor: Tensor) -> Any:
     if _stays(tensor):
         return tensor
-    # Queued behind what computes the tensor, so nothing waits, and before whatever uses its memory next.
+    # Queued after what computes the tensor, so nothing waits, and before whatever uses its memory next.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_is_elsewhere(tensor.device))
     return tensor.device, host.copy_(tensor, non_blocking=True)
 

@@ -20,15 +20,15 @@ from .masks import no_documents
 from .t5 import t5_layers
 
 # Hidden states are the same on all model-parallel ranks, so each carries its share of them. With sequence
-# parallelism each rank has its stretch alone, and carries all of it.
-TRAVELLERS = {
+# parallelism each rank has only its own stretch, and carries all of it.
+BOUNDARIES = {
     "hidden": Boundary("hidden", grad=True, split=True),
     "position_ids": Boundary("position_ids", kind="int", grad=False),
     "document_ids": Boundary("document_ids", kind="int", grad=False),
     "encoded": Boundary("encoded", grad=True, split=True),
     "decoder_tokens": Boundary("decoder_tokens", kind="int", grad=False),
-    "encoder_documents": Boundary("encoder_documents", kind="int", grad=False),
-    "decoder_documents": Boundary("decoder_documents", kind="int", grad=False),
+    "encoder_document_ids": Boundary("encoder_document_ids", kind="int", grad=False),
+    "decoder_document_ids": Boundary("decoder_document_ids", kind="int", grad=False),
     "table": Boundary("table", grad=True),
 }
 
@@ -52,8 +52,8 @@ class LayerStackPipe(PipelineModule):
         self._layers = [layers[index] for index in self.indices]
         first_with = {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
         self._names = [first_with[layer.tied] if layer.tied else layer.name for layer in self._layers]
-        puts_out = [_travellers(layers[stop - 1]) for _, stop in self.bounds]
-        takes_in = [_travellers(layers[start - 1]) if start else None for start, _ in self.bounds]
+        puts_out = [_boundaries_after(layers[stop - 1]) for _, stop in self.bounds]
+        takes_in = [_boundaries_after(layers[start - 1]) if start else None for start, _ in self.bounds]
         self.boundaries: Any = puts_out if self.chunks > 1 else puts_out[0]
         self.receives: Any = takes_in if self.chunks > 1 else takes_in[0]
         init_weights(self, config.train.seed)
@@ -71,7 +71,7 @@ class LayerStackPipe(PipelineModule):
         """What comes from the stage before (or the batch) -> what goes to the next (or the logits), through one chunk."""
         mine = slice(*self.stretches[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
-        # The engine hands over a tensor alone where a boundary has one; our layers want tuples.
+        # The engine hands over a bare tensor where a boundary has one; our layers want tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return run(steps, inputs, self._chunk if self.training else 0, self._rng)
 
@@ -79,7 +79,7 @@ class LayerStackPipe(PipelineModule):
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     if layer.tied is None and layer.call is None:
         spec = LayerSpec(layer.cls, *layer.args)
-    elif layer.tied is None:  # DeepSpeed knows calls of tied layers alone; this one is tied to nothing
+    elif layer.tied is None:  # DeepSpeed knows only calls of tied layers; this one is tied to nothing
         key = layer.name.replace(".", "_")
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=[])
     else:
@@ -89,9 +89,9 @@ def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     return spec
 
 
-def _travellers(layer: Layer) -> list[Boundary]:
-    """What crosses a boundary behind this layer."""
-    found = [TRAVELLERS[name] for name in layer.puts_out if name in TRAVELLERS]
+def _boundaries_after(layer: Layer) -> list[Boundary]:
+    """What crosses a boundary after this layer."""
+    found = [BOUNDARIES[name] for name in layer.puts_out if name in BOUNDARIES]
     whole = mpu.sequence_axis().size > 1
     return [replace(b, split=False) for b in found] if whole else found
 
@@ -139,7 +139,7 @@ class T5ModelPipe(LayerStackPipe):
         )
 
     def get_additional_losses(self) -> dict[str, Tensor]:
-        """As T5Model's."""
+        """As T5Model's, a scalar each."""
         aside: dict[str, Tensor] = self.loss_fn.aside
         return aside
 

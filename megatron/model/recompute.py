@@ -26,17 +26,18 @@ class Recipe:
         self._found: Tensor | None = None
 
     def cook(self) -> Tensor:
+        """[...], computed again from what the result was made of."""
         source = self._source.cook() if isinstance(self._source, Recipe) else self._source
         with torch.no_grad():
             return self._function(source)
 
     def view(self, tensor: Tensor) -> "_View":
-        """What is saved of `tensor`, a view of the result."""
+        """What is saved of `tensor` [...], a view of the result."""
         self._uses += 1
         return _View(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def ask(self) -> Tensor:
-        """The result; computed once for all views."""
+        """The result, [...]; computed once for all views."""
         if self._found is None:
             self._found, self._left = self.cook(), self._uses
         found, self._left = self._found, self._left - 1

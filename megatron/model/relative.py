@@ -17,7 +17,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
     """key position - query position, int64 [...] -> bucket 0 to count - 1.
 
     Half of the buckets are single distances, the others grow logarithmically up to `furthest`.
-    Both directions have half of them; causal has all for the past, where alone it looks.
+    Both directions have half of them; causal has all for the past, the only place where it looks.
     """
     found = torch.zeros_like(distance)
     if not causal:
@@ -50,7 +50,7 @@ class RelativePositions(nn.Module):
         )
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Hand the table to the layer behind: (...) -> (..., weight)."""
+        """Hand the table to the layer after it: (...) -> (..., weight [r, n/t])."""
         return *inputs, self.weight
 
 

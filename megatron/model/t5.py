@@ -27,8 +27,8 @@ from .masks import document_mask, no_documents, positions_in_documents
 from .norm import build_norm
 from .relative import RelativePositions, position_bias
 
-ENCODING = ("hidden", "decoder_tokens", "encoder_documents", "decoder_documents")
-DECODING = ("hidden", "encoded", "encoder_documents", "decoder_documents")
+ENCODING = ("hidden", "decoder_tokens", "encoder_document_ids", "decoder_document_ids")
+DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -50,16 +50,17 @@ class Head:
         self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
 
     def __call__(self, embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Tensor:
+        """(hidden [q, b, h], ...) -> logits [q, b, v/t] of the padded vocabulary"""
         hidden = inputs[0] * self.factor if self.factor != 1.0 else inputs[0]
         return embedding.word_embeddings.logits(hidden)
 
 
 class StackStart(nn.Module):
-    """The foot of a stack: learned positions, if the model has them, and dropout. documents: which input holds the ids."""
+    """The foot of a stack: learned positions, if the model has them, and dropout. ids_at: which input holds the document ids."""
 
-    def __init__(self, config: Config, name: str, documents: int) -> None:
+    def __init__(self, config: Config, name: str, ids_at: int) -> None:
         super().__init__()
-        self.documents, self.restart = documents, config.data.reset_position_ids
+        self.ids_at, self.restart = ids_at, config.data.reset_position_ids
         self.dropout = Dropout(config.model.hidden_dropout, name)
         self.weight: nn.Parameter | None = None
         self.sequence = mpu.sequence_axis()
@@ -77,27 +78,28 @@ class StackStart(nn.Module):
                 raise ValueError(
                     f"a sequence of {total} tokens is longer than the {len(self.weight)} learned positions"
                 )
-            documents = inputs[self.documents]
-            if self.restart and documents.numel():
-                place = positions_in_documents(documents).t()  # [s, b]
+            document_ids = inputs[self.ids_at]
+            if self.restart and document_ids.numel():
+                place = positions_in_documents(document_ids).t()  # [s, b]
             else:
                 place = torch.arange(seen, total, device=hidden.device).unsqueeze(1)  # [s, 1]
-            hidden = hidden + nn.functional.embedding(mpu.own_stretch(place, axis=self.sequence), self.weight)
+            hidden = hidden + nn.functional.embedding(mpu.local_shard(place, axis=self.sequence), self.weight)
         return self.dropout(hidden), *rest
 
 
 class EncoderBlock(TransformerLayer):
-    """Every token looks at all tokens of its document. Inputs and outputs: ENCODING, with the table behind the inputs."""
+    """Every token looks at all tokens of its document. Inputs and outputs: ENCODING, with the table after the inputs."""
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=2 * config.num_layers, causal=False)
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden, tokens, documents, other, *table = inputs
+        """(hidden [k, b, h], decoder tokens [b, q], document ids [b, k] and [b, q] or empty, table [r, n/t] or nothing)"""
+        hidden, tokens, encoder_ids, decoder_ids, *table = inputs
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], s, s, self.config, causal=False) if table else None
-        return self.layer(hidden, document_mask(documents), bias), tokens, documents, other
+        return self.layer(hidden, document_mask(encoder_ids), bias), tokens, encoder_ids, decoder_ids
 
 
 class DecoderBlock(TransformerLayer):
@@ -108,12 +110,13 @@ class DecoderBlock(TransformerLayer):
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
-        hidden, encoded, theirs, ours, *table = inputs
+        """(hidden [q, b, h], encoded [k, b, h], document ids [b, k] and [b, q] or empty, table [r, n/t] or nothing)"""
+        hidden, encoded, encoder_ids, decoder_ids, *table = inputs
         seen = caches.own.key.shape[2] if caches and caches.own.key is not None else 0
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], q, seen + q, self.config, causal=True) if table else None
-        mask, cross = document_mask(ours, causal=True), document_mask(ours, theirs)
-        return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, theirs, ours
+        mask, cross = document_mask(decoder_ids, causal=True), document_mask(decoder_ids, encoder_ids)
+        return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, encoder_ids, decoder_ids
 
 
 class StackNorm(nn.Module):
@@ -124,14 +127,16 @@ class StackNorm(nn.Module):
         self.norm = build_norm(config)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(hidden [s, b, h], ...) -> the same"""
         hidden, *rest = inputs
         return self.norm(hidden), *rest
 
 
 class DecoderNorm(StackNorm):
-    """The norm after the decoder, behind which nothing but the hidden states is needed."""
+    """The norm after the decoder; after it only the hidden states are needed."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(hidden [q, b, h], ...) -> (hidden,)"""
         return (self.norm(inputs[0]),)
 
 
@@ -193,28 +198,30 @@ class T5Model(LayerStack):
         self.loss_fn = TokenLoss(self.vocab_size, "cross-entropy" not in config.model.unfused, is_text)
 
     def get_additional_losses(self) -> dict[str, Tensor]:
-        """What was looked at apart from the loss, of the last micro-batch: by the name that DeepSpeed asks pipelines with."""
+        """What was looked at apart from the loss of the last micro-batch, a scalar each: by the name that DeepSpeed asks pipelines with."""
         return self.loss_fn.aside
 
     def forward(
         self,
         encoder_tokens: Tensor,
         decoder_tokens: Tensor,
-        encoder_documents: Tensor | None = None,
-        decoder_documents: Tensor | None = None,
+        encoder_document_ids: Tensor | None = None,
+        decoder_document_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
         """Tokens [b, k] and [b, q] -> logits, or with labels [b, q] the loss of every token, [b, q] in fp32.
 
-        documents: [b, s] number of the document of each token, 0 for padding; tokens see their own
-        document alone. Give both or neither; neither is one document without padding.
+        document_ids: [b, s] number of the document of each token, 0 for padding; tokens see only their own
+        document. Give both or neither; neither is one document without padding.
         """
         none = no_documents(encoder_tokens.device)
-        theirs = none if encoder_documents is None else encoder_documents
-        ours = none if decoder_documents is None else decoder_documents
-        if bool(theirs.numel()) != bool(ours.numel()):
+        encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids
+        decoder_document_ids = none if decoder_document_ids is None else decoder_document_ids
+        if bool(encoder_document_ids.numel()) != bool(decoder_document_ids.numel()):
             raise ValueError("give the document ids of both encoder and decoder tokens, or of neither")
-        logits: Any = self.run((encoder_tokens, decoder_tokens, theirs, ours))  # [q, b, v/t]
+        logits: Any = self.run(
+            (encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids)
+        )  # [q, b, v/t]
         if labels is not None:
             return self.loss_fn.per_token(logits, labels)
         return self.output(logits, self.vocab_size, self.parallel_output)

@@ -35,7 +35,7 @@ from .random import RngStreams, derive_seed, seeded
 from .reducer import GradReducer
 from .sequence import (
     gather_from_sequence_parallel_region,
-    own_stretch,
+    local_shard,
     pad_sequence,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -228,7 +228,7 @@ __all__ = [
     "normal",
     "ones",
     "onednn_is_there",
-    "own_stretch",
+    "local_shard",
     "pad_sequence",
     "padded_vocab_size",
     "reduce_from_model_parallel_region",

@@ -22,7 +22,7 @@ def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
-    """The 2-norm of the gradients of the whole model, the same on every rank, fp32 (fp64 for fp64).
+    """The 2-norm of the gradients of the whole model, a scalar, the same on every rank, fp32 (fp64 for fp64).
 
     Gradients must already agree over the data-parallel ranks. It is not finite if any gradient on any rank of the
     model is not, that of a copy which does not count included.
@@ -42,7 +42,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh | None = None) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
+    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before, a scalar.
 
     max_norm 0 only measures (Pascanu et al. 2013).
     """

@@ -102,10 +102,10 @@ def is_asked_for(ctx: Any, i: int) -> bool:
     """Whether this backward pass goes on to input `i`: a pipeline may ask for inputs and weights apart (Qi et al. 2023)."""
     if torch.compiler.is_compiling():
         return bool(ctx.needs_input_grad[i])  # torch 2.11's compiler knows no `next_functions`; it drops what is unused
-    behind = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None is not counted
-    if behind is None:
+    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None is not counted
+    if node is None:
         return False
     try:
-        return torch._C._will_engine_execute_node(behind)
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return True  # within torch.autograd.grad torch does not say; what nobody wants is dropped

@@ -22,7 +22,7 @@ Way = Callable[[Tensor, Axis], Tensor]
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum of `x` over the line, in a new tensor (in `x` itself where this rank is alone)."""
+    """[...] -> [...], the sum of `x` over the line, in a new tensor (in `x` itself where this rank is alone)."""
     if axis.size == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -49,7 +49,7 @@ def own_part(x: Tensor, axis: Axis) -> Tensor:
 
 
 def keep(x: Tensor, axis: Axis) -> Tensor:
-    """`x` itself."""
+    """[...] -> [...], `x` itself."""
     return x.view_as(x)
 
 
@@ -65,7 +65,7 @@ class _Mapped(torch.autograd.Function):
 
 
 def over_ranks(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
-    """`there(x, axis)`, whose gradient is `back(gradient, axis)`."""
+    """`there(x, axis)`, whose gradient is `back(gradient, axis)`; [...] -> [...], of the shapes that these two make."""
     return _Mapped.apply(x, axis, there, back)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -63,7 +63,7 @@ class RngStreams:
         self._states: dict[str, Tensor] = {}
 
     def begin(self, iteration: int) -> None:
-        """Start every stream anew for this iteration (one optimizer step), and torch's own generators with them.
+        """Start every stream again for this iteration (one optimizer step), and torch's own generators with them.
 
         Layers that draw from torch's own, as nn.Dropout, so draw the same on all ranks of a model-parallel line, and again
         after a resume; which numbers, depends on the layout.

@@ -23,13 +23,13 @@ class _Bucket:
         self.sent: dist.Work | None = None
 
 
-Homes = Mapping[nn.Parameter, Tensor]
+GradBuffers = Mapping[nn.Parameter, Tensor]
 
 
 class GradReducer:
-    """`arm()` before the last backward pass of a step, `finish()` behind it: then `.grad` is the sum over the replicas.
+    """`arm()` before the last backward pass of a step, `finish()` after it: then `.grad` is the sum over the replicas.
 
-    homes: where an optimizer adds gradients up instead, as soon as they are there: a 1-D view of a flat buffer for each
+    grad_buffers: where an optimizer adds gradients up instead, as soon as they are there: a 1-D view of a flat buffer for each
     of `parameters`, which follow one another as the views do. Then the sums come about there, and nothing is copied.
     """
 
@@ -38,9 +38,9 @@ class GradReducer:
         parameters: Iterable[nn.Parameter],
         axis: Axis,
         bucket_bytes: int = BUCKET_BYTES,
-        homes: Homes | None = None,
+        grad_buffers: GradBuffers | None = None,
     ) -> None:
-        self._axis, self._armed, self._next, self._homes = axis, False, 0, homes
+        self._axis, self._armed, self._next, self._grad_buffers = axis, False, 0, grad_buffers
         self._buckets = self._pack([p for p in parameters if p.requires_grad][::-1], bucket_bytes)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -50,7 +50,7 @@ class GradReducer:
         buckets: list[_Bucket] = []
         room = 0
         for p in parameters:
-            size = p.numel() * (self._homes[p] if self._homes else p).element_size()
+            size = p.numel() * (self._grad_buffers[p] if self._grad_buffers else p).element_size()
             if not buckets or room < size or not self._fits(p, buckets[-1].parameters[-1]):
                 buckets.append(_Bucket())
                 room = bucket_bytes
@@ -60,9 +60,9 @@ class GradReducer:
 
     def _fits(self, p: nn.Parameter, last: nn.Parameter) -> bool:
         """Whether `p` can share a message with `last`: what is sent in place must lie directly before it."""
-        if self._homes is None:
+        if self._grad_buffers is None:
             return p.dtype == last.dtype
-        mine, its = self._homes[p], self._homes[last]
+        mine, its = self._grad_buffers[p], self._grad_buffers[last]
         return mine.data_ptr() + mine.numel() * mine.element_size() == its.data_ptr()
 
     def arm(self) -> None:
@@ -93,9 +93,9 @@ class GradReducer:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if self._homes is not None:
+        if self._grad_buffers is not None:
             size = sum(p.numel() for p in bucket.parameters)
-            stretch = self._homes[bucket.parameters[-1]].as_strided((size,), (1,))
+            stretch = self._grad_buffers[bucket.parameters[-1]].as_strided((size,), (1,))
             bucket.sent = dist.all_reduce(stretch, group=self._axis.group, async_op=True)
             return
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]

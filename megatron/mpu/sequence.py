@@ -2,8 +2,8 @@
 
                      forward                      backward
     gather           all-gather                   reduce-scatter     before a product split by columns
-    reduce-scatter   sum, keep own stretch        all-gather         after a product split by rows
-    scatter          keep own stretch             all-gather
+    reduce-scatter   sum, keep local shard        all-gather         after a product split by rows
+    scatter          keep local shard             all-gather
 
 The pairs say as much as the all-reduces that they stand for; norms, dropout and what is kept for the backward
 pass shrink to one t-th. Shapes: s sequence, always the first dimension; t model-parallel ranks.
@@ -36,7 +36,7 @@ def stretch_length(length: int, axis: Axis) -> int:
 
 
 def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None) -> Tensor:
-    """`x` with as many `filler` behind it along `dim` as the ranks need to share it out evenly; itself otherwise."""
+    """[..., s, ...] -> [..., s + padding, ...]: `x` with as many `filler` after it along `dim` as the ranks need to share it out evenly; itself otherwise."""
     axis = axis or surroundings().sequence
     missing = -x.shape[dim] % axis.size
     if not missing:
@@ -65,6 +65,7 @@ class Pending:
             self._work = None
 
     def wait(self) -> Tensor:
+        """Its result, [s, ...] or [s/t, ...] as whoever started it says."""
         self.settle()
         return self._result.view(self._parts, -1, *self._result.shape[1:]).sum(0) if self._parts else self._result
 
@@ -87,8 +88,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     return Pending(_reduce_scatter(mine, x, group=axis.group, async_op=True), mine)
 
 
-def own_stretch(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
-    """This rank's stretch of `x` along `dim`; all of it without sequence parallelism."""
+def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
+    """[..., s, ...] -> [..., s/t, ...], this rank's stretch of `x` along `dim`; all of it without sequence parallelism."""
     axis = axis or surroundings().sequence
     if axis.size == 1:
         return x
@@ -105,7 +106,7 @@ def _reduce_scatter_now(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _keep_own(x: Tensor, axis: Axis) -> Tensor:
-    return own_stretch(x, 0, axis).contiguous()
+    return local_shard(x, 0, axis).contiguous()
 
 
 def gather_from_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:

@@ -25,7 +25,7 @@ def lr_at(iteration: int, config: Config) -> float:
 
 
 def _schedule(config: Config) -> dict[str, Any]:
-    """All that the learning rate depends on, beside the iteration."""
+    """All that the learning rate depends on, apart from the iteration."""
     names = ("lr", "min_lr", "lr_decay_style", "warmup")
     return {**{name: getattr(config.optim, name) for name in names}, "lr_decay_iters": config.lr_decay_iters}
 
@@ -47,13 +47,13 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     saved: the settings of the checkpoint. Without --override-lr-schedule its schedule stays, whatever --train-iters
     says: the curve would bend in the middle of the run otherwise.
     """
-    theirs = _schedule(saved)
-    if theirs == _schedule(config):
+    of_checkpoint = _schedule(saved)
+    if of_checkpoint == _schedule(config):
         return config, None
     there, here = describe(saved), describe(config)
     if config.optim.override_lr_schedule:
         return config, f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
-    kept = replace(config, optim=replace(config.optim, **theirs))
+    kept = replace(config, optim=replace(config.optim, **of_checkpoint))
     return (
         kept,
         f"the learning rate follows the checkpoint's schedule ({there}); --override-lr-schedule takes the flags' ({here})",

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay on matrices alone."""
+"""The optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay only on matrices."""
 
 from typing import Any
 

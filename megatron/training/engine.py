@@ -195,12 +195,14 @@ class PlainEngine:
         # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
         self.reducer: mpu.GradReducer | None = None
-        homes = zero_state.fp32_gradients(engine)
-        overlap = resolved.overlap_grad_reduce and (resolved.zero_stage == 0 or homes is not None)
+        grad_buffers = zero_state.fp32_gradients(engine)
+        overlap = resolved.overlap_grad_reduce and (resolved.zero_stage == 0 or grad_buffers is not None)
         if overlap:
             engine.enable_backward_allreduce = False
             if self.data.size > 1:
-                self.reducer = mpu.GradReducer(homes or engine.module.parameters(), self.data, homes=homes)
+                self.reducer = mpu.GradReducer(
+                    grad_buffers or engine.module.parameters(), self.data, grad_buffers=grad_buffers
+                )
         # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducer sums.
         self.factor = gas if overlap else gas * self.data.size
 

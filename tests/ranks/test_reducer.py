@@ -27,36 +27,36 @@ class Model(nn.Module):
         return self.last(x).square().sum()
 
 
-def _flat_homes(model: Model) -> dict[nn.Parameter, torch.Tensor]:
+def _flat_buffers(model: Model) -> dict[nn.Parameter, torch.Tensor]:
     """As of an optimizer that adds gradients up itself: matrices in one flat buffer, the others in another."""
-    homes: dict[nn.Parameter, torch.Tensor] = {}
+    grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
     for matrices in (True, False):
         group = [p for p in model.parameters() if p.requires_grad and (p.dim() > 1) == matrices]
         flat = torch.zeros(sum(p.numel() for p in group) + 1, dtype=torch.float64)
-        homes |= zip(group, flat[:-1].split([p.numel() for p in group]), strict=True)
+        grad_buffers |= zip(group, flat[:-1].split([p.numel() for p in group]), strict=True)
 
     def moves(p: nn.Parameter) -> None:
         assert p.grad is not None
-        homes[p] += p.grad.view(-1)
+        grad_buffers[p] += p.grad.view(-1)
         p.grad = None
 
-    for p in homes:
+    for p in grad_buffers:
         p.register_post_accumulate_grad_hook(moves)  # type: ignore[no-untyped-call]
-    return homes
+    return grad_buffers
 
 
 def _body(bucket_bytes: int, flat: bool = False) -> int:
     mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     model = Model().double()
-    homes = _flat_homes(model) if flat else None
-    reducer = mpu.GradReducer(homes or model.parameters(), mpu.get_mesh().data, bucket_bytes, homes)
+    grad_buffers = _flat_buffers(model) if flat else None
+    reducer = mpu.GradReducer(grad_buffers or model.parameters(), mpu.get_mesh().data, bucket_bytes, grad_buffers)
     sent = []
     real = dist.all_reduce
     for _ in range(3):
         model.zero_grad()
-        for home in (homes or {}).values():
-            home.zero_()
+        for buffer in (grad_buffers or {}).values():
+            buffer.zero_()
         inputs = [torch.randn(4, 6, dtype=torch.float64) + dist.get_rank() for _ in range(3)]
         expected = dict.fromkeys(dict(model.named_parameters()), 0)
         for x in inputs:  # plain autograd, and a sum behind it
@@ -84,8 +84,8 @@ def _body(bucket_bytes: int, flat: bool = False) -> int:
         dist.all_reduce = real
         for name, p in model.named_parameters():
             if p.requires_grad:
-                torch.testing.assert_close(homes[p].view_as(p) if homes else p.grad, expected[name])
-                assert not homes or p.grad is None
+                torch.testing.assert_close(grad_buffers[p].view_as(p) if grad_buffers else p.grad, expected[name])
+                assert not grad_buffers or p.grad is None
         assert model.frozen.grad is None
     return len(sent) // 3
 

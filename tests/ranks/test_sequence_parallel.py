@@ -89,7 +89,7 @@ def test_ways_in_and_out() -> None:
 def _uneven() -> str:
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=True))
     try:
-        mpu.own_stretch(torch.zeros(7, 2))
+        mpu.local_shard(torch.zeros(7, 2))
     except ValueError as error:
         return str(error)
     return ""
@@ -150,8 +150,8 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
     layer = TransformerLayer(config, "x", branches=2, cross=cross) if cross else Block(config, "x")
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    x = mpu.own_stretch(draw(SEQ, BATCH, 16).float()).requires_grad_()
-    encoded = Encoded(mpu.own_stretch(draw(SEQ, BATCH, 16, seed=1).float()).requires_grad_(), None) if cross else None
+    x = mpu.local_shard(draw(SEQ, BATCH, 16).float()).requires_grad_()
+    encoded = Encoded(mpu.local_shard(draw(SEQ, BATCH, 16, seed=1).float()).requires_grad_(), None) if cross else None
     with Talk() as there:
         y = layer.layer(x, None, encoded=encoded)
     with Talk() as back:
