@@ -293,7 +293,8 @@ def main(args: argparse.Namespace) -> None:
         for prompt, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
             for text in texts if is_rank_0() else []:
                 whole = {"prompt": prompt, "text": text} if args.input else {"text": text}
-                print(json.dumps(whole, ensure_ascii=False) if args.json else text, flush=True)
+                line = text.replace("\n", " ") if args.input else text
+                print(json.dumps(whole, ensure_ascii=False) if args.json else line, flush=True)
             if args.favoured:
                 told = writer.favoured(writer.question(prompt), args.favoured)
                 if is_rank_0():
@@ -312,7 +313,7 @@ def build_parser() -> Parser:
         help="a run directory, a folder of checkpoints, one checkpoint, or a GPT-2 of Hugging Face",
     )
     add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
-    add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"')
+    add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"; each text is one line, too')
     add(
         "--batch-size",
         type=int,
