@@ -27,7 +27,7 @@ from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers, vocab_size_of
 from megatron.model.t5 import t5_layers
 from megatron.ranks import device as device_module
-from megatron.ranks.errors import leave
+from megatron.ranks.errors import exit_now
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
@@ -301,7 +301,7 @@ def main(args: argparse.Namespace) -> None:
                     print(f"    {told}", flush=True)
     if dist.is_initialized():
         dist.barrier()
-        leave(0)
+        exit_now(0)
 
 
 def build_parser() -> Parser:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron import mpu
 from megatron.config import Config
 from megatron.config.fields import flag
-from megatron.ranks.errors import together
+from megatron.ranks.errors import on_all_ranks
 from tds import optimizer_state as zero_state
 
 from .files import CheckpointError
@@ -61,8 +61,8 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
         refuse_contradictions(reader, config, fingerprint, wanted)
         return reader
 
-    reader = together(check)
-    together(_loader(reader, engine, config, wanted))
+    reader = on_all_ranks(check)
+    on_all_ranks(_loader(reader, engine, config, wanted))
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_mesh().rng.seed = reader.rng_seed
     return TrainState(**reader.state) if wanted.position else TrainState()
