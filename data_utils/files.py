@@ -3,7 +3,7 @@
 import glob
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,11 +40,11 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
         name, weight = _weight(given)
         path = Path(name)
         if path.is_dir():
-            found = _known(name, (p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path))), say)
+            found = _known(name, _there(p for p in path.rglob("*") if not _hidden(p.relative_to(path))), say)
             if not found:
                 raise InputError(f"the folder {name} holds no file of {KINDS}")
         elif glob.has_magic(name) and not path.exists():
-            found = _known(name, (Path(p) for p in glob.glob(name, recursive=True) if os.path.isfile(p)), say)
+            found = _known(name, _there(map(Path, glob.glob(name, recursive=True))), say)
             if not found:
                 raise InputError(f"no file of {KINDS} matches {name}")
         else:
@@ -57,6 +57,28 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
+
+
+def _there(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files among them. Raises InputError for a link to nothing, such as to a disk that is not mounted."""
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise InputError(f"{path} is a link to {os.readlink(path)}, which is not there")
+        if path.is_file():
+            yield path
+
+
+def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding: str = "utf-8") -> None:
+    """Raise InputError if something would be written over what is read, or two outputs over each other."""
+    read = {os.path.realpath(source.path) for source in find_files(inputs, encoding, lambda message: None)}
+    written: set[str] = set()
+    for each in filter(None, outputs):
+        real = os.path.realpath(each)
+        if real in read:
+            raise InputError(f"{each} is read: choose another name for what is written")
+        if real in written:
+            raise InputError(f"{each} would be written twice: choose another name for one of them")
+        written.add(real)
 
 
 def _known(where: str, paths: Iterable[Path], say: Callable[[str], None]) -> list[str]:

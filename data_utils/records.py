@@ -95,6 +95,9 @@ def _rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
             yield BadLine(path, lines.first, too_long(largest, "the line, or with a closing quote"))
         elif header is None:
             header = row or None
+            if len(set(row)) < len(row):
+                twice = next(name for name in row if row.count(name) > 1)
+                raise InputError(f"{path}, line {lines.first}: the column {twice!r} stands there more than once")
         elif len(row) == len(header):
             record = json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
             yield lines.first, record.encode("utf-8", "surrogateescape")

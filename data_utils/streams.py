@@ -5,6 +5,7 @@ import codecs
 import gzip
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
@@ -29,15 +30,14 @@ class BadLine(NamedTuple):
         return f"{self.path}, {place} {self.line}: {self.reason}"
 
 
-class _Zst(io.RawIOBase):
-    """A .zst file, decompressed; unlike zstandard's own reader it notices a file that is cut short."""
+class _Frames(io.RawIOBase):
+    """A compressed file of one or more streams; unlike the libraries' own readers it notices what is cut short or no stream.
 
-    def __init__(self, path: str) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise InputError(f"{path} needs the package zstandard: pip install zstandard") from None
-        self._new: Callable[[], Any] = zstandard.ZstdDecompressor().decompressobj
+    new: makes what decompresses one stream. padding: bytes that may stand between streams.
+    """
+
+    def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"") -> None:
+        self._new, self._padding = new, padding
         self._file = open(path, "rb")  # noqa: SIM115  # closed in close()
         self._frame: Any = None
         self._held = b""
@@ -52,7 +52,7 @@ class _Zst(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("it ends in the middle")
                 return 0
-            while raw:
+            while raw := raw if self._frame else raw.lstrip(self._padding):
                 frame = self._frame or self._new()
                 self._held += frame.decompress(raw)
                 raw, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
@@ -65,18 +65,28 @@ class _Zst(io.RawIOBase):
         super().close()
 
 
-def _open_zst(path: str) -> BinaryIO:
-    return io.BufferedReader(_Zst(path), 1 << 20)
+def _zst(path: str) -> _Frames:
+    try:
+        import zstandard
+    except ImportError:
+        raise InputError(f"{path} needs the package zstandard: pip install zstandard") from None
+    return _Frames(path, zstandard.ZstdDecompressor().decompressobj)
 
 
-_OPEN: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
+_FRAMES: dict[str, Callable[[str], _Frames]] = {
+    ".bz2": lambda path: _Frames(path, bz2.BZ2Decompressor),
+    ".xz": lambda path: _Frames(path, lzma.LZMADecompressor, b"\0"),
+    ".zst": _zst,
+}
 
 
 def open_bytes(path: str) -> BinaryIO:
     """The file, decompressed as its name says."""
-    for ending, opener in _OPEN.items():
-        if path.lower().endswith(ending):
-            return opener(path)  # type: ignore[no-any-return]
+    ending = os.path.splitext(path)[1].lower()
+    if ending == ".gz":
+        return gzip.open(path)  # type: ignore[return-value]
+    if ending in _FRAMES:
+        return io.BufferedReader(_FRAMES[ending](path), 1 << 20)
     return open(path, "rb")
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from data_utils.dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
 from data_utils.documents import Chunk, chunks, documents
-from data_utils.files import find_files
+from data_utils.files import find_files, refuse_as_outputs
 from data_utils.parallel import ordered_map
 from data_utils.shuffle import shuffled
 from data_utils.streams import BadLine, InputError
@@ -157,6 +157,7 @@ def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if output.name.removesuffix(".gz").rpartition(".")[2] != "jsonl":
         raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
+    refuse_as_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
     report = Report(args.dropped)
     try:

@@ -130,6 +130,7 @@ def main(args: argparse.Namespace) -> None:
         journal.release()
         raise
     try:
+        output.save(journal)  # or a disk that is full soon has no room for the first entry
         _convert(args, sources, output, journal)
         output.finish()
     except KeyboardInterrupt:
@@ -140,10 +141,9 @@ def main(args: argparse.Namespace) -> None:
             output.abort()
             journal.remove()
             raise
-        output.keep(journal)
+        kept = output.keep(journal)
         raise RuntimeError(
-            f"{describe(error)}; {output.count['documents']} documents are kept: start again to go on, "
-            f"or delete {journal.path} to begin again"
+            f"{describe(error)}; {kept} documents are kept: start again to go on, or delete {journal.path} to begin again"
         ) from error
     journal.remove()
 
@@ -215,6 +215,7 @@ class _Output:
         self.builders = [IndexedDatasetBuilder(n, dtype, "part", s) for n, s in zip(self.names, states, strict=True)]
         zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "bad_lines", "empty"), 0)
         self.count: dict[str, int] = {**zero, **state.get("count", {})}
+        self._journaled = self.count["documents"]
         self._whole = True  # not in the middle of a chunk
 
     def add(self, tokens: Tokens) -> None:
@@ -231,15 +232,20 @@ class _Output:
 
     def save(self, journal: Journal) -> None:
         journal.write({"builders": [builder.state() for builder in self.builders], "count": self.count})
+        self._journaled = self.count["documents"]
 
-    def keep(self, journal: Journal) -> None:
-        """After an error: all that is whole stays for a run that goes on; at least what the journal says already."""
+    def keep(self, journal: Journal) -> int:
+        """After an error: all that is whole stays for a run that goes on; at least what the journal says already.
+
+        Returns how many documents that is.
+        """
         with contextlib.suppress(OSError, ValueError):  # a full disk, or files that are closed already
             if self._whole:
                 self.save(journal)
         for builder in self.builders:
             builder.close()
         journal.release()
+        return self._journaled
 
     def finish(self) -> None:
         for builder in self.builders:

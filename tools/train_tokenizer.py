@@ -8,7 +8,7 @@ from _cli import Parser, input_flags, largest, refused, run
 from tqdm import tqdm
 
 from data_utils.documents import texts
-from data_utils.files import find_files
+from data_utils.files import find_files, refuse_as_outputs
 from data_utils.streams import BadLine, InputError
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--word-borders is for --tokenizer-type sentencepiece, not for {kind}")
     if args.model_type and kind not in ("sentencepiece", "cpm"):
         raise ValueError(f"--model-type is for sentencepiece and cpm, not for {kind}")
+    refuse_as_outputs(args.input, [args.output], args.encoding)
     bad: list[int] = []
 
     def on_bad(line: BadLine) -> None:

@@ -1,14 +1,17 @@
 """Where a run starts: from its own newest checkpoint, from another one, or from the beginning."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
+from megatron.data.corpora import prefixes_of
 from megatron.data.sample_hash import extend
 from megatron.optim import settled
 from megatron.ranks.errors import RunError, on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
+from .beside import look_of
 from .files import find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint
 from .reader import CheckpointReader, plain_config
@@ -32,21 +35,33 @@ def start_or_resume(
         wanted = Wanted()  # the flags were for --load
     elif load:
         path = on_all_ranks(lambda: find_checkpoint(load))
+    begin = on_all_ranks(lambda: _corpora(config))
     if path is None:
-        return TrainState(), config
+        return TrainState(sample_hash=begin), config
     state = load_checkpoint(path, engine, config, fingerprint, wanted)
     if not wanted.position:
         print_rank_0(f"starts with the weights of {path}")
+        state.sample_hash = begin
         return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     config, note = settled(config, plain_config(CheckpointReader(path)))
     if note and state.iteration:
         print_rank_0(f"note: {note}")
-    found = on_all_ranks(lambda: extend(0, dataset, 0, state.consumed_samples))
-    if state.sample_hash != found and wanted.same_data:
+    found, by_places = on_all_ranks(lambda: [extend(h, dataset, 0, state.consumed_samples) for h in (begin, 0)])
+    # Until checkpoints knew the corpora, the hash began with 0.
+    if state.sample_hash not in (found, by_places) and wanted.same_data:
         raise RunError(
             f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "
             f"--seed give, so what follows may have been seen before; --override-data goes on"
         )
     state.sample_hash = found
     return state, config
+
+
+def _corpora(config: Config) -> int:
+    """What the hash of samples begins with: which corpora are trained on, wherever they lie."""
+    if not (config.data.data_path or config.data.train_data_path):
+        return 0  # the data sets of an entry script of one's own
+    paths = config.data.paths
+    looks = " ".join(map(look_of, prefixes_of(paths["train"] if isinstance(paths, dict) else paths)))
+    return int.from_bytes(hashlib.sha256(looks.encode()).digest()[:8])

@@ -5,6 +5,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from .fields import ConfigError, flag, types_of
@@ -67,11 +68,21 @@ def build_parser(script: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file, each of whose keys stands there once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        values = " and ".join(json.dumps(value) for key, value in pairs if key == twice)
+        raise ConfigError(f"{path} says {twice!r} more than once: {values}")
+    return found
+
+
 def read_json(path: str) -> dict[str, Any]:
     """The JSON object in `path`. Raises ConfigError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+            content = json.load(file, object_pairs_hook=partial(_once, path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except json.JSONDecodeError as error:

@@ -1,6 +1,7 @@
 """--finetune, --no-load-optim, --no-load-rng and the overrides do what they say, and nothing else."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,17 @@ def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None
 def test_finetune_without_load_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     with pytest.raises(RankFailure, match="--finetune needs --load"):
         go(tmp_path, "--finetune", tiny_data, vocab_file)
+
+
+def test_another_corpus_with_documents_as_long(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """The same places in the files, other tokens there; a copy elsewhere is the same corpus."""
+    for name in ("same", "other"):
+        for ending in (".bin", ".idx"):
+            shutil.copyfile(f"{tiny_data}{ending}", tmp_path / f"{name}{ending}")
+    tokens = np.fromfile(tmp_path / "other.bin", dtype=np.uint16)
+    tokens[: len(tokens) // 2] = tokens[: len(tokens) // 2][::-1]
+    tokens.tofile(tmp_path / "other.bin")
+    more = f"--load {before} --train-iters 4"
+    go(tmp_path / "new", more, str(tmp_path / "same"), vocab_file)
+    with pytest.raises(RankFailure, match="the 6 samples before this point were others .* --override-data goes on"):
+        go(tmp_path / "refused", more, str(tmp_path / "other"), vocab_file)

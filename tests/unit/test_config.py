@@ -94,6 +94,12 @@ def test_config_json_reads_back(tmp_path: Path) -> None:
     assert parse(["--config", write(tmp_path / "config.json", config.to_dict())]) == config
 
 
+def test_a_key_that_stands_twice_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"train": {"lr": 1e-3, "gas": 8, "gas": 4}}')
+    with pytest.raises(ConfigError, match="a.json says 'gas' more than once: 8 and 4"):
+        parse(["--config", str(tmp_path / "a.json")])
+
+
 def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     t5 = ["--enc-seq-length", "32", "--position-embedding", "relative"]
     assert parse(t5, {"family": "t5"}).is_t5

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import io
 import json
+import lzma
 import random
 import time
 from collections.abc import Callable
@@ -255,3 +256,55 @@ def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
 
     pairs = [(seconds("a.json"), seconds("a.jsonl")) for _ in range(3)]
     assert min(a for a, _ in pairs) < 5 * min(b for _, b in pairs)
+
+
+@pytest.mark.parametrize(("ending", "compress"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_what_follows_a_stream_is_read_or_is_damage(
+    tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
+) -> None:
+    """Files of several streams, as parallel compressors write them."""
+    streams = [compress(b"".join(b'{"text": "%d"}\n' % i for i in range(k, k + 100))) for k in (0, 100, 200)]
+    path = tmp_path / f"x.jsonl{ending}"
+    padding = b"\0" * 4 if ending == ".xz" else b""
+    path.write_bytes(padding.join(streams) + padding)
+    assert [text for text in texts([Source(str(path))], "text")] == [str(i) for i in range(300)]
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(streams[0]) + len(padding)] ^= 1
+    for damaged in (bytes(flipped), whole + b"garbage", whole[:-9]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match="damaged compressed data"):
+            list(texts([Source(str(path))], "text"))
+
+
+def test_a_link_to_nothing_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.jsonl").symlink_to("/gone/b.jsonl")
+    for given in (str(tmp_path), f"{tmp_path}/*"):
+        with pytest.raises(InputError, match="b.jsonl is a link to /gone/b.jsonl, which is not there"):
+            find_files([given])
+
+
+def test_a_column_that_stands_there_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    with pytest.raises(InputError, match="line 1: the column 'text' stands there more than once"):
+        list(texts([Source(str(tmp_path / "a.csv"))], "text"))
+
+
+@pytest.mark.parametrize("name", ["clean_corpus", "train_tokenizer"])
+def test_nothing_is_written_over_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module(name)
+    source, link = tmp_path / "a.jsonl", tmp_path / "link.jsonl"
+    source.write_bytes((ROOT / "corpus/sample.jsonl").read_bytes())
+    link.symlink_to(source)
+    cases = [["--output", str(source)], ["--output", str(link)]]
+    if name == "clean_corpus":
+        cases += [["--output", str(tmp_path / "b.jsonl"), "--dropped", dropped] for dropped in (str(source), str(tmp_path / "b.jsonl"))]  # fmt: skip
+    more = ["--vocab-size", "2000"] if name == "train_tokenizer" else []
+    for case in cases:
+        args = tool.build_parser().parse_args(["--input", str(tmp_path / "a.jsonl"), "--quiet", *more, *case])
+        with pytest.raises(InputError, match=r"is read: choose another name|would be written twice"):
+            tool.main(args)
+    assert source.read_bytes() == (ROOT / "corpus/sample.jsonl").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "link.jsonl"]

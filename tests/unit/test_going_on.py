@@ -188,3 +188,23 @@ def test_verify_finds_zeros_in_each_part(
             with pytest.raises(ValueError, match=f"_{part}.bin, bytes 0 to .*SHA-256 differs"):
                 verify(name)
         path.write_bytes(whole)
+
+
+def test_a_disk_without_room_for_the_journal_promises_nothing(
+    tool: ModuleType, start: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = tool.Journal.write
+
+    def write(self: Any, state: dict[str, Any]) -> None:
+        if state["count"]["documents"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(self, state)
+
+    start("a")
+    with pytest.MonkeyPatch.context() as patch:
+        no_disk(tool, patch, tmp_path)
+        patch.setattr(tool.Journal, "write", write)
+        with pytest.raises(RuntimeError, match="No space left on device.*; 0 documents are kept: start again"):
+            start("b")
+    start("b")
+    assert written(tmp_path, "b") == written(tmp_path, "a")
