@@ -49,10 +49,10 @@ def _print_once() -> None:
 
 
 PEERS = {
-    schedule.RecvActivation: ("from", "above"),
-    schedule.SendActivation: ("to", "down"),
-    schedule.RecvGrad: ("from", "below"),
-    schedule.SendGrad: ("to", "up"),
+    schedule.RecvActivation: ("from", "from_previous"),
+    schedule.SendActivation: ("to", "to_next"),
+    schedule.RecvGrad: ("from", "from_next"),
+    schedule.SendGrad: ("to", "to_previous"),
 }
 
 

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class At(NamedTuple):
+    """A micro-batch on one of the chunks of a stage."""
+
+    micro: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,10 @@ class Instruction:
 
     micro: int
     chunk: int = 0
+
+    @property
+    def at(self) -> At:
+        return At(self.micro, self.chunk)
 
 
 class Forward(Instruction):
@@ -55,7 +66,6 @@ class RecvGrad(Instruction):
     """Wait for the gradients of the outputs from the next virtual stage."""
 
 
-At = tuple[int, int]  # micro-batch and chunk
 Schedule = Callable[[int, int, int], Iterator[Instruction]]
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 

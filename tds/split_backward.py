@@ -24,7 +24,7 @@ class Fork(NamedTuple):
     weights: list[Tensor]
 
 
-class Rest:
+class DeferredWeightGrads:
     """What is left of a backward pass: the gradients of the weights."""
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ def _instead(noted: tuple[Tensor | None, ...], arrived: Sequence[Tensor | None])
 
 def backward_input(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> Rest:
+) -> DeferredWeightGrads:
     """Add the gradients of `inputs` to their `.grad`, and return what is left to do.
 
     outputs (or the edges of autograd's graph that lead to them), grads: as for `torch.autograd.backward`. inputs: leaves. A weight that is used more
     than once gets its gradient here, since the ways to it cannot be told apart later; so does one
     that lies on no way to an input.
     """
-    rest = Rest()
+    rest = DeferredWeightGrads()
     if not inputs:
         torch.autograd.backward(outputs, grads)
         return rest
