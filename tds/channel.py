@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._torch import users
 from .batches import DataEnded
 from .boundary import BoundaryError
-from .memory import Pool, alias, users
+from .memory import Pool, alias
 from .schedule import At
 
 HEADER_SIZE = 1536  # bytes: room for about 60 tensors of 4 dimensions

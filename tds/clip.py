@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._torch import scale_all
+
 
 def clip_grad_norm(module: nn.Module, grid: Any, limit: float, device: torch.device) -> float:
     """Scale the gradients of this rank's `module` to a global norm of at most `limit` (0: leave them); the norm before.
@@ -31,5 +33,5 @@ def clip_grad_norm(module: nn.Module, grid: Any, limit: float, device: torch.dev
     norm = total.sqrt()
     if limit > 0 and grads:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(grads.values()), factor.to(next(iter(grads.values())).dtype))
+        scale_all(list(grads.values()), factor.to(next(iter(grads.values())).dtype))
     return norm.item()

@@ -131,6 +131,20 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         self._set_bounds(*self.bounds[0])
 
 
+def is_pipeline(model: nn.Module) -> bool:
+    """Whether `model` is a PipelineModule, ours or DeepSpeed's."""
+    return isinstance(model, StockPipelineModule)
+
+
+def tied_weights(model: Any) -> list[nn.Parameter]:
+    """The weights of this stage that other stages hold, too; none where `model` is no PipelineModule."""
+    return [
+        model._recursive_getattr(model.tied_modules[key], name)
+        for key, comm in getattr(model, "tied_comms", {}).items()
+        for name in comm["weight_attr"]
+    ]
+
+
 class SequentialModule(nn.Module):
     """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO 2 and 3, generation).
 

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tds.optimizer_state import local_piece
+from tds.pipe import tied_weights
+
 from .. import mpu
 from ..config import Config, settings
 from ..config.fields import flag
@@ -132,7 +135,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
     mesh, found = mpu.get_mesh(), {}
     for name, p in global_parameters(model):
         split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
-        own: Any = getattr(p, "ds_tensor", p)
+        own = local_piece(p)
         key = name, mesh.model.rank if split else None, None if own is p else mesh.data.rank
         found[key] = fingerprint(own).to(device)
     return zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True)
@@ -140,12 +143,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
 
 def _ties(model: nn.Module) -> dict[str, Key]:
     """Tied weights of this stage, by name."""
-    comms = getattr(model, "tied_comms", {})
-    tied = {
-        id(model._recursive_getattr(model.tied_modules[key], name))  # type: ignore[operator,index]
-        for key, comm in comms.items()  # type: ignore[operator]
-        for name in comm["weight_attr"]
-    }
+    tied = set(map(id, tied_weights(model)))
     rank = mpu.get_mesh().model.rank
     return {
         name: (name, rank if getattr(p, "tensor_model_parallel", False) else None, None)
