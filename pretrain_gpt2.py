@@ -13,6 +13,7 @@ from megatron.training import pretrain
 from megatron.utils import get_ltor_documents_and_position_ids
 
 Batch = dict[str, Tensor]
+DEFAULTS = {"family": "gpt2"}
 
 
 def train_valid_test_datasets_provider() -> tuple[AnyDataset, AnyDataset, AnyDataset]:
@@ -73,4 +74,11 @@ def model_provider() -> nn.Module:
 
 
 if __name__ == "__main__":
-    pretrain(train_valid_test_datasets_provider, model_provider, forward_step, count_targets=count_targets, name="gpt2")
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        forward_step,
+        count_targets=count_targets,
+        args_defaults=DEFAULTS,
+        name="gpt2",
+    )

@@ -19,7 +19,7 @@ from megatron.training import pretrain
 
 Batch = dict[str, Tensor]
 KEYS = ["encoder", "decoder", "labels", "encoder_documents", "decoder_documents", "loss_mask"]
-DEFAULTS = {"enc_seq_length": 512}
+DEFAULTS = {"family": "t5", "enc_seq_length": 512}
 
 
 def tokenizer_provider(config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:

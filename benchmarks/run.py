@@ -36,7 +36,7 @@ def _flags(args: argparse.Namespace) -> str:
     if args.model == "gpt2":
         return f"{common} --seq-length {args.seq}"
     return (
-        f"{common} --enc-seq-length {args.seq} --dec-seq-length {args.dec_seq} --kv-hidden-size 64 --ff-hidden-size {args.ff} "
+        f"{common} --family t5 --enc-seq-length {args.seq} --dec-seq-length {args.dec_seq} --kv-hidden-size 64 --ff-hidden-size {args.ff} "
         "--normalization rmsnorm --position-embedding relative --no-scale-attention --no-hidden-bias --activation gated-gelu "
         "--no-tie-embeddings"
     )

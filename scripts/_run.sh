@@ -65,10 +65,9 @@ look() {
     echo
     python "${AT}tools/report.py" --run-dir "$RUN_DIR"
     echo
-    for prompt in "$@"; do
-        # shellcheck disable=SC2086
-        python "${AT}tools/generate.py" --load "$RUN_DIR" --prompt "$prompt" --max-new-tokens 60 ${SAMPLING:-} | tr '\n' ' ' | sed 's/     favoured: /\n    favoured: /'; echo
-    done
+    local write=(python "${AT}tools/generate.py" --load "$RUN_DIR" --max-new-tokens 60)
+    # shellcheck disable=SC2086
+    if [ $# -eq 1 ]; then "${write[@]}" --prompt "$1" ${SAMPLING:-}; else "${write[@]}" --input <(printf '%s\n' "$@") ${SAMPLING:-}; fi
     echo
     echo "settings     $RUN_DIR/config.json"
     echo "metrics      $RUN_DIR/metrics.jsonl"

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_utils.documents import LARGEST_DOCUMENT  # noqa: E402
+from megatron.atomic import write_text  # noqa: E402
 from megatron.config.fields import describe  # noqa: E402
 
 
@@ -72,13 +73,6 @@ def largest(args: argparse.Namespace) -> int:
 
 def refused(bad: object) -> ValueError:
     return ValueError(f"{bad} (--on-error skip leaves such documents out)")
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Under a temporary name first, so that nobody reads half of it."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    Path(temporary).write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_json(path: str, content: object) -> None:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron.atomic import write_text
+
 
 class Journal:
     """One JSON file, replaced as a whole; while it is open no other process can open it.
@@ -40,12 +42,7 @@ class Journal:
             self.state = content["state"]
 
     def write(self, state: dict[str, Any]) -> None:
-        temporary = f"{self.path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"job": self._key, "state": state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        write_text(self.path, json.dumps({"job": self._key, "state": state}), synced=True)
 
     def remove(self) -> None:
         Path(self.path).unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from data_utils.files import find_files
 from data_utils.parallel import ordered_map
 from data_utils.shuffle import shuffled
 from data_utils.streams import BadLine, InputError
+from megatron.atomic import whole_file
 
 EXAMPLES = """\
   python tools/clean_corpus.py --input raw/ --output clean.jsonl
@@ -157,18 +158,16 @@ def main(args: argparse.Namespace) -> None:
     if output.name.removesuffix(".gz").rpartition(".")[2] != "jsonl":
         raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     report = Report(args.dropped)
     try:
-        with gzip.open(temporary, "wb") if output.suffix == ".gz" else open(temporary, "wb") as file:
-            lines = kept_lines(args, report)
-            for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
-                file.write(line)
-        if not report.kept:
-            raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
-        os.replace(temporary, output)
+        with whole_file(output) as there:
+            with gzip.open(there, "wb") if output.suffix == ".gz" else open(there, "wb") as file:
+                lines = kept_lines(args, report)
+                for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
+                    file.write(line)
+            if not report.kept:
+                raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
     finally:
-        temporary.unlink(missing_ok=True)
         report.close()
     Path(f"{output}.report.json").write_text(
         json.dumps(report.content(), indent=2, ensure_ascii=False), encoding="utf-8"

@@ -11,6 +11,7 @@ import torch
 from _cli import Parser, run, write_json
 from torch import Tensor
 
+from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.save import write_checkpoint
@@ -18,7 +19,7 @@ from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.convert.hf_config import FAMILIES, check_tokenizer, gpt2_config, t5_config
-from megatron.convert.hf_folder import DTYPES, Folder, FolderReader, entries_of, publish, write_tensors
+from megatron.convert.hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
 from megatron.convert.hf_names import Match, gpt2_matches, t5_matches
 from megatron.convert.hf_tokenizer import as_theirs
 from megatron.convert.megatron_lm import ORDERS, RankFiles
@@ -63,7 +64,7 @@ def export(args: argparse.Namespace) -> None:
     by_name = {match.ours: match for match in (t5_matches if t5 else gpt2_matches)(config.model)}
     entries = entries_of(by_name.values(), read, shape, args.dtype)
 
-    def fill(folder: Path) -> None:
+    with whole_folder(Path(args.output)) as folder:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
         ends = {
@@ -75,8 +76,6 @@ def export(args: argparse.Namespace) -> None:
         _write_tokenizer(folder, config, tokenizer, args.vocab_file)
         if args.verify:  # before the folder gets its name
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
-
-    publish(Path(args.output), fill)
     print(f"{len(entries)} tensors -> {args.output}")
 
 

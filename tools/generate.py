@@ -27,7 +27,7 @@ from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers, vocab_size_of
 from megatron.model.t5 import t5_layers
 from megatron.ranks import device as device_module
-from megatron.ranks.errors import leave
+from megatron.ranks.errors import exit_now
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
@@ -293,14 +293,15 @@ def main(args: argparse.Namespace) -> None:
         for prompt, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
             for text in texts if is_rank_0() else []:
                 whole = {"prompt": prompt, "text": text} if args.input else {"text": text}
-                print(json.dumps(whole, ensure_ascii=False) if args.json else text, flush=True)
+                line = text.replace("\n", " ") if args.input else text
+                print(json.dumps(whole, ensure_ascii=False) if args.json else line, flush=True)
             if args.favoured:
                 told = writer.favoured(writer.question(prompt), args.favoured)
                 if is_rank_0():
                     print(f"    {told}", flush=True)
     if dist.is_initialized():
         dist.barrier()
-        leave(0)
+        exit_now(0)
 
 
 def build_parser() -> Parser:
@@ -312,7 +313,7 @@ def build_parser() -> Parser:
         help="a run directory, a folder of checkpoints, one checkpoint, or a GPT-2 of Hugging Face",
     )
     add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
-    add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"')
+    add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"; each text is one line, too')
     add(
         "--batch-size",
         type=int,

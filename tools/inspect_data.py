@@ -13,8 +13,8 @@ from _cli import Parser, run, write_json
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.merge_split import find_damage, merge, split
 from megatron.data.splits import PARTS, parse_split, split_documents
-from megatron.data.surgery import find_damage, merge, split
 from megatron.tokenizer import Tokenizer, load_tokenizer
 
 EXAMPLES = """\

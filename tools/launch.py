@@ -69,7 +69,7 @@ class Signals:
     def _stop(self, number: int, _: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.asked:
-            if time.monotonic() - self._since < 0.5:  # one wish that came over two ways
+            if time.monotonic() - self._since < 0.5:  # one request that came over two ways
                 return
             say(f"{name} again: ended at once")
             self._end(128 + number)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _cli import Parser, run, write_text
+from _cli import Parser, run
 from report import read_metrics
 
+from megatron.atomic import write_text
 from megatron.ranks import device
 
 EXAMPLES = """\

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..atomic import whole_file
 from ..config import Config
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
@@ -24,9 +25,8 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
     folder.mkdir(exist_ok=True)
     for path in (source, *(source.with_name(name) for name in WITH_IT)):
         if path.is_file():
-            temporary = folder / f"{path.name}.{os.getpid()}.tmp"
-            shutil.copyfile(path, temporary)
-            os.replace(temporary, folder / path.name)
+            with whole_file(folder / path.name) as there:
+                shutil.copyfile(path, there)
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:

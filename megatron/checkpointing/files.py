@@ -10,6 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ..atomic import write_text
+
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 3
@@ -38,13 +40,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 # ------------------------------------------------------------------------------------ writing
 
 
@@ -54,9 +49,9 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
     index: text of checkpoint.json. sums: SHA-256 of every other file. At no moment is there less
     than one whole checkpoint that `latest` names or that `recover` finds.
     """
-    write_synced(temporary / INDEX, index)
+    write_text(temporary / INDEX, index, synced=True)
     every = {INDEX: sha256_of(temporary / INDEX), **sums}
-    write_synced(temporary / SUMS, "".join(f"{every[name]}  {name}\n" for name in sorted(every)))
+    write_text(temporary / SUMS, "".join(f"{every[name]}  {name}\n" for name in sorted(every)), synced=True)
     sync(temporary)
     old = _aside(final)
     if final.exists():  # the same iteration saved again
@@ -71,9 +66,8 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
 def point_latest_to(checkpoint: Path) -> None:
     """Let `latest` beside it name a checkpoint that is whole."""
     folder = checkpoint.parent
-    temporary = folder / "latest.tmp"
-    write_synced(temporary, f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n")
-    os.replace(temporary, folder / "latest")
+    content = f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n"
+    write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
     sync(folder)
 
 

@@ -1,7 +1,7 @@
 """Loading into an engine: the layout may be any other, the model and the data must be the same."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +10,13 @@ import torch.distributed as dist
 from megatron import mpu
 from megatron.config import Config
 from megatron.config.fields import flag
-from megatron.ranks.errors import together
+from megatron.ranks.errors import on_all_ranks
 from tds import optimizer_state as zero_state
 
 from .files import CheckpointError
 from .reader import CheckpointReader, each_weight, plain_config
 from .state import TrainState
 
-# Settings of the model that may be others after loading: they change neither what it computes nor its tensors.
-FREE = {
-    "checkpoint_attention",
-    "recompute_modules",
-    "kernels",
-    "hidden_dropout",
-    "attention_dropout",
-    "offload_activations",
-    "unfused",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-}
 # What the samples are made of, beside the corpus and the seed.
 OF_SAMPLES = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
@@ -73,8 +61,8 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
         refuse_contradictions(reader, config, fingerprint, wanted)
         return reader
 
-    reader = together(check)
-    together(_loader(reader, engine, config, wanted))
+    reader = on_all_ranks(check)
+    on_all_ranks(_loader(reader, engine, config, wanted))
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_mesh().rng.seed = reader.rng_seed
     return TrainState(**reader.state) if wanted.position else TrainState()
@@ -85,7 +73,10 @@ def refuse_contradictions(
 ) -> None:
     """Raise CheckpointError, with both values, if a checkpoint is of another model, tokenizer or kind of sample."""
     saved = plain_config(reader)
-    differing = _differences(_architecture(saved, reader.positions), _architecture(config, config.positions))
+    there, here = _architecture(saved, reader.positions), _architecture(config, config.positions)
+    if there["family"] is None or here["family"] is None:
+        there["family"] = here["family"]  # a model of a user's own, of which nothing is known
+    differing = _differences(there, here)
     if differing:
         raise CheckpointError(f"{reader.path} is of another model: {differing}")
     if wanted.same_tokenizer:
@@ -101,7 +92,7 @@ def refuse_contradictions(
 
 def _architecture(config: Config, positions: int) -> dict[str, Any]:
     m = config.model
-    values = {name: value for name, value in vars(m).items() if name not in FREE}
+    values = {f.name: getattr(m, f.name) for f in fields(m) if not f.metadata["free"]}
     if m.position_embedding == "learned":
         values |= {"relative_attention_num_buckets": None, "relative_attention_max_distance": None}
     else:

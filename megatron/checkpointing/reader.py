@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.checkpointing.beside import with_kept_tokenizer
-from megatron.config import Config
+from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, with_values
 from megatron.config.fields import ConfigError, describe
 from megatron.model.layers import global_parameters
@@ -126,7 +126,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_extra_warmup": 0,
     }
     try:
-        config = with_values(Config(), {**saved, **plain, "model_parallel_size": model_parallel_size})
+        config = with_values(Config(), {**with_family(saved), **plain, "model_parallel_size": model_parallel_size})
     except ConfigError as error:
         raise CheckpointError(f"{reader.path / INDEX} has settings that cannot be: {error}") from None
     return with_kept_tokenizer(config, reader.path)

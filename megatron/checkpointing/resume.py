@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.data.position import extend
+from megatron.data.sample_hash import extend
 from megatron.optim import settled
-from megatron.ranks.errors import RunError, together
+from megatron.ranks.errors import RunError, on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
 from .files import find_checkpoint, latest_checkpoint, recover
@@ -25,13 +25,13 @@ def start_or_resume(
     dataset: that of training; the samples that it gives are compared with those that the checkpoint has seen.
     Raises RunError alike on every rank.
     """
-    together(lambda: recover(Path(save_dir)) if is_rank_0() else None)
+    on_all_ranks(lambda: recover(Path(save_dir)) if is_rank_0() else None)
     load, wanted = config.checkpoint.load, Wanted.by(config)
-    path = together(lambda: latest_checkpoint(Path(save_dir)))
+    path = on_all_ranks(lambda: latest_checkpoint(Path(save_dir)))
     if path is not None and load:
         wanted = Wanted()  # the flags were for --load
     elif load:
-        path = together(lambda: find_checkpoint(load))
+        path = on_all_ranks(lambda: find_checkpoint(load))
     if path is None:
         return TrainState(), config
     state = load_checkpoint(path, engine, config, fingerprint, wanted)
@@ -42,7 +42,7 @@ def start_or_resume(
     config, note = settled(config, plain_config(CheckpointReader(path)))
     if note and state.iteration:
         print_rank_0(f"note: {note}")
-    found = together(lambda: extend(0, dataset, 0, state.consumed_samples))
+    found = on_all_ranks(lambda: extend(0, dataset, 0, state.consumed_samples))
     if state.sample_hash != found and wanted.same_data:
         raise RunError(
             f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "

@@ -18,7 +18,7 @@ from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.model.layers import global_parameters
 from megatron.ranks.agreement import check_replicas
-from megatron.ranks.errors import RunError, together
+from megatron.ranks.errors import RunError, on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from tds import optimizer_state as zero_state
 
@@ -80,7 +80,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._report: dict[str, Any] | None = None
         self._expected: dict[str, list[int]] = {}
-        self._problem: Exception | None = None  # one that `together` knows
+        self._problem: Exception | None = None  # one that `on_all_ranks` knows
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """A checkpoint of now. In the background, unless `wait`, it is valid once `finish` was called."""
@@ -192,7 +192,7 @@ class Saver:
                 raise
 
         try:
-            together(noted)
+            on_all_ranks(noted)
         except RunError as error:
             kind = RunError if any(_gather(grave)) else SaveError
             if is_rank_0():

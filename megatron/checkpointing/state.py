@@ -10,5 +10,5 @@ class TrainState:
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    sample_hash: int = 0  # of the samples consumed, in their order; see data/position.py
+    sample_hash: int = 0  # of the samples consumed, in their order; see data/sample_hash.py
     rng_seed: int | None = None  # of dropout; None before a run has set it

@@ -3,7 +3,7 @@
 A `Config` is made once, is never changed, and is handed to whoever needs it.
 """
 
-from .model import ModelConfig
+from .model import ModelConfig, with_family
 from .sections import (
     SECTIONS,
     CheckpointConfig,
@@ -27,4 +27,5 @@ __all__ = [
     "ParallelConfig",
     "TrainConfig",
     "settings",
+    "with_family",
 ]

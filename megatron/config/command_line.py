@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from .fields import ConfigError, flag, types_of
+from .model import with_family
 from .sections import SECTIONS, Config, settings
 from .translate import Translation, add_to, flag_of, settings_for
 
@@ -133,6 +134,9 @@ def parse(
         line.add(name, value)
     try:
         config = line.settle(with_values(Config(), {**values, **line.values}), ranks, with_values)
+        said, trained = config.model.family, (defaults or {}).get("family")
+        if trained and said != trained:
+            line.problems.append(f"this script trains a {trained}: it cannot take --family {said}")
     except ConfigError as error:
         line.problems.append(str(error))
     problems += line.problems
@@ -162,7 +166,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def from_file(path: str) -> Config:
     """The configuration that a run wrote to its folder. Raises ConfigError."""
-    return with_values(Config(), _named(read_json(path), path).values)
+    return with_values(Config(), with_family(_named(read_json(path), path).values))
 
 
 class Args:

@@ -1,9 +1,12 @@
-"""What model a run trains: the settings of its layers, beside the rest of them in `config.py`."""
+"""What model a run trains: the settings of its layers, next to the rest of them in `sections.py`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .fields import ConfigError, Section, at_least, between, each_of, one_of, opt
 
+FAMILIES = ("gpt2", "t5")
 # What is computed in another way than a textbook writes it down; the loss is the same but for rounding.
 ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu")
 FUSED = ("biased-attention", "cross-entropy", "gated-gelu", "relative-positions", "rms-norm")
@@ -11,54 +14,75 @@ FUSED = ("biased-attention", "cross-entropy", "gated-gelu", "relative-positions"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
+    family: str | None = opt(
+        None,
+        "gpt2 or t5, what the entry script trains and says itself; none for a model of your own",
+        one_of(*FAMILIES),
+    )
     num_layers: int = opt(12, "transformer layers", at_least(1))
     hidden_size: int = opt(768, "width of the residual stream", at_least(1))
     num_attention_heads: int = opt(12, "attention heads", at_least(1))
     kv_hidden_size: int | None = opt(None, "width of one attention head; hidden size / heads if not given", at_least(1))
     num_decoder_layers: int | None = opt(
-        None, "layers of T5's decoder; --num-layers, which are those of its encoder, if not given", at_least(1)
+        None,
+        "layers of T5's decoder; --num-layers, which are those of its encoder, if not given",
+        at_least(1),
+        family="t5",
     )
     normalization: str = opt("layernorm", "layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
     activation: str = opt("gelu-tanh", f"inside the MLP: {', '.join(ACTIVATIONS)}", one_of(*ACTIVATIONS))
-    position_embedding: str = opt("learned", "learned, or (T5) relative", one_of("learned", "relative"))
-    relative_attention_num_buckets: int = opt(32, "distances that relative positions tell apart", at_least(4))
-    relative_attention_max_distance: int = opt(128, "distance from which on all are one bucket", at_least(2))
+    position_embedding: str = opt("learned", "learned, or (T5) relative", one_of("learned", "relative"), family="t5")
+    relative_attention_num_buckets: int = opt(
+        32, "distances that relative positions tell apart", at_least(4), family="t5"
+    )
+    relative_attention_max_distance: int = opt(
+        128, "distance from which on all are one bucket", at_least(2), family="t5"
+    )
     scale_attention: bool = opt(True, "divide the scores by the root of the head's width; T5 does not")
     tie_embeddings: bool = opt(True, "the output layer uses the matrix of the embedding")
     scale_tied_logits: bool = opt(
-        False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix"
+        False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix", family="t5"
     )
     ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", at_least(1))
     hidden_bias: bool = opt(True, "biases in the linear layers")
     max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
     vocab_size: int | None = opt(None, "number of tokens; taken from the tokenizer if not given", at_least(1))
     make_vocab_size_divisible_by: int = opt(
-        128, "pad the embedding table to a multiple of this times --model-parallel-size", at_least(1)
+        128, "pad the embedding table to a multiple of this times --model-parallel-size", at_least(1), free=True
     )
-    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what layers add", between(0, 1))
-    attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1))
+    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what layers add", between(0, 1), free=True)
+    attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1), free=True)
     checkpoint_attention: bool = opt(
-        False, "compute attention's scores again in the backward pass instead of keeping them (selective recomputation)"
+        False,
+        "compute attention's scores again in the backward pass instead of keeping them (selective recomputation)",
+        free=True,
     )
     recompute_modules: tuple[str, ...] = opt(
         (),
         "compute the outputs of these again in the backward pass instead of keeping them: norm, qkv (queries, keys and "
         "values), activation; for kernels that keep no scores",
         each_of("norm", "qkv", "activation"),
+        free=True,
     )
     offload_activations: bool = opt(
-        False, "what layers keep for the backward pass waits in the host's memory instead of the accelerator's"
+        False,
+        "what layers keep for the backward pass waits in the host's memory instead of the accelerator's",
+        free=True,
     )
     unfused: tuple[str, ...] = opt(
         (),
         f"compute these as a textbook writes them, with torch's own gradients: slower, to check numbers by ({', '.join(FUSED)})",
         each_of(*FUSED),
+        free=True,
     )
     kernels: str = opt(
-        "auto", "of norms and Adam: torch's, apex's; auto takes apex's where it is", one_of("auto", "torch", "apex")
+        "auto",
+        "of norms and Adam: torch's, apex's; auto takes apex's where it is",
+        one_of("auto", "torch", "apex"),
+        free=True,
     )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
-    init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0))
+    init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), free=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,3 +104,8 @@ class ModelConfig(Section):
     @property
     def ff_size(self) -> int:
         return self.ff_hidden_size or 4 * self.hidden_size
+
+
+def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their flat names, with the family that they were of where they were written before it was said."""
+    return {"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values}

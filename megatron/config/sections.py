@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
-from .fields import ConfigError, Section, at_least, between, is_range, one_of, opt
+from .fields import ConfigError, Section, at_least, between, flag, is_range, one_of, opt
 from .model import ModelConfig
 
 
@@ -110,17 +110,26 @@ class DataConfig(Section):
         "auto", "sentencepiece, cpm, cpm-vocab (these two also +rjieba), gpt2-bpe or hf; auto looks at the file"
     )
     seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
-    enc_seq_length: int | None = opt(None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8))
+    enc_seq_length: int | None = opt(
+        None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8), family="t5"
+    )
     dec_seq_length: int | None = opt(
-        None, "T5: most tokens that the decoder writes; as many as the masked spans need if not given", at_least(4)
+        None,
+        "T5: most tokens that the decoder writes; as many as the masked spans need if not given",
+        at_least(4),
+        family="t5",
     )
-    objective: str = opt("span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"))
+    objective: str = opt(
+        "span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"), family="t5"
+    )
     span_convention: str = opt(
-        "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", one_of("t5", "cpm")
+        "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", one_of("t5", "cpm"), family="t5"
     )
-    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9))
-    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1))
-    num_sentinels: int = opt(100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1))
+    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family="t5")
+    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family="t5")
+    num_sentinels: int = opt(
+        100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family="t5"
+    )
     reset_position_ids: bool = opt(False, "count positions anew after each end-of-document token")
     reset_attention_mask: bool = opt(False, "let no token see a document before its own")
     eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
@@ -298,7 +307,7 @@ class Config:
             raise ConfigError(
                 "--offload-activations cannot look into layers that --compile compiles; leave one of them out"
             )
-        for flag, there in (
+        for name, there in (
             ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
             ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
             ("--offload-activations, which keeps them elsewhere", m.offload_activations),
@@ -306,17 +315,19 @@ class Config:
             ("--pipeline-schedule zb-h1, which would recompute for either half", p.pipeline_schedule == "zb-h1"),
         ):
             if m.recompute_modules and there:
-                raise ConfigError(f"--recompute-modules cannot be used with {flag}; leave one of them out")
+                raise ConfigError(f"--recompute-modules cannot be used with {name}; leave one of them out")
         if m.checkpoint_attention and p.pipeline_schedule == "zb-h1":
             raise ConfigError(
                 "--pipeline-schedule zb-h1 would compute attention again for either half of the backward pass; use 1f1b "
                 "with --checkpoint-attention"
             )
-        t5 = d.enc_seq_length is not None
-        layers = m.num_layers + (m.decoder_layers if t5 else 0)
+        self._refuse_other_families()
+        layers = m.num_layers + (m.decoder_layers if self.is_t5 else 0)
         if p.stages * p.virtual_pipeline_size > layers:
             chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
-            flags = f"--num-layers {m.num_layers}" + (f" + --num-decoder-layers {m.decoder_layers}" if t5 else "")
+            flags = f"--num-layers {m.num_layers}" + (
+                f" + --num-decoder-layers {m.decoder_layers}" if self.is_t5 else ""
+            )
             raise ConfigError(
                 f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: "
                 f"some stages would have no layer"
@@ -324,6 +335,22 @@ class Config:
         if m.max_position_embeddings is not None and m.max_position_embeddings < d.seq_length:
             raise ConfigError(
                 f"--seq-length {d.seq_length} is longer than --max-position-embeddings {m.max_position_embeddings}"
+            )
+
+    def _refuse_other_families(self) -> None:
+        """Raise ConfigError for what this run's family of models does not read, all of it by name."""
+        family = self.model.family
+        strange = [
+            (flag(f.name), f.metadata["family"])
+            for name, section, f in settings()
+            if family
+            and f.metadata["family"] not in (None, family)
+            and getattr(getattr(self, name), f.name) != f.default
+        ]
+        if strange:
+            names = ", ".join(name for name, _ in strange)
+            raise ConfigError(
+                f"{names}: read by {strange[0][1]} only, and this is a {family}; leave {'them' if len(strange) > 1 else 'it'} out"
             )
 
     @property
@@ -334,8 +361,7 @@ class Config:
 
     @property
     def is_t5(self) -> bool:
-        """Whether these are the settings of an encoder-decoder; pretrain_t5.py sets a length for the encoder."""
-        return self.data.enc_seq_length is not None
+        return self.model.family == "t5"
 
     @property
     def recomputed_layers(self) -> int:

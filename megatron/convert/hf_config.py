@@ -216,7 +216,7 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
                 f"--hidden-dropout {values['resid_pdrop']} for both"
             )
         return {
-            "num_layers": values["n_layer"], "hidden_size": values["n_embd"], "num_attention_heads": values["n_head"],
+            "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"], "num_attention_heads": values["n_head"],
             "ff_hidden_size": values["n_inner"], "vocab_size": values["vocab_size"],
             "max_position_embeddings": values["n_positions"], "seq_length": values["n_positions"],
             "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["resid_pdrop"],
@@ -225,7 +225,7 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
             "scale_attention": values["scale_attn_weights"],
         }, notes  # fmt: skip
     return {
-        "num_layers": values["num_layers"], "num_decoder_layers": values["num_decoder_layers"],
+        "family": "t5", "num_layers": values["num_layers"], "num_decoder_layers": values["num_decoder_layers"],
         "hidden_size": values["d_model"], "num_attention_heads": values["num_heads"], "kv_hidden_size": values["d_kv"],
         "ff_hidden_size": values["d_ff"], "vocab_size": values["vocab_size"],
         "relative_attention_num_buckets": values["relative_attention_num_buckets"],

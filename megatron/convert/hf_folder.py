@@ -1,9 +1,7 @@
 """Folders as Hugging Face's `from_pretrained` reads them: config.json, and safetensors in shards, written tensor by tensor."""
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,21 +126,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
         raise ValueError(f"{index}: weight_map must give, for each tensor, the name of a file in the same folder")
     return found
-
-
-def publish(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a folder of a temporary name, which then gets its own. Raises ValueError if it exists."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} exists and is not empty; choose another --output")
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        fill(temporary)
-        if folder.exists():
-            folder.rmdir()
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def entries_of(

@@ -35,6 +35,7 @@ def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
     positions = theirs.shape("position_embedding.weight")[0]
     width = theirs.shape("layers.0.attention.query_key_value.weight")[0] // (3 * count)
     return {
+        "family": "gpt2",
         "num_layers": theirs.layers,
         "hidden_size": hidden,
         "num_attention_heads": count,

@@ -21,8 +21,10 @@ from .masks import no_documents
 
 
 def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
-    """The layers in order; the last shares the matrix of the first."""
+    """The layers in order; the last shares the matrix of the first. Raises ValueError for the settings of a T5."""
     m = config.model
+    if config.is_t5:
+        raise ValueError("a GPT-2 cannot be built from settings of family t5: pretrain_t5.py trains them")
     if m.position_embedding != "learned":
         raise ValueError("--position-embedding relative is for T5; GPT-2 has learned positions")
     return [

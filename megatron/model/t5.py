@@ -134,8 +134,12 @@ class DecoderNorm(StackNorm):
 
 
 def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
-    """The layers in order."""
+    """The layers in order. Raises ValueError for settings that are not said to be of a T5: a checkpoint could not be read again."""
     m = config.model
+    if not config.is_t5:
+        raise ValueError(
+            f"a T5 cannot be built from settings of family {m.family}: give args_defaults={{'family': 't5'}}"
+        )
 
     def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...]) -> list[Layer]:
         layers = []

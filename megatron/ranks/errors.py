@@ -25,7 +25,7 @@ class RunError(RuntimeError):
     """Something went wrong on some rank; raised alike on all of them."""
 
 
-def together(action: Callable[[], T]) -> T:
+def on_all_ranks(action: Callable[[], T]) -> T:
     """Run `action` on every rank; if it fails on any, raise on all, so that nobody waits for the dead.
 
     Raises RunError with the message of the lowest rank that failed, for errors in what a user
@@ -56,7 +56,7 @@ def complaint(error: BaseException) -> str:
     return describe(error)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End the process at once.
 
     While Python shuts down, a thread of gloo's that lets go of a tensor aborts the process

@@ -18,10 +18,10 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from .errors import leave
+from .errors import exit_now
 
 BEGIN = time.monotonic()
-ONE_WISH_SECONDS = 0.5  # a terminal tells the whole group, and a launcher its ranks once more
+ONE_REQUEST_SECONDS = 0.5  # a terminal tells the whole group, and a launcher its ranks once more
 INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
 
 
@@ -31,8 +31,8 @@ def _say(words: str) -> None:
         os.write(2, f"{os.path.basename(sys.argv[0])}: {words}\n".encode())
 
 
-class Wish(IntEnum):
-    """What the outside wants; of several ranks' wishes the greatest counts."""
+class StopSignal(IntEnum):
+    """What the outside asks for; of what several ranks are asked the greatest counts."""
 
     NOTHING = 0
     SAVE = 1
@@ -54,7 +54,7 @@ def signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Wishes:
+class StopSignals:
     """Use as a context manager around the loop; `agree()` after every iteration, on every rank.
 
     When the loop has ended well, signals are still heard, so that none ends the process while it saves for the last time.
@@ -64,15 +64,15 @@ class Wishes:
 
     def __init__(self, minutes: float | None) -> None:
         self._minutes = minutes
-        self._asked = Wish.NOTHING
+        self._asked = StopSignal.NOTHING
         self._interrupted: float | None = None  # when Ctrl-C was
         self._group: dist.ProcessGroup | None = None
         self._told: tuple[dist.Work, torch.Tensor] | None = None
 
-    def __enter__(self) -> "Wishes":
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self._ask(Wish.SAVE_AND_STOP))
-            signal.signal(signal.SIGUSR1, lambda *_: self._ask(Wish.SAVE))
+            signal.signal(signal.SIGTERM, lambda *_: self._ask(StopSignal.SAVE_AND_STOP))
+            signal.signal(signal.SIGUSR1, lambda *_: self._ask(StopSignal.SAVE))
             if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a launcher hears it for all ranks
                 signal.signal(signal.SIGINT, self._interrupt)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -85,35 +85,35 @@ class Wishes:
         if kind is None and self._told is not None:  # after an error the others may not be there any more
             self._told[0].wait()
 
-    def _ask(self, wish: Wish) -> None:
-        self._asked = max(self._asked, wish)
+    def _ask(self, asked: StopSignal) -> None:
+        self._asked = max(self._asked, asked)
 
     def _interrupt(self, _: int, __: FrameType | None) -> None:
         now = time.monotonic()
         if self._interrupted is None:
             self._interrupted = now
-            self._ask(Wish.SAVE_AND_STOP)
+            self._ask(StopSignal.SAVE_AND_STOP)
             _say("Ctrl-C: saves after this iteration and ends; once more ends at once")
-        elif now - self._interrupted > ONE_WISH_SECONDS:
+        elif now - self._interrupted > ONE_REQUEST_SECONDS:
             _say("Ctrl-C again: ended at once")
-            leave(INTERRUPTED)
+            exit_now(INTERRUPTED)
 
-    def agree(self, done: bool = False) -> tuple[Wish, bool]:
+    def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
         """(what any rank was asked for, whether all ranks are `done`), alike on all ranks.
 
         Of several ranks it is what they said one call ago: what they say now is on its way while they
         compute, so that no iteration waits for it.
         """
-        asked, self._asked = self._asked, Wish.NOTHING
+        asked, self._asked = self._asked, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
-            asked = Wish.SAVE_AND_STOP
+            asked = StopSignal.SAVE_AND_STOP
         if self._group is None:
             return asked, done
         mine = torch.tensor([int(asked), int(not done)])
         work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         before, self._told = self._told, (work, mine)
         if before is None:
-            return Wish.NOTHING, False
+            return StopSignal.NOTHING, False
         before[0].wait()
         most, any_not_done = before[1].tolist()
-        return Wish(most), not any_not_done
+        return StopSignal(most), not any_not_done

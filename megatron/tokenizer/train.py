@@ -5,12 +5,12 @@ The same texts give the same file.
 
 import io
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..atomic import whole_file
 from .base import TokenizerError, byte_piece
 from .cpm import NEWLINE, SPACE, joined_words
 from .hf import library
@@ -165,6 +165,5 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
 
 def _write(path: str, content: bytes) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    temporary = f"{path}.{os.getpid()}.tmp"
-    Path(temporary).write_bytes(content)
-    os.replace(temporary, path)
+    with whole_file(path) as there:
+        there.write_bytes(content)

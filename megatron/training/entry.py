@@ -28,7 +28,7 @@ from ..data.corpora import prefixes_of
 from ..model.layers import count_parameters
 from ..ranks import device as device_module
 from ..ranks.agreement import same_everywhere
-from ..ranks.errors import RunError, complaint, leave, together
+from ..ranks.errors import RunError, complaint, exit_now, on_all_ranks
 from ..ranks.initialize import initialize_megatron, steps_begin, world_size
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.signals import INTERRUPTED, signals_as_before
@@ -88,11 +88,11 @@ def pretrain(
             if bug or not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
             _complain(error, everywhere=code == 2 or isinstance(error, (RunError, KeyboardInterrupt)))
-            leave(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
+            exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
         gc.collect()  # ends worker processes that read data
         dist.barrier()
         if exit:
-            leave(0)
+            exit_now(0)
     dist.destroy_process_group()
 
 
@@ -131,16 +131,16 @@ def set_up(
     """From settings to a run that is ready to train: ranks, data, model, engine, checkpoint."""
     device = initialize_megatron(config)
     timers = Timers(device)
-    config, tokenizer, run_dir = together(lambda: _prepare(config, name, tokenizer_provider))
+    config, tokenizer, run_dir = on_all_ranks(lambda: _prepare(config, name, tokenizer_provider))
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     start(config, tokenizer, timers)
-    locks = together(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
+    locks = on_all_ranks(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
     try:
         _say_what_runs(config, resolved, device, locks)
-        datasets = together(lambda: _datasets(datasets_provider, config, tokenizer))
-        same_everywhere(together(lambda: _looks(config)))
+        datasets = on_all_ranks(lambda: _datasets(datasets_provider, config, tokenizer))
+        same_everywhere(on_all_ranks(lambda: _looks(config)))
         with tds.pipe.seeded_layers(config.train.seed):
-            model = together(model_provider)
+            model = on_all_ranks(model_provider)
         parameters = count_parameters(model)
         compile_layers(model, config)
         engine = build_engine(model, config, resolved, forward_step, count_targets, timers)
@@ -148,7 +148,7 @@ def set_up(
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         state, config = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
-        metrics = together(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
+        metrics = on_all_ranks(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
     except BaseException:
         run_folder.release(locks)
         raise

@@ -18,7 +18,7 @@ from .. import mpu
 from ..checkpointing import PatientSaver, TrainState
 from ..config import Config
 from ..config.ds_config import Resolved
-from ..data.position import extend
+from ..data.sample_hash import extend
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..data.skips import Skips, parse_ranges
 from ..optim import lr_at
@@ -26,7 +26,7 @@ from ..ranks import device as device_module
 from ..ranks.agreement import check_replicas
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import is_rank_0, print_rank_0
-from ..ranks.signals import Wish, Wishes
+from ..ranks.signals import StopSignal, StopSignals
 from ..ranks.stragglers import straggler
 from ..tokenizer import Tokenizer
 from . import culprit
@@ -104,9 +104,9 @@ def train(run: Run) -> None:
     saved = state.iteration
     watch: GradientWatch | None = GradientWatch(run.engine.deepspeed.module)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
-    with bar, Wishes(config.checkpoint.exit_duration_in_mins) as wishes:
-        wish = Wish.NOTHING
-        while state.iteration < last and wish is not Wish.SAVE_AND_STOP:
+    with bar, StopSignals(config.checkpoint.exit_duration_in_mins) as signals:
+        asked = StopSignal.NOTHING
+        while state.iteration < last and asked is not StopSignal.SAVE_AND_STOP:
             if passed_over and passed_over(state.consumed_samples):
                 window.pass_over(_advance(run))
             else:
@@ -125,13 +125,13 @@ def train(run: Run) -> None:
                 window.check()
                 evaluate(run, "valid")
                 window.restart()
-            wish, written = wishes.agree(run.saver.pending and not run.saver.busy)
+            asked, written = signals.agree(run.saver.pending and not run.saver.busy)
             if due(state.iteration, config.checkpoint.exit_interval or 0):
-                wish = Wish.SAVE_AND_STOP
+                asked = StopSignal.SAVE_AND_STOP
             if run.saver.pending and written:
                 run.saver.finish()
-            if due(state.iteration, config.checkpoint.save_interval) or wish is not Wish.NOTHING:
-                saved = window.save(saved, must=wish is Wish.SAVE_AND_STOP)
+            if due(state.iteration, config.checkpoint.save_interval) or asked is not StopSignal.NOTHING:
+                saved = window.save(saved, must=asked is StopSignal.SAVE_AND_STOP)
     if run.saver.pending:
         run.saver.finish()
     if state.iteration < last:

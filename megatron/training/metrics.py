@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ..atomic import write_text
 from ..config import Config
 
 
@@ -177,9 +178,7 @@ class MetricsWriter:
                     kept.append(line + "\n")
             except (ValueError, KeyError):
                 continue  # cut short by a crash
-        temporary = path.with_name(f"metrics.jsonl.{os.getpid()}.tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, "".join(kept))
 
     def write(self, row: dict[str, Any]) -> None:
         """A row of numbers, texts, and lists and dicts of such; of a number that is not finite, null is written.

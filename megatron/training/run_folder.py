@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..atomic import write_text
 from ..checkpointing.beside import keep_tokenizer
 from ..checkpointing.files import latest_name
 from ..config import Config
@@ -58,9 +59,7 @@ def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
     """Write down the settings of a run that begins or goes on at `iteration`; notes on what was put aside. Raises ValueError."""
     notes = []
     try:
-        temporary = run_dir / f"{SETTINGS}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
-        os.replace(temporary, run_dir / SETTINGS)
+        write_text(run_dir / SETTINGS, json.dumps(config.to_dict(), indent=2))
         keep_tokenizer(str(config.data.vocab_file), run_dir)
         elsewhere = save_dir_of(config, run_dir)
         if run_dir.resolve() not in elsewhere.resolve().parents:

@@ -24,7 +24,7 @@ COMMON = (
     "--split 1 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --lr-decay-style constant --warmup 0 --log-interval 1 "
     "--eval-iters 0 --save-interval 0 --make-vocab-size-divisible-by 64 --no-tensorboard --hidden-size 16 --num-attention-heads 4"
 )
-T5 = "--num-layers 2 --num-decoder-layers 3 --ff-hidden-size 24 --enc-seq-length 32 --seq-length 32"
+T5 = "--num-layers 2 --num-decoder-layers 3 --ff-hidden-size 24 --family t5 --enc-seq-length 32 --seq-length 32"
 MODELS = {
     "gpt2": f"{COMMON} --num-layers 4 --seq-length 24",
     "t5-cpm": f"{COMMON} {T5} --span-convention cpm --reset-attention-mask",

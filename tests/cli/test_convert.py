@@ -18,7 +18,7 @@ from tests.support import FULL, ROOT, command, train_gpt2, train_t5
 transformers = pytest.importorskip("transformers")
 
 SMALL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--batch-size", "2", "--lr", "0.05", "--train-iters", "2", "--eval-iters", "0", "--precision", "fp32", "--no-tensorboard", "--log-interval", "1"]  # fmt: skip
-T5 = ["--num-decoder-layers", "3", "--kv-hidden-size", "6", "--ff-hidden-size", "40", "--no-hidden-bias", "--normalization", "rmsnorm", "--enc-seq-length", "32", "--position-embedding", "relative", "--no-scale-attention", "--activation", "gated-gelu", "--num-sentinels", "20"]  # fmt: skip
+T5 = ["--num-decoder-layers", "3", "--kv-hidden-size", "6", "--ff-hidden-size", "40", "--no-hidden-bias", "--normalization", "rmsnorm", "--family", "t5", "--enc-seq-length", "32", "--position-embedding", "relative", "--no-scale-attention", "--activation", "gated-gelu", "--num-sentinels", "20"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

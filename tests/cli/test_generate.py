@@ -28,7 +28,7 @@ from tests.unit.test_t5_model import T5_FLAGS
 KINDS = {
     "gpt2": GPT2_FLAGS,
     "cpm": f"{CPM_FLAGS} --enc-seq-length 24",
-    "t5": f"{T5_FLAGS} --init-method-std 0.2 --no-tie-embeddings --enc-seq-length 24",
+    "t5": f"{T5_FLAGS} --init-method-std 0.2 --no-tie-embeddings --family t5 --enc-seq-length 24",
 }
 
 

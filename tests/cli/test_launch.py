@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import tds
-from megatron.ranks import signals as stopping
-from megatron.ranks.signals import Wish, Wishes, signals_as_before
+from megatron.ranks import signals
+from megatron.ranks.signals import StopSignal, StopSignals, signals_as_before
 from tds.launched import started
 from tests import support
 from tests.support import FULL, on_ranks
@@ -103,7 +103,7 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, how: str) -> None:
     launcher.tell(signal.SIGINT)
     launcher.until(lambda words: words[-1] == "saves")
     if how == "again":
-        time.sleep(0.6)  # as fast as this it would be the same wish
+        time.sleep(0.6)  # as fast as this it would be the same request
         launcher.tell(signal.SIGINT)
     assert launcher.end() == 130
     time.sleep(0.2)
@@ -119,15 +119,15 @@ def test_ctrl_c_in_a_process_started_by_hand(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     left: list[int] = []
-    monkeypatch.setattr(stopping, "leave", left.append)
+    monkeypatch.setattr(signals, "exit_now", left.append)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with signals_as_before():
         os.kill(os.getpid(), signal.SIGUSR1)  # nothing to save yet
-        with Wishes(None) as wishes:
+        with StopSignals(None) as heard:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # the same wish, by the terminal and by a launcher
-            assert wishes.agree() == (Wish.SAVE_AND_STOP, False)
-            monkeypatch.setattr(stopping, "ONE_WISH_SECONDS", 0)
+            os.kill(os.getpid(), signal.SIGINT)  # the same request, by the terminal and by a launcher
+            assert heard.agree() == (StopSignal.SAVE_AND_STOP, False)
+            monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0)
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)  # while it saves for the last time
     assert left == [130]

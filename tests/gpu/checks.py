@@ -27,7 +27,7 @@ GPT2 = (
     "--warmup 0 --lr-decay-style constant --make-vocab-size-divisible-by 64"
 )
 T5 = (
-    f"{GPT2} --enc-seq-length 40 --dec-seq-length 20 --normalization rmsnorm --position-embedding relative "
+    f"{GPT2} --family t5 --enc-seq-length 40 --dec-seq-length 20 --normalization rmsnorm --position-embedding relative "
     "--no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings"
 )
 RECOMPUTE = "--recompute-modules norm qkv activation"

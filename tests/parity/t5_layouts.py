@@ -26,7 +26,7 @@ from .t5_reference import Shape, logits, train
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
 LAYERS = {"cpm": 12, "t5": 17}  # of the list, with 2 blocks in the encoder and 3 in the decoder
 COMMON = (
-    f"--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --enc-seq-length {ENCODER} "
+    f"--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 --enc-seq-length {ENCODER} "
     f"--seq-length {ENCODER} --hidden-dropout 0 --attention-dropout 0 --batch-size 2 --train-iters {STEPS} --lr 0.1 --optimizer sgd "
     f"--lr-decay-style constant --warmup 0 --seed {SEED} --make-vocab-size-divisible-by 64 --clip-grad 1.0"
 )

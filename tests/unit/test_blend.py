@@ -13,7 +13,7 @@ from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import IndexedDatasetBuilder
-from megatron.data.position import extend
+from megatron.data.sample_hash import extend
 
 
 class Numbers:
@@ -115,7 +115,7 @@ def test_the_position_does_not_depend_on_batches(cuts: list[int], first: int) ->
 
 def test_the_position_equals_a_loop() -> None:
     """Horner's rule in whole numbers."""
-    from megatron.data.position import BASE, _mix
+    from megatron.data.sample_hash import BASE, _mix
 
     state = 0
     for place in range(300):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.config import SECTIONS
-from megatron.config.command_line import Args, parse
+from megatron.config.command_line import Args, from_file, parse
 from megatron.config.fields import ConfigError
 
 
@@ -92,6 +92,29 @@ def test_names_are_unique_and_all_have_help() -> None:
 def test_config_json_reads_back(tmp_path: Path) -> None:
     config = parse(["--hidden-size", "24", "--num-attention-heads", "2", "--no-hidden-bias", "--split", "8,1,1"])
     assert parse(["--config", write(tmp_path / "config.json", config.to_dict())]) == config
+
+
+def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
+    t5 = ["--enc-seq-length", "32", "--position-embedding", "relative"]
+    assert parse(t5, {"family": "t5"}).is_t5
+    assert not parse(t5).is_t5, "a model of a user's own, which may read them"
+    with pytest.raises(ConfigError) as refused:
+        parse([*t5, "--hidden-size", "36"], {"family": "gpt2"})
+    assert str(refused.value) == (
+        "--position-embedding, --enc-seq-length: read by t5 only, and this is a gpt2; leave them out"
+    )
+    with pytest.raises(ConfigError, match="this script trains a gpt2: it cannot take --family t5"):
+        parse(["--family", "t5"], {"family": "gpt2"})
+
+
+def test_the_family_of_settings_that_do_not_say_it(tmp_path: Path) -> None:
+    for length, family in ((None, "gpt2"), (32, "t5")):
+        content = parse([]).to_dict()
+        del content["model"]["family"]
+        content["data"]["enc_seq_length"] = length
+        assert from_file(write(tmp_path / "config.json", content)).model.family == family
+    own = parse([]).to_dict()
+    assert from_file(write(tmp_path / "config.json", own)).model.family is None
 
 
 def test_every_setting_is_read_by_something() -> None:

@@ -23,7 +23,7 @@ from .test_t5_model import T5_FLAGS, copy_weights, hugging_face
 GPT2_FLAGS = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 50 --init-method-std 0.2"
 )
-CPM_FLAGS = f"{GPT2_FLAGS} --num-decoder-layers 2"
+CPM_FLAGS = f"{GPT2_FLAGS} --family t5 --num-decoder-layers 2"
 PROMPT = [4, 9, 2, 33, 8]
 
 

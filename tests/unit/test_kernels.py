@@ -21,7 +21,7 @@ FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --hidden-dropout 0 "
     "--attention-dropout 0 --lr 0.01 --weight-decay 0.1"
 )
-T5 = f"{FLAGS} --enc-seq-length 24 --dec-seq-length 10 --normalization rmsnorm --position-embedding relative --no-hidden-bias"
+T5 = f"{FLAGS} --family t5 --enc-seq-length 24 --dec-seq-length 10 --normalization rmsnorm --position-embedding relative --no-hidden-bias"
 
 
 class FusedLayerNorm(nn.Module):

@@ -13,10 +13,11 @@ MAY_IMPORT = {
     "tds": set(),
     "megatron._torch": set(),  # private names of torch, which everything may need
     "data_utils": set(),
+    "megatron.atomic": set(),
     "megatron.config": set(),
     "megatron.config.ds_config": {"tds"},
     "megatron.mpu": {"megatron._torch"},
-    "megatron.tokenizer": set(),
+    "megatron.tokenizer": {"megatron.atomic"},
     "megatron.data": set(),
     "megatron.kernels": {"megatron.config", "megatron.ranks.device"},
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "megatron.ranks.device": {"megatron._torch"},
     "megatron.checkpointing": {
         "tds",
+        "megatron.atomic",
         "megatron.config",
         "megatron.ranks",
         "megatron.mpu",
@@ -45,6 +47,7 @@ MAY_IMPORT = {
     "megatron.training": {
         "tds",
         "megatron._torch",
+        "megatron.atomic",
         "megatron.config",
         "megatron.config.ds_config",
         "megatron.ranks",
@@ -61,6 +64,7 @@ MAY_IMPORT = {
 }
 # Package -> which of the outside world it may import beside the standard library.
 OUTSIDE = {
+    "megatron.atomic": set(),
     "tds": {"torch", "deepspeed"},
     "data_utils": {"regex", "zstandard", "datasketch", "pyarrow", "ray"},  # each imported where it is needed
     "megatron.config": set(),

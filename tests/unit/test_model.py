@@ -199,7 +199,7 @@ def test_offloaded_activations_come_back_as_they_were(model: str, monkeypatch: p
     """A CPU has nowhere to offload to, so here tensors go from the CPU to the CPU: all but weights, as copies."""
     flags = {
         "gpt2": "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40",
-        "t5": "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 40 --enc-seq-length 8 --dec-seq-length 8 "
+        "t5": "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 40 --family t5 --enc-seq-length 8 --dec-seq-length 8 "
         "--position-embedding relative --normalization rmsnorm --activation gated-gelu",
     }[model]
     away: list[torch.Size] = []

@@ -13,7 +13,7 @@ from megatron.model.layers import init_weights
 transformers = pytest.importorskip("transformers")
 
 T5_FLAGS = (
-    "--num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --kv-hidden-size 6 --ff-hidden-size 40 "
+    "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --kv-hidden-size 6 --ff-hidden-size 40 "
     "--no-hidden-bias --normalization rmsnorm --position-embedding relative --relative-attention-max-distance 20 "
     "--relative-attention-num-buckets 8 --no-scale-attention --layernorm-epsilon 1e-6 --hidden-dropout 0 "
     "--attention-dropout 0 --vocab-size 61 --make-vocab-size-divisible-by 16"
@@ -115,7 +115,8 @@ def test_padding_changes_nothing_and_makes_no_nan() -> None:
 def test_documents_do_not_see_each_other() -> None:
     """Two documents in one sample give what each gives alone, with learned positions counted anew."""
     flags = (
-        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 16 --reset-position-ids"
+        "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 16 "
+        "--reset-position-ids"
     )
     model = T5Model(parse(flags.split()), parallel_output=False).eval()
     source, target = torch.arange(14).view(1, 14), torch.arange(20, 30).view(1, 10)
@@ -138,7 +139,7 @@ def test_unscaled_attention_starts_with_smaller_queries() -> None:
 
 def test_integers_that_cross_a_border_take_less_than_20_kilobytes() -> None:
     """At the sizes of CPM's script (1024 and 384 tokens, batch 4), where its masks took 12.1 MB, with documents kept apart."""
-    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 1024"
+    flags = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 1024"
     model = T5Model(parse(flags.split()))
     documents = torch.ones(4, 1024).short(), torch.ones(4, 384).short()
     x: Any = (torch.zeros(4, 1024, dtype=torch.int64), torch.zeros(4, 384, dtype=torch.int32), *documents)
