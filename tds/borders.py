@@ -2,7 +2,7 @@
 
 NCCL runs all messages of a group one after the other, in the order in which a rank asked for them, and a
 send ends only when it was received. So a stage that receives and sends over the same group may wait for a
-message that stands behind one of its own, and with three stages does. Here neither the two directions of a
+message that stands after one of its own, and with three stages does. Here neither the two directions of a
 border share a group, nor any two borders of one stage: borders take turns with two colours, and with a third
 where an odd number of stages stands in a ring. All chunks and all pipelines of a colour share one group each
 way, so that a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever. On gloo, where

@@ -41,8 +41,8 @@ class BoundaryTensor(NamedTuple):
     split: bool = False
 
 
-def layout_of(parcels: Sequence[BoundaryTensor]) -> Layout:
-    return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in parcels)
+def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
+    return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in tensors)
 
 
 class Run:
@@ -110,11 +110,11 @@ class Channel:
 
     # ------------------------------------------------- messages of known layout
 
-    def send(self, parcels: Sequence[BoundaryTensor]) -> None:
+    def send(self, tensors: Sequence[BoundaryTensor]) -> None:
         """Start sending; returns at once. A tensor that nobody else looks at is sent from where it lies, others are copied."""
-        full = [p.tensor for p in parcels if p.tensor.numel()]
+        full = [p.tensor for p in tensors if p.tensor.numel()]
         lent = len(full) == 1 and users(full[0]) > 1
-        payload = [self._bytes(self._part(p)) for p in parcels if p.tensor.numel()]
+        payload = [self._bytes(self._part(p)) for p in tensors if p.tensor.numel()]
         if len(payload) > 1 or (lent and _same_memory(payload[0], full[0])):
             self._start(self._copy(payload))
         elif payload:
@@ -139,12 +139,12 @@ class Channel:
 
     # ------------------------------------------------ messages that announce others
 
-    def send_next(self, at: At, same_until: int, parcels: Sequence[BoundaryTensor], what: str) -> None:
+    def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
         """Send the activations of a micro-batch, with header and word as they are due.
 
         same_until: the first micro-batch whose layout may be another. Raises BoundaryError where this was promised wrongly.
         """
-        (index, chunk), layout = at, layout_of(parcels)
+        (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
         if index == run.end:
             run.begin(layout, index, same_until - index)
@@ -158,7 +158,7 @@ class Channel:
             more = max(same_until - run.end, 0)
             run.go_on(more)
             self._start(torch.tensor([more], device=self.device).view(torch.uint8))
-        self.send(parcels)
+        self.send(tensors)
 
     def send_end(self) -> None:
         """Say that the data have ended, instead of the first message of a step."""
@@ -259,9 +259,9 @@ class Channel:
         size = self._part_numel(shape, flags) * dtype.itemsize
         return size + -size % ALIGN
 
-    def _part(self, parcel: BoundaryTensor) -> Tensor:
-        flat = parcel.tensor.detach().contiguous().view(-1)
-        if not parcel.split or self.slice_size == 1:
+    def _part(self, crossing: BoundaryTensor) -> Tensor:
+        flat = crossing.tensor.detach().contiguous().view(-1)
+        if not crossing.split or self.slice_size == 1:
             return flat
         each = -(-flat.numel() // self.slice_size)
         part = flat[each * self.slice_rank : each * (self.slice_rank + 1)]
@@ -276,7 +276,7 @@ class Channel:
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self._part_numel(shape, flags) * dtype.itemsize]
         if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # of 16 bytes an element, behind one that ends in the middle of 16
+            raw = raw.clone()  # of 16 bytes an element, after one that ends in the middle of 16
         part = raw.view(dtype)
         if flags & SPLIT and self.slice_size > 1:
             parts = [torch.empty_like(part) for _ in range(self.slice_size)]

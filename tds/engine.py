@@ -121,9 +121,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     ) -> Any:
         """The loss over `num_micro_batches` (default: as in training) without learning from them; shapes may differ.
 
-        compute_loss: without it, what is reduced and returned are the outputs, on the last stage alone, None on the
+        compute_loss: without it, what is reduced and returned are the outputs, only on the last stage, None on the
         others. reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all micro-batches, on
-        the last stage. bcast_loss: without it, the last stage alone gets the loss. return_logits: return `(that,
+        the last stage. bcast_loss: without it, only the last stage gets the loss. return_logits: return `(that,
         outputs of the last micro-batch)`, the latter None on other stages. Raises ValueError for another `reduce_output`.
         """
         micros = self.micro_batches if num_micro_batches is None else num_micro_batches

@@ -135,7 +135,7 @@ def make_moments(engine: Any, names: list[str], step: int) -> None:
 
 
 def _link_moments(engine: Any) -> None:
-    """Let ZeRO's parameters find their moments. DeepSpeed does so itself, but after the first group's first step alone."""
+    """Let ZeRO's parameters find their moments. DeepSpeed does so itself, but only after the first group's first step."""
     link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if link is not None:
         engine.optimizer._hp_optimizer_states_linked = False
@@ -183,7 +183,7 @@ def least_loss_scale(engine: Any) -> float | None:
 
 
 def heed_copies(engine: Any) -> None:
-    """Let DeepSpeed's optimizers leave out a step, too, if the gradient of a copied or tied weight is not finite on one rank alone.
+    """Let DeepSpeed's optimizers leave out a step, too, if the gradient of a copied or tied weight is not finite on only one rank.
 
     Their norms count such weights on one rank, so that the others would apply it. ZeRO 1 and 2 in fp32 and ZeRO 3 then
     look at all gradients, which is one more pass over them and one more wait for the device.
@@ -214,6 +214,6 @@ def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:
 
 
 def use_fp64(engine: Any) -> None:
-    """Turn a new engine to fp64, for checking numbers. DeepSpeed accepts fp32 alone, but steps whatever it then holds."""
+    """Turn a new engine to fp64, for checking numbers. DeepSpeed accepts only fp32, but steps whatever it then holds."""
     engine.module.double()
     engine._config.communication_data_type = torch.float64  # or gradients would be summed in fp32

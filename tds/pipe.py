@@ -64,9 +64,9 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         return inputs
 
     def stage_owner(self, layer_idx: int) -> int:
-        for place, (start, stop) in enumerate(pairwise(self.cuts)):
+        for virtual_stage, (start, stop) in enumerate(pairwise(self.cuts)):
             if start <= layer_idx < stop:
-                return place % self.num_stages  # type: ignore[no-any-return]
+                return virtual_stage % self.num_stages  # type: ignore[no-any-return]
         raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:

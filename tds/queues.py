@@ -3,7 +3,7 @@
 gloo moves a message as soon as both ends have asked for it. torch's NCCL moves the messages of a process group
 one after the other, in the order in which a rank asked for them: a group has one communicator and one stream, at
 least where it was made with its device, as DeepSpeed makes it. A send ends only when it was received, so a
-message may wait for one that stands behind another. With CUDA_DEVICE_MAX_CONNECTIONS=1, moreover, the device
+message may wait for one that stands after another. With CUDA_DEVICE_MAX_CONNECTIONS=1, moreover, the device
 looks at what it was given, computations and messages alike, only in the order in which it was given.
 
 What a step then does is a graph: an operation starts after others and ends, if it is a message, only after its
