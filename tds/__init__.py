@@ -7,6 +7,7 @@ borders.py    to whom, over which process groups
 queues.py     that no message waits for ever
 batches.py    the micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
+step.py       what a stage keeps while a step lasts
 launched.py   that no rank outlives its launcher
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
@@ -15,6 +16,7 @@ import importlib
 from typing import Any
 
 from . import _deepspeed, optimizers, pipe
+from ._deepspeed import complaint
 from ._deepspeed import deepspeed as _ds
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
@@ -68,6 +70,7 @@ __all__ = [
     "DataEnded",
     "PipelineEngine",
     "PipelineModule",
+    "complaint",
     "init_distributed",
     "initialize",
     "pipe",

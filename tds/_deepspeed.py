@@ -1,7 +1,7 @@
 """Everything of DeepSpeed's inside that this plugin touches, in one place (tested with 0.17.0 to 0.19.8).
 
 Public names are delegated in `__init__`; what stands here is not promised by DeepSpeed and is
-looked at anew for each release.
+looked at again for each release.
 """
 
 import contextlib

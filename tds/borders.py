@@ -2,7 +2,7 @@
 
 NCCL runs all messages of a group one after the other, in the order in which a rank asked for them, and a
 send ends only when it was received. So a stage that receives and sends over the same group may wait for a
-message that stands behind one of its own, and with three stages does. Here neither the two directions of a
+message that stands after one of its own, and with three stages does. Here neither the two directions of a
 border share a group, nor any two borders of one stage: borders take turns with two colours, and with a third
 where an odd number of stages stands in a ring. All chunks and all pipelines of a colour share one group each
 way, so that a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever. On gloo, where
@@ -26,8 +26,8 @@ from .schedule import At, Instruction, RecvActivation, RecvGrad
 class Borders:
     """The channels of this rank, which lead to the same two neighbours for every chunk, by role.
 
-    above: brings activations in; up: takes their gradients back. down: takes activations out; below: brings their
-    gradients in. A stage has no roles of a side where there is never a neighbour.
+    from_previous: activations; to_previous: their gradients. to_next: activations; from_next: their gradients. A stage
+    has no roles of a side where there is never a neighbour.
     """
 
     stage: int
@@ -36,20 +36,20 @@ class Borders:
     roles: dict[str, Channel]
 
     @property
-    def above(self) -> Channel:
-        return self.roles["above"]
+    def from_previous(self) -> Channel:
+        return self.roles["from_previous"]
 
     @property
-    def up(self) -> Channel:
-        return self.roles["up"]
+    def to_previous(self) -> Channel:
+        return self.roles["to_previous"]
 
     @property
-    def down(self) -> Channel:
-        return self.roles["down"]
+    def to_next(self) -> Channel:
+        return self.roles["to_next"]
 
     @property
-    def below(self) -> Channel:
-        return self.roles["below"]
+    def from_next(self) -> Channel:
+        return self.roles["from_next"]
 
     @property
     def channels(self) -> list[Channel]:
@@ -59,17 +59,17 @@ class Borders:
         """Let the channels know what comes, in the order of these instructions."""
 
         def agenda(kind: type[Instruction]) -> list[At]:
-            return [(each.micro, each.chunk) for each in instructions if type(each) is kind]
+            return [each.at for each in instructions if type(each) is kind]
 
-        receives = {"above": RecvActivation, "below": RecvGrad}
+        receives = {"from_previous": RecvActivation, "from_next": RecvGrad}
         for role, channel in self.roles.items():
             channel.begin_step(micros, agenda(receives[role]) if role in receives else ())
 
-    def inwards(self, chunk: int) -> bool:
+    def has_previous(self, chunk: int) -> bool:
         """Whether the inputs of this chunk come from another stage."""
         return self.stage > 0 or chunk > 0
 
-    def outwards(self, chunk: int) -> bool:
+    def has_next(self, chunk: int) -> bool:
         """Whether the outputs of this chunk go to another stage."""
         return self.stage < self.stages - 1 or chunk < self.chunks - 1
 
@@ -86,8 +86,9 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
     groups = [_groups_of_pipelines(grid) for _ in range(colours if in_queues(device) else 1)]
     pool, ahead = Pool(device), 0 if one_hardware_queue(device) else POSTED_AHEAD
     slice_ = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
-    before, after = (stage - 1) % stages, (stage + 1) % stages
-    for names, number, other in ((("down", "below"), stage, after), (("above", "up"), before, before)):
+    previous, next_ = (stage - 1) % stages, (stage + 1) % stages
+    sides = ((("to_next", "from_next"), stage, next_), (("from_previous", "to_previous"), previous, previous))
+    for names, number, other in sides:
         if number < count:
             peer = grid.stage_to_global(stage_id=other)
             for role, group in zip(names, groups[colour(number, stages) % len(groups)], strict=True):
@@ -112,7 +113,12 @@ def _meet(borders: Borders, device: torch.device, colours: int) -> None:
     """
     stage, stages = borders.stage, borders.stages
     for each in range(colours):
-        for role, number in (("down", stage), ("above", stage - 1), ("below", stage), ("up", stage - 1)):
+        for role, number in (
+            ("to_next", stage),
+            ("from_previous", stage - 1),
+            ("from_next", stage),
+            ("to_previous", stage - 1),
+        ):
             if role in borders.roles and colour(number % stages, stages) == each:
                 channel, byte = borders.roles[role], torch.zeros(1, dtype=torch.uint8, device=device)
-                (dist.send if role in ("down", "up") else dist.recv)(byte, channel.peer, group=channel.group)
+                (dist.send if role.startswith("to_") else dist.recv)(byte, channel.peer, group=channel.group)

@@ -107,9 +107,10 @@ def agree(contracts: Sequence[Contract]) -> None:
                     f"give all ranks the same configuration"
                 )
     chunks = len(contracts[0].puts_out)
-    for place in range(stages * chunks - 1):
-        here, there = place % stages, (place + 1) % stages
-        put, taken = contracts[here].puts_out[place // stages], contracts[there].takes_in[(place + 1) // stages]
+    for virtual_stage in range(stages * chunks - 1):
+        here, there = virtual_stage % stages, (virtual_stage + 1) % stages
+        put = contracts[here].puts_out[virtual_stage // stages]
+        taken = contracts[there].takes_in[(virtual_stage + 1) // stages]
         if put is None or taken is None:
             continue
         names = [", ".join(each.name for each in end) for end in (taken, put)]

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._torch import users
 from .batches import DataEnded
 from .boundary import BoundaryError
-from .memory import Pool, alias, users
+from .memory import Pool, alias
 from .schedule import At
 
 HEADER_SIZE = 1536  # bytes: room for about 60 tensors of 4 dimensions
@@ -32,7 +33,7 @@ GRAD, SPLIT = 1, 2
 Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and shape of each tensor of a message
 
 
-class Parcel(NamedTuple):
+class BoundaryTensor(NamedTuple):
     """One tensor on its way, and whether a gradient comes back and whether it is split."""
 
     tensor: Tensor
@@ -40,8 +41,8 @@ class Parcel(NamedTuple):
     split: bool = False
 
 
-def layout_of(parcels: Sequence[Parcel]) -> Layout:
-    return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in parcels)
+def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
+    return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in tensors)
 
 
 class Run:
@@ -109,11 +110,11 @@ class Channel:
 
     # ------------------------------------------------- messages of known layout
 
-    def send(self, parcels: Sequence[Parcel]) -> None:
+    def send(self, tensors: Sequence[BoundaryTensor]) -> None:
         """Start sending; returns at once. A tensor that nobody else looks at is sent from where it lies, others are copied."""
-        full = [p.tensor for p in parcels if p.tensor.numel()]
+        full = [p.tensor for p in tensors if p.tensor.numel()]
         lent = len(full) == 1 and users(full[0]) > 1
-        payload = [self._bytes(self._part(p)) for p in parcels if p.tensor.numel()]
+        payload = [self._bytes(self._part(p)) for p in tensors if p.tensor.numel()]
         if len(payload) > 1 or (lent and _same_memory(payload[0], full[0])):
             self._start(self._copy(payload))
         elif payload:
@@ -124,7 +125,7 @@ class Channel:
         self._layouts[at] = layout
         self._post(self.ahead)
 
-    def take(self, at: At) -> list[Parcel]:
+    def take(self, at: At) -> list[BoundaryTensor]:
         """Wait for this message, the first of those that are expected."""
         self._post(1)
         found = self._next()
@@ -138,12 +139,12 @@ class Channel:
 
     # ------------------------------------------------ messages that announce others
 
-    def send_next(self, at: At, same_until: int, parcels: Sequence[Parcel], what: str) -> None:
+    def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
         """Send the activations of a micro-batch, with header and word as they are due.
 
         same_until: the first micro-batch whose layout may be another. Raises BoundaryError where this was promised wrongly.
         """
-        (index, chunk), layout = at, layout_of(parcels)
+        (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
         if index == run.end:
             run.begin(layout, index, same_until - index)
@@ -157,13 +158,13 @@ class Channel:
             more = max(same_until - run.end, 0)
             run.go_on(more)
             self._start(torch.tensor([more], device=self.device).view(torch.uint8))
-        self.send(parcels)
+        self.send(tensors)
 
     def send_end(self) -> None:
         """Say that the data have ended, instead of the first message of a step."""
         self._start(self._header([0], "the end of the data"))
 
-    def take_next(self, at: At) -> list[Parcel]:
+    def take_next(self, at: At) -> list[BoundaryTensor]:
         """Wait for the activations of a micro-batch. Raises DataEnded."""
         index, chunk = at
         run = self._runs[chunk]
@@ -180,19 +181,19 @@ class Channel:
 
     def same_until(self, at: At) -> int:
         """The first micro-batch after `at` that may look different, as far as the other end has said."""
-        return self._runs[at[1]].end
+        return self._runs[at.chunk].end
 
     def _go_on(self, at: At, count: int) -> None:
-        run = self._runs[at[1]]
+        run = self._runs[at.chunk]
         before = run.end
         run.go_on(count)
-        self._expect_run(at[1], before)
+        self._expect_run(at.chunk, before)
 
     def _expect_run(self, chunk: int, first: int) -> None:
         run = self._runs[chunk]
-        for at in ((index, chunk) for index in range(first, run.end)):
+        for at in (At(index, chunk) for index in range(first, run.end)):
             self._layouts[at] = run.layout
-            if run.word_is_due(at[0]):
+            if run.word_is_due(at.micro):
                 self._words.add(at)
         self._post(self.ahead)
 
@@ -258,9 +259,9 @@ class Channel:
         size = self._part_numel(shape, flags) * dtype.itemsize
         return size + -size % ALIGN
 
-    def _part(self, parcel: Parcel) -> Tensor:
-        flat = parcel.tensor.detach().contiguous().view(-1)
-        if not parcel.split or self.slice_size == 1:
+    def _part(self, crossing: BoundaryTensor) -> Tensor:
+        flat = crossing.tensor.detach().contiguous().view(-1)
+        if not crossing.split or self.slice_size == 1:
             return flat
         each = -(-flat.numel() // self.slice_size)
         part = flat[each * self.slice_rank : each * (self.slice_rank + 1)]
@@ -272,17 +273,17 @@ class Channel:
         gap = -raw.numel() % ALIGN
         return torch.nn.functional.pad(raw, (0, gap)) if gap else raw
 
-    def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> Parcel:
+    def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self._part_numel(shape, flags) * dtype.itemsize]
         if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # of 16 bytes an element, behind one that ends in the middle of 16
+            raw = raw.clone()  # of 16 bytes an element, after one that ends in the middle of 16
         part = raw.view(dtype)
         if flags & SPLIT and self.slice_size > 1:
             parts = [torch.empty_like(part) for _ in range(self.slice_size)]
             dist.all_gather(parts, part, group=self.slice_group)
             part = torch.cat(parts)
         tensor = alias(part[: shape.numel()].view(shape))
-        return Parcel(tensor, bool(flags & GRAD), bool(flags & SPLIT))
+        return BoundaryTensor(tensor, bool(flags & GRAD), bool(flags & SPLIT))
 
 
 def _words(layout: Layout) -> list[Any]:

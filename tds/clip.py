@@ -6,11 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._torch import scale_all
+
 
 def clip_grad_norm(module: nn.Module, grid: Any, limit: float, device: torch.device) -> float:
     """Scale the gradients of this rank's `module` to a global norm of at most `limit` (0: leave them); the norm before.
 
-    A tied weight counts on the first of its stages alone, a weight that is not split over the
+    A tied weight counts only on the first of its stages, a weight that is not split over the
     tensor-parallel ranks (no `tensor_model_parallel` on it) on the first of them. The norm is not finite if any
     gradient on any rank is not, that of a copy which does not count included.
     """
@@ -31,5 +33,5 @@ def clip_grad_norm(module: nn.Module, grid: Any, limit: float, device: torch.dev
     norm = total.sqrt()
     if limit > 0 and grads:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(grads.values()), factor.to(next(iter(grads.values())).dtype))
+        scale_all(list(grads.values()), factor.to(next(iter(grads.values())).dtype))
     return norm.item()

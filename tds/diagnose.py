@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from . import schedule
+from ._torch import default_store
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the others
@@ -49,10 +50,10 @@ def _print_once() -> None:
 
 
 PEERS = {
-    schedule.RecvActivation: ("from", "above"),
-    schedule.SendActivation: ("to", "down"),
-    schedule.RecvGrad: ("from", "below"),
-    schedule.SendGrad: ("to", "up"),
+    schedule.RecvActivation: ("from", "from_previous"),
+    schedule.SendActivation: ("to", "to_next"),
+    schedule.RecvGrad: ("from", "from_next"),
+    schedule.SendGrad: ("to", "to_previous"),
 }
 
 
@@ -95,7 +96,7 @@ def _exit(code: int) -> None:
 
 def _store() -> Any:
     """A connection of our own to the store that the ranks met at."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 

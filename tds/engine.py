@@ -6,20 +6,20 @@ checkpoints and monitors, and replaces the step: what is loaded, computed, sent 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed import checkpointing
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from . import evaluation, schedule
 from ._deepspeed import TRAIN_BATCH_TIMER, StockPipelineEngine, autocast, default_to_non_reentrant, quietly
 from .batches import Batches, DataEnded
 from .borders import open_borders
 from .boundary import check
-from .channel import Parcel, layout_of
+from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
 from .losses import Losses
 from .memory import alias, handed, plain
@@ -27,19 +27,10 @@ from .nested import as_tuple, unwrap
 from .progress import Progress
 from .reductions import Reductions
 from .saving import Checkpoints
-from .schedule import At, Instruction
-from .split_backward import Rest, backward_input
+from .schedule import Instruction
+from .split_backward import backward_input
 from .start import checked_schedule, refuse_idle_stages, shake_hands
-
-
-class Outputs(NamedTuple):
-    """What a forward pass put out: what is sent of it, and where its gradients go into autograd's graph.
-
-    The tensors themselves are not kept, so their memory is free when it was sent, unless autograd needs it.
-    """
-
-    parcels: list[Parcel]
-    edges: list[GradientEdge]
+from .step import Step
 
 
 class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
@@ -53,6 +44,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
 
     data_iterator: Any
     outputs: Any
+    _step: Step  # the one that runs, or the last one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         default_to_non_reentrant(**kwargs)
@@ -63,18 +55,11 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
         self._borders = open_borders(self.grid, self.device, self._chunks)
-        self._channels = self._borders.channels
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe) if dist.get_world_size() > 1 else None
-        self._outputs: dict[At, Outputs] = {}  # of what goes to another stage
-        self._to_learn: dict[At, Tensor] = {}  # losses, where there is no other stage
-        self._grads: dict[At, list[Tensor]] = {}
-        self._received: dict[At, list[Parcel]] = {}
-        self._rests: dict[At, Rest] = {}
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
-        self._scale = torch.ones((), device=self.device)
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
 
     # ---------------------------------------------------------------- public
@@ -95,7 +80,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         timer.start()
         try:
             with self._watched():
-                self._step()
+                self._train_step()
         finally:
             timer.stop()
         self._report("train_loss", self.agg_train_loss)
@@ -106,7 +91,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
                 print(line, flush=True)
         return self.agg_train_loss
 
-    def _step(self) -> None:
+    def _train_step(self) -> None:
         if self.optimizer is None:
             raise RuntimeError(
                 f"stage {self.stage_id} has no optimizer: give each rank one, over its frozen weights if need be"
@@ -136,9 +121,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     ) -> Any:
         """The loss over `num_micro_batches` (default: as in training) without learning from them; shapes may differ.
 
-        compute_loss: without it, what is reduced and returned are the outputs, on the last stage alone, None on the
+        compute_loss: without it, what is reduced and returned are the outputs, only on the last stage, None on the
         others. reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all micro-batches, on
-        the last stage. bcast_loss: without it, the last stage alone gets the loss. return_logits: return `(that,
+        the last stage. bcast_loss: without it, only the last stage gets the loss. return_logits: return `(that,
         outputs of the last micro-batch)`, the latter None on other stages. Raises ValueError for another `reduce_output`.
         """
         micros = self.micro_batches if num_micro_batches is None else num_micro_batches
@@ -177,7 +162,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent over stage boundaries since it was made."""
-        return sum(channel.bytes_sent for channel in self._channels)
+        return sum(channel.bytes_sent for channel in self._borders.channels)
 
     # ---------------------------------------------------------- instructions
 
@@ -186,50 +171,58 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         for instruction in instructions:
             self._at(instruction)
             with self.progress.timed(type(instruction).__name__):
-                self._DO[type(instruction)](self, (instruction.micro, instruction.chunk))
+                getattr(self, self._HANDLERS[type(instruction)])(instruction)
+            self._step.forget_if_done(instruction.at)
+        left = self._step.microbatches
+        assert not left, (
+            f"stage {self.stage_id} still keeps something of {list(left)} after the last instruction of a step"
+        )
         self._at("waiting until its last messages have left")
-        for channel in self._channels:
+        for channel in self._borders.channels:
             channel.flush()
-        for channel in self._channels[:1]:
+        for channel in self._borders.channels[:1]:
             channel.pool.trim()  # all of them share it
 
-    def _inputs_of(self, at: At) -> Any:
+    def _inputs_of(self, instruction: Instruction) -> Any:
         """What the layers are given: they may do with it what they like."""
-        if self._borders.inwards(at[1]):
-            parcels = self._received[at] if self.module.training else self._received.pop(at)
-            return unwrap(tuple(handed(p.tensor) for p in parcels))
-        inputs = self._batches.inputs(at[0])
+        if self._borders.has_previous(instruction.chunk):
+            of = self._step.of(instruction.at)
+            received = of.received if self.module.training else of.take_received()
+            return unwrap(tuple(handed(each.tensor) for each in received))
+        inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
             # or the first checkpoint would not learn
             inputs = tuple(handed(t.requires_grad_(t.is_floating_point())) for t in inputs)
         return unwrap(inputs)
 
-    def _forward(self, at: At) -> None:
-        micro, chunk = at
-        inputs = self._inputs_of(at)
+    def _forward(self, instruction: Instruction) -> None:
+        chunk = instruction.chunk
+        inputs = self._inputs_of(instruction)
         with autocast(self):
             outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
         if not self.module.training:
             checkpointing.reset()  # no backward pass will empty the buffers of activations
-        if self._borders.outwards(chunk):
-            self._keep(at, as_tuple(outputs))
+        if self._borders.has_next(chunk):
+            self._keep(instruction, as_tuple(outputs))
         else:
-            self._learn(at, outputs, self._batches.labels(micro))
+            self._learn(instruction, outputs, self._step.batches.labels(instruction.micro))
 
-    def _keep(self, at: At, outputs: tuple[Any, ...]) -> None:
+    def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
         """Hold on to what goes to the next stage."""
-        declared = self._contract.puts_out[at[1]]
+        declared = self._contract.puts_out[instruction.chunk]
         check(outputs, declared, f"stage {self.stage_id} puts out what it should not", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
         learns = torch.is_grad_enabled()  # a weight among the outputs says that it wants a gradient even in evaluation
-        parcels = [Parcel(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)]
-        edges = [get_gradient_edge(t) for t in outputs if t.requires_grad] if learns else []
-        self._outputs[at] = Outputs(parcels, edges)
+        of = self._step.of(instruction.at)
+        of.to_send = [
+            BoundaryTensor(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)
+        ]
+        of.edges = [get_gradient_edge(t) for t in outputs if t.requires_grad] if learns else []
 
-    def _learn(self, at: At, outputs: Any, labels: Any) -> None:
+    def _learn(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """At the end of the pipeline: the loss."""
         self.outputs = None if self.module.training else outputs
-        if not self._compute_loss:
+        if not self._step.compute_loss:
             self.fwd_outputs.append(outputs)
             return
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
@@ -237,15 +230,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         total = self._losses.add(loss, additional or {})
         self.fwd_outputs.append(total.detach())
         if self.module.training:
-            self._to_learn[at] = total * self._scale
-
-    def _roots(self, at: At) -> tuple[list[Any], list[Tensor | None]]:
-        """What to differentiate, and the gradients that came for it."""
-        if at in self._to_learn:
-            loss, scale = self._to_learn.pop(at), getattr(self.optimizer, "scale_if_loss", None)
-            return [scale(loss) if scale else loss], [None]
-        outputs = self._outputs.pop(at)
-        return list(outputs.edges), list(self._grads.pop(at)) if outputs.edges else []
+            scale = getattr(self.optimizer, "scale_if_loss", None)  # fp16's, which loss_fn knows nothing of
+            learned = total * self._step.scale
+            self._step.of(instruction.at).loss = scale(learned) if scale else learned
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -256,87 +243,93 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
-    def _backward(self, at: At) -> None:
-        outputs, grads = self._roots(at)
-        if outputs:
+    def _backward(self, instruction: Instruction) -> None:
+        roots, grads = self._step.of(instruction.at).take_roots()
+        if roots:
             with self._accumulating():
-                torch.autograd.backward(outputs, grads)
+                torch.autograd.backward(roots, grads or None)
 
-    def _backward_input(self, at: At) -> None:
-        outputs, grads = self._roots(at)
-        if outputs:
-            due = [p.tensor for p in self._received.get(at, []) if p.grad]
+    def _backward_input(self, instruction: Instruction) -> None:
+        of = self._step.of(instruction.at)
+        roots, grads = of.take_roots()
+        if roots:
+            inputs = [each.tensor for each in of.inputs_that_learn]
             with self._accumulating():
-                self._rests[at] = backward_input(outputs, grads, due)
+                of.deferred = backward_input(roots, grads or [None], inputs)
 
-    def _backward_weight(self, at: At) -> None:
-        if at in self._rests:
+    def _backward_weight(self, instruction: Instruction) -> None:
+        of = self._step.of(instruction.at)
+        deferred, of.deferred = of.deferred, None
+        if deferred:
             with self._accumulating():
-                self._rests.pop(at).run()
+                deferred.run()
 
-    def _send_activation(self, at: At) -> None:
-        micro, chunk = at
-        outputs = self._outputs[at] if self.module.training else self._outputs.pop(at)
+    def _send_activation(self, instruction: Instruction) -> None:
+        at, borders = instruction.at, self._borders
+        outputs = self._step.of(at).take_to_send()
         if self.dynamic_shape:
-            same_until = micro + 1
-        elif self._borders.inwards(chunk):
-            same_until = self._borders.above.same_until(at)
+            same_until = at.micro + 1
+        elif borders.has_previous(at.chunk):
+            same_until = borders.from_previous.same_until(at)
         else:
-            same_until = self._batches.same_until(micro)
-        self._borders.down.send_next(at, same_until, outputs.parcels, f"stage {self.stage_id}")
+            same_until = self._step.batches.same_until(at.micro)
+        borders.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
         if self.module.training:
-            self._outputs[at] = Outputs([], outputs.edges)
-            due = [Parcel(p.tensor, split=p.split) for p in outputs.parcels if p.grad]
-            self._borders.below.expect(at, layout_of(due) if due else None)
+            due = [BoundaryTensor(each.tensor, split=each.split) for each in outputs if each.grad]
+            borders.from_next.expect(at, layout_of(due) if due else None)
 
-    def _recv_activation(self, at: At) -> None:
-        micro, chunk = at
-        above = self._borders.above
+    def _recv_activation(self, instruction: Instruction) -> None:
+        previous = self._borders.from_previous
         try:
-            parcels = above.take_next(at)
+            received = previous.take_next(instruction.at)
         except DataEnded as end:
             self._tell_the_end(end)
             raise
-        for parcel in parcels:
-            parcel.tensor.requires_grad_(parcel.grad and torch.is_grad_enabled())
-        self._received[at] = parcels
-        tensors = tuple(p.tensor for p in parcels)
-        check(tensors, self._contract.takes_in[chunk], f"stage {self.stage_id} got of rank {above.peer}")
+        for each in received:
+            each.tensor.requires_grad_(each.grad and torch.is_grad_enabled())
+        self._step.of(instruction.at).received = received
+        tensors = tuple(each.tensor for each in received)
+        declared = self._contract.takes_in[instruction.chunk]
+        check(tensors, declared, f"stage {self.stage_id} got of rank {previous.peer}")
 
-    def _send_grad(self, at: At) -> None:
-        due = [p for p in self._received.pop(at) if p.grad]
+    def _send_grad(self, instruction: Instruction) -> None:
+        of = self._step.of(instruction.at)
+        due = of.inputs_that_learn
+        of.received = []
         if due:
-            self._borders.up.send([Parcel(_given_up(p.tensor), split=p.split) for p in due])
+            self._borders.to_previous.send([BoundaryTensor(_given_up(each.tensor), split=each.split) for each in due])
 
-    def _recv_grad(self, at: At) -> None:
-        if self._outputs[at].edges:
-            self._grads[at] = [p.tensor for p in self._borders.below.take(at)]
+    def _recv_grad(self, instruction: Instruction) -> None:
+        of = self._step.of(instruction.at)
+        if of.edges:
+            of.grads = [each.tensor for each in self._borders.from_next.take(instruction.at)]
 
-    _DO = {
-        schedule.Forward: _forward,
-        schedule.Backward: _backward,
-        schedule.BackwardInput: _backward_input,
-        schedule.BackwardWeight: _backward_weight,
-        schedule.SendActivation: _send_activation,
-        schedule.RecvActivation: _recv_activation,
-        schedule.SendGrad: _send_grad,
-        schedule.RecvGrad: _recv_grad,
+    _HANDLERS = {  # by name, so that those of a subclass are called
+        schedule.Forward: "_forward",
+        schedule.Backward: "_backward",
+        schedule.BackwardInput: "_backward_input",
+        schedule.BackwardWeight: "_backward_weight",
+        schedule.SendActivation: "_send_activation",
+        schedule.RecvActivation: "_recv_activation",
+        schedule.SendGrad: "_send_grad",
+        schedule.RecvGrad: "_recv_grad",
     }
 
     # ------------------------------------------------------------- internals
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Make ready for the micro-batches of a step, and find the scale of the loss."""
-        self._compute_loss, self.fwd_outputs, self.outputs = compute_loss, [], None
+        self.fwd_outputs, self.outputs = [], None
         first, last, replicas = self.is_first_stage(), self.is_last_stage(), self.dp_world_size
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
-        self._batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
+        batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
+        self._step = Step(batches, compute_loss)
         self._losses.begin(micros * replicas)
         count = getattr(self.module.loss_fn, "count_targets", None) if last else None
         group = self.grid.get_data_parallel_group()
         if first or count:
             self._at("reading its first micro-batch")
-            end = self._batches.end_of_any(group if replicas > 1 else None)
+            end = batches.end_of_any(group if replicas > 1 else None)
             if end and first:
                 self._tell_the_end(end)
                 raise end
@@ -344,16 +337,16 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
                 return  # as stage 0 will say
         if count:
             self._at("reading its micro-batches, whose targets are counted")
-            self._losses.count(count, self._batches.all_labels(), group)
+            self._losses.count(count, batches.all_labels(), group)
         if last:
             # Gradients are averaged over the replicas afterwards, hence the product with their number.
-            self._scale = torch.tensor(replicas / self.num_targets, dtype=torch.float64, device=self.device)
+            self._step.scale = torch.tensor(replicas / self.num_targets, dtype=torch.float64, device=self.device)
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """The data ended before a step had begun: so say all stages, and nobody waits."""
         if not self.is_last_stage():
-            self._borders.down.send_end()
-            self._borders.down.flush()
+            self._borders.to_next.send_end()
+            self._borders.to_next.flush()
         end.everywhere = True
 
     def _share_losses(self) -> Tensor:

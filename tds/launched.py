@@ -60,6 +60,7 @@ def meet_again(backend: str, timeout: timedelta | None) -> None:
     What an attempt before has left there, addresses of its ranks and the report of its end, would end this one, too.
     """
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -67,7 +68,7 @@ def meet_again(backend: str, timeout: timedelta | None) -> None:
     if attempt == "0" or not shared or dist.is_initialized():
         return
     store, rank, ranks = next(rendezvous("env://", timeout=timeout or timedelta(minutes=30)))
-    own = dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
+    own = PrefixStore(f"attempt{attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
 
 

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def users(tensor: Tensor) -> int:
-    """How many tensors look into the memory of `tensor`, autograd's own and this one included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
+from ._torch import users
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from tds import utils as _utils
 from tds import zero
 
+from ._torch import norms
+
 
 def _wrapped(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
@@ -33,6 +35,11 @@ def _owners(engine: Any) -> list[Tensor]:
     if flat is not None:
         return list(flat)
     return [p for group in _inner(engine).param_groups for p in group["params"]]
+
+
+def local_piece(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of `parameter` in the dtype of the forward pass: under ZeRO 3 a flat piece, else all of it."""
+    return getattr(parameter, "ds_tensor", parameter)
 
 
 def get_weight(parameter: nn.Parameter) -> Tensor:
@@ -128,11 +135,26 @@ def make_moments(engine: Any, names: list[str], step: int) -> None:
 
 
 def _link_moments(engine: Any) -> None:
-    """Let ZeRO's parameters find their moments. DeepSpeed does so itself, but after the first group's first step alone."""
+    """Let ZeRO's parameters find their moments. DeepSpeed does so itself, but only after the first group's first step."""
     link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if link is not None:
         engine.optimizer._hp_optimizer_states_linked = False
         link()
+
+
+def take_over_reduction(engine: Any) -> None:
+    """From now on the caller adds gradients up over the replicas, and DeepSpeed's `backward` does not (ZeRO 0)."""
+    engine.enable_backward_allreduce = False
+
+
+def was_skipped(engine: Any) -> bool:
+    """Whether the last step was left out for a gradient that was not finite."""
+    return bool(getattr(engine.optimizer, "overflow", False))
+
+
+def loss_scale(engine: Any) -> float | None:
+    """What fp16 multiplies the loss by now; None in another precision."""
+    return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
 
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -161,7 +183,7 @@ def least_loss_scale(engine: Any) -> float | None:
 
 
 def heed_copies(engine: Any) -> None:
-    """Let DeepSpeed's optimizers leave out a step, too, if the gradient of a copied or tied weight is not finite on one rank alone.
+    """Let DeepSpeed's optimizers leave out a step, too, if the gradient of a copied or tied weight is not finite on only one rank.
 
     Their norms count such weights on one rank, so that the others would apply it. ZeRO 1 and 2 in fp32 and ZeRO 3 then
     look at all gradients, which is one more pass over them and one more wait for the device.
@@ -183,7 +205,7 @@ def _with_copies(optimizer: Any, honest: Any, for_clipping: bool = False) -> Any
     counted, experts = found
     known = {id(grad) for grad in counted}
     rest = [grad for grads in optimizer.fp32_groups_gradients for grad in grads if id(grad) not in known]
-    return [*counted, *([0 * torch.stack(list(torch._foreach_norm(rest))).sum()] if rest else [])], experts
+    return [*counted, *([0 * torch.stack(norms(rest)).sum()] if rest else [])], experts
 
 
 def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:
@@ -192,6 +214,6 @@ def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:
 
 
 def use_fp64(engine: Any) -> None:
-    """Turn a new engine to fp64, for checking numbers. DeepSpeed accepts fp32 alone, but steps whatever it then holds."""
+    """Turn a new engine to fp64, for checking numbers. DeepSpeed accepts only fp32, but steps whatever it then holds."""
     engine.module.double()
     engine._config.communication_data_type = torch.float64  # or gradients would be summed in fp32

@@ -64,9 +64,9 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         return inputs
 
     def stage_owner(self, layer_idx: int) -> int:
-        for place, (start, stop) in enumerate(pairwise(self.cuts)):
+        for virtual_stage, (start, stop) in enumerate(pairwise(self.cuts)):
             if start <= layer_idx < stop:
-                return place % self.num_stages  # type: ignore[no-any-return]
+                return virtual_stage % self.num_stages  # type: ignore[no-any-return]
         raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
@@ -129,6 +129,20 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             self._set_bounds(*bounds)
             super()._build()
         self._set_bounds(*self.bounds[0])
+
+
+def is_pipeline(model: nn.Module) -> bool:
+    """Whether `model` is a PipelineModule, ours or DeepSpeed's."""
+    return isinstance(model, StockPipelineModule)
+
+
+def tied_weights(model: Any) -> list[nn.Parameter]:
+    """The weights of this stage that other stages hold, too; none where `model` is no PipelineModule."""
+    return [
+        model._recursive_getattr(model.tied_modules[key], name)
+        for key, comm in getattr(model, "tied_comms", {}).items()
+        for name in comm["weight_attr"]
+    ]
 
 
 class SequentialModule(nn.Module):

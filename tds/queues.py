@@ -3,7 +3,7 @@
 gloo moves a message as soon as both ends have asked for it. torch's NCCL moves the messages of a process group
 one after the other, in the order in which a rank asked for them: a group has one communicator and one stream, at
 least where it was made with its device, as DeepSpeed makes it. A send ends only when it was received, so a
-message may wait for one that stands behind another. With CUDA_DEVICE_MAX_CONNECTIONS=1, moreover, the device
+message may wait for one that stands after another. With CUDA_DEVICE_MAX_CONNECTIONS=1, moreover, the device
 looks at what it was given, computations and messages alike, only in the order in which it was given.
 
 What a step then does is a graph: an operation starts after others and ends, if it is a message, only after its
@@ -137,14 +137,14 @@ class _Stage:
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         for kind, agenda in self._agenda.items():
-            agenda.extend((each.micro, each.chunk) for each in instructions if type(each) is kind)
+            agenda.extend(each.at for each in instructions if type(each) is kind)
         for each in instructions:
-            kind, at = type(each), (each.micro, each.chunk)
+            kind, at = type(each), each.at
             if kind is RecvActivation:
                 if self._has_header(each):
                     self._host = self._message(kind, at, "header")
                     self._known[kind] |= (
-                        {at} if self.rules.dynamic else {a for a in self._agenda[kind] if a[1] == at[1]}
+                        {at} if self.rules.dynamic else {a for a in self._agenda[kind] if a.chunk == at.chunk}
                     )
                 self._take(kind)
             elif kind is RecvGrad:
@@ -177,12 +177,12 @@ class _Stage:
         right = kind in (SendActivation, RecvActivation)  # the way the message goes
         border = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The last stage's chunk c is followed by the first stage's chunk c + 1: the message has the number of the former.
-        sender = at[1] - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at[1]
+        sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
         queue = self.rules.queue(border, self.stages, right)
-        name = f"{kind.__name__}({at[0]}{what and ', ' + what}) of stage {self.stage}"
+        name = f"{kind.__name__}({at.micro}{what and ', ' + what}) of stage {self.stage}"
         start, end = self._ask(name, self.rules.message, self._last.get(queue))
         self._last[queue] = end
-        self.ends[border, right, what, (at[0], sender), kind in (SendActivation, SendGrad)] = start, end
+        self.ends[border, right, what, At(at.micro, sender), kind in (SendActivation, SendGrad)] = start, end
         return end
 
     def _take(self, kind: type[Instruction]) -> None:
@@ -199,7 +199,7 @@ class _Stage:
         agenda, posted = self._agenda[kind], self._posted[kind]
         while agenda and agenda[0] in self._known[kind] and len(posted) < messages:
             at = agenda.popleft()
-            has_word = kind is RecvActivation and not self.rules.dynamic and at[0] > 0
+            has_word = kind is RecvActivation and not self.rules.dynamic and at.micro > 0
             word = self._message(kind, at, "word") if has_word else None
             posted.append((self._message(kind, at), word))
 

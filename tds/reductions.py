@@ -67,7 +67,7 @@ class Reductions:
     """What the engine does otherwise than DeepSpeed's between the last backward pass and the optimizer's step."""
 
     def clip_fp32_gradients(self: Any) -> None:
-        """Scale the gradients to the global norm; DeepSpeed's own counts the first stage alone.
+        """Scale the gradients to the global norm; DeepSpeed's own counts only the first stage.
 
         Without any gradient where the norm is not finite: an optimizer then leaves weights, moments and step counts as
         they are, and as all ranks know the same norm, all of them do. A `torch.amp.GradScaler` sees to that itself.
@@ -96,5 +96,5 @@ class Reductions:
             reduce(*args, **kwargs)
 
     def _exec_reduce_tied_grads(self: Any) -> None:
-        home = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else None
-        reduce_tied_grads(self.module, self.stage_id, home)
+        gradient = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else None
+        reduce_tied_grads(self.module, self.stage_id, gradient)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints, with a note of how the layers were cut: its optimizer states are kept by place."""
+"""DeepSpeed's own checkpoints, with a note of how the layers were cut: its optimizer states are kept by their position."""
 
 import json
 import os
@@ -28,8 +28,8 @@ class Checkpoints:
     def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
         """As DeepSpeed's. Raises ValueError, before anything is loaded, if the optimizer states are those of another cut."""
         states = more.get("load_optimizer_states", args[1] if len(args) > 1 else True)
-        alone = more.get("load_module_only", args[3] if len(args) > 3 else False)
-        if states and not alone:
+        only_module = more.get("load_module_only", args[3] if len(args) > 3 else False)
+        if states and not only_module:
             _refuse_another_cut(Path(load_dir), tag, layout_of(self.module))
         return super().load_checkpoint(load_dir, tag, *args, **more)  # type: ignore[misc]
 

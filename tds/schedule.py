@@ -1,7 +1,7 @@
 """When each pipeline stage computes and talks: schedules as plain sequences of instructions.
 
 A schedule says in which order a stage computes; `with_messages` puts a receive before and a send
-behind every pass that needs one. This file knows nothing of tensors, ranks or DeepSpeed, so a
+after every pass that needs one. This file knows nothing of tensors, ranks or DeepSpeed, so a
 whole schedule can be printed, drawn and checked on a laptop.
 
 A stage may hold several chunks of the model: chunk c of stage s is number c x stages + s of the
@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class At(NamedTuple):
+    """A micro-batch on one of the chunks of a stage."""
+
+    micro: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,10 @@ class Instruction:
 
     micro: int
     chunk: int = 0
+
+    @property
+    def at(self) -> At:
+        return At(self.micro, self.chunk)
 
 
 class Forward(Instruction):
@@ -32,7 +43,7 @@ class Backward(Instruction):
 
 
 class BackwardInput(Instruction):
-    """Gradients of the inputs alone, for which the stage before waits."""
+    """Only the gradients of the inputs, for which the stage before waits."""
 
 
 class BackwardWeight(Instruction):
@@ -55,7 +66,6 @@ class RecvGrad(Instruction):
     """Wait for the gradients of the outputs from the next virtual stage."""
 
 
-At = tuple[int, int]  # micro-batch and chunk
 Schedule = Callable[[int, int, int], Iterator[Instruction]]
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
@@ -106,8 +116,8 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     group = -(-micros // max(micros // stages, 1))
     warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group, micros * chunks)
     order: list[Instruction] = [Forward(*each) for each in forward[:warmup]]
-    for ahead, behind in zip(forward[warmup:], backward, strict=False):
-        order += [Forward(*ahead), Backward(*behind)]
+    for forward_at, backward_at in zip(forward[warmup:], backward, strict=False):
+        order += [Forward(*forward_at), Backward(*backward_at)]
     rest = backward[len(forward) - warmup :]
     return with_messages([*order, *(Backward(*each) for each in rest)], stage, stages, chunks)
 
@@ -120,7 +130,7 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
         stage 2 |       F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
     The gradient of the inputs (B) goes up the pipeline as soon as it can; stage s is s weight
-    gradients (W) behind. A stage keeps no more micro-batches than the first one does in 1F1B, and the
+    gradients (W) late. A stage keeps no more micro-batches than the first one does in 1F1B, and the
     bubble shrinks from (stages - 1)(F + B + W) to (stages - 1)(F + B - W).
     """
     warmup = min(stages - 1 - stage, micros)
@@ -159,21 +169,21 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
     """Receive right before the pass that needs it, send right after the pass that made it."""
     last = stages * chunks - 1
     for each in order:
-        place = each.chunk * stages + stage
+        virtual_stage = each.chunk * stages + stage
         at = each.micro, each.chunk
         if isinstance(each, Forward):
-            if place > 0:
+            if virtual_stage > 0:
                 yield RecvActivation(*at)
             yield each
-            if place < last:
+            if virtual_stage < last:
                 yield SendActivation(*at)
         elif isinstance(each, BackwardWeight):
             yield each
         else:
-            if place < last:
+            if virtual_stage < last:
                 yield RecvGrad(*at)
             yield each
-            if place > 0:
+            if virtual_stage > 0:
                 yield SendGrad(*at)
 
 

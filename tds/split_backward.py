@@ -1,7 +1,7 @@
 """A backward pass in two: gradients of the inputs now, gradients of the weights later (Qi et al. 2023).
 
 Autograd's graph is a tree of operations whose edges lead back to inputs and weights. An operation
-is a fork where some of its edges lead to an input and others to weights alone, as a matrix product's
+is a fork where some of its edges lead to an input and others only to weights, as a matrix product's
 do. The first pass follows the ways to the inputs and notes what arrives at each fork; the second
 starts from these notes and goes down the edges that were left out. Nothing is computed twice, but by a custom
 `autograd.Function` that does not look at `ctx.needs_input_grad`; hooks on activations are called in both.
@@ -18,13 +18,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class Fork(NamedTuple):
-    """An operation, and the weights that are reached over it alone."""
+    """An operation, and the weights that are reached only over it."""
 
     node: Node
     weights: list[Tensor]
 
 
-class Rest:
+class DeferredWeightGrads:
     """What is left of a backward pass: the gradients of the weights."""
 
     def __init__(self) -> None:
@@ -51,22 +51,22 @@ def _instead(noted: tuple[Tensor | None, ...], arrived: Sequence[Tensor | None])
 
 def backward_input(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> Rest:
+) -> DeferredWeightGrads:
     """Add the gradients of `inputs` to their `.grad`, and return what is left to do.
 
     outputs (or the edges of autograd's graph that lead to them), grads: as for `torch.autograd.backward`. inputs: leaves. A weight that is used more
     than once gets its gradient here, since the ways to it cannot be told apart later; so does one
     that lies on no way to an input.
     """
-    rest = Rest()
+    deferred = DeferredWeightGrads()
     if not inputs:
         torch.autograd.backward(outputs, grads)
-        return rest
+        return deferred
     edges = [get_gradient_edge(out) if isinstance(out, Tensor) else out for out in outputs]
     forks, early = _forks([edge.node for edge in edges], inputs)
 
     def note(fork: Fork) -> Any:
-        return lambda arrived: rest._noted.append((fork, arrived))
+        return lambda arrived: deferred._noted.append((fork, arrived))
 
     handles = [fork.node.register_prehook(note(fork)) for fork in forks]
     try:
@@ -74,15 +74,15 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    return rest
+    return deferred
 
 
 def _forks(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[Fork], list[Tensor]]:
-    """The forks, and the weights that are not reached over one fork alone."""
+    """The forks, and the weights that are not reached over only one fork."""
     wanted = {id(t) for t in inputs}
     order = _children_first(roots)
     leads: set[Node] = set()  # the nodes on the ways to the inputs
-    below: dict[Node, dict[int, Tensor]] = {}  # the weights behind a node, but for those behind nodes that lead
+    below: dict[Node, dict[int, Tensor]] = {}  # the weights that a node leads to, but for those over nodes in `leads`
     for node in order:
         leaf = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]
@@ -105,7 +105,7 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[Fork],
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """Every node of the graph behind the nodes that it leads to."""
+    """Every node of the graph after the nodes that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False) for node in roots]

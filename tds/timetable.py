@@ -52,11 +52,11 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     backward = split if kinds & {*split} else ()
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
-            place, last = chunk * len(plan) + stage, chunks * len(plan) - 1
+            virtual_stage, last = chunk * len(plan) + stage, chunks * len(plan) - 1
             due = {Forward, *backward}
-            if place > 0:
+            if virtual_stage > 0:
                 due |= {RecvActivation, SendGrad}
-            if place < last:
+            if virtual_stage < last:
                 due |= {SendActivation, RecvGrad}
             if not backward:
                 due -= {SendGrad, RecvGrad}
@@ -105,10 +105,10 @@ def times(
         for stage, rest in enumerate(todo):
             while rest:
                 head = rest[0]
-                kind, place = type(head), head.chunk * stages + stage
+                kind, virtual_stage = type(head), head.chunk * stages + stage
                 if kind in SENT_BY:
                     hop, sender = SENT_BY[kind]
-                    if not (wire := wires[place + hop, sender]):
+                    if not (wire := wires[virtual_stage + hop, sender]):
                         break
                     clock[stage] = max(clock[stage], wire.popleft())
                 elif kind in PASSES:
@@ -116,7 +116,7 @@ def times(
                     clock[stage] += cost[kind] / chunks
                     spans.append(Span(stage, head.micro, head.chunk, PASSES[kind], begin, clock[stage]))
                 else:
-                    wires[place, kind].append(clock[stage] + message)
+                    wires[virtual_stage, kind].append(clock[stage] + message)
                 rest.popleft()
         if left == sum(map(len, todo)):
             waiting = ", ".join(f"stage {s} at {type(r[0]).__name__}({r[0].micro})" for s, r in enumerate(todo) if r)

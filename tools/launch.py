@@ -119,7 +119,9 @@ def final_if_refused() -> None:
     """A rank that ends with code 2 refused its arguments, and would again: no --max-restarts for that."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    honest = LocalElasticAgent._monitor_workers
+    honest = getattr(LocalElasticAgent, "_monitor_workers", None)
+    if honest is None:  # then such a rank is started again, as torchrun does
+        return
 
     def monitor(agent: Any, workers: Any) -> Any:
         result = honest(agent, workers)

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tds import _deepspeed as tds_deepspeed
+import tds
 
 from .command_line import nearest, read_json
 from .fields import ConfigError
@@ -127,7 +127,7 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
             del given[key]["enabled"]
         if not isinstance(given[key].get("enabled", False), bool):
             raise ConfigError(f"{path}: in {key!r}, 'enabled' must be true or false")
-        problem = tds_deepspeed.complaint(key, given[key])
+        problem = tds.complaint(key, given[key])
         if problem:
             raise ConfigError(f"{path}: in {key!r}, {problem}")
     for key in NUMBERS & given.keys():

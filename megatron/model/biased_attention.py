@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
+from megatron._torch import softmax_backward
 
 
 def serves(query: Tensor, bias: Tensor) -> bool:
@@ -55,7 +56,7 @@ class _BiasedAttention(torch.autograd.Function):
                 scores.masked_fill_(~mask[i if len(mask) > 1 else 0], -torch.inf)
             p = torch.softmax(scores, -1)
             of_value[i] = p.mT @ g
-            of_scores = torch.ops.aten._softmax_backward_data(g @ v.mT, p, -1, wide)
+            of_scores = softmax_backward(g @ v.mT, p)
             of_bias[0] += of_scores
             of_query[i] = (of_scores @ k).mul_(ctx.scale)
             of_key[i] = (of_scores.mT @ q).mul_(ctx.scale)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._torch import base_of
+
 SMALLEST = 1 << 20  # bytes; less is not worth a copy
 
 
@@ -15,8 +17,7 @@ def offloaded() -> saved_tensors_hooks:
 
 
 def _stays(tensor: Tensor) -> bool:
-    owner = tensor if tensor._base is None else tensor._base
-    return isinstance(owner, nn.Parameter) or tensor.nbytes < SMALLEST or not _is_elsewhere(tensor.device)
+    return isinstance(base_of(tensor), nn.Parameter) or tensor.nbytes < SMALLEST or not _is_elsewhere(tensor.device)
 
 
 def _is_elsewhere(device: torch.device) -> bool:

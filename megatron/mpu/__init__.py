@@ -6,12 +6,13 @@ built and never look it up again. Everything takes numbers, nothing takes a conf
 
 import torch.distributed as dist
 
+from .._torch import onednn_is_there
 from . import mesh as _mesh
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_right
 from .data import broadcast_data
 from .grads import clip_grad_norm, counts_here, grad_norm
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
-from .linear import is_asked_for, onednn_is_there
+from .linear import is_asked_for
 from .mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -223,7 +224,6 @@ __all__ = [
     "is_unitialized",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
-    "onednn_is_there",
     "model_parallel_is_initialized",
     "normal",
     "ones",

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import norms, scale_all
 from .mesh import Mesh, current
 from .parameters import is_split
 
@@ -34,7 +35,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     for counted in (True, False):
         grads = [grad.to(dtype) for grad, counts in there if counts is counted]
         if grads:
-            squares = torch.stack(list(torch._foreach_norm(grads))).double().square().sum()
+            squares = torch.stack(norms(grads)).double().square().sum()
             total += squares if counted else 0 * squares  # which is nan unless all are finite
     if mesh.replica.size > 1:
         dist.all_reduce(total, group=mesh.replica.group)
@@ -53,5 +54,5 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Me
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         grads = [p.grad for p in parameters if p.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+            scale_all(grads, factor.to(grads[0].device, grads[0].dtype))
     return norm

@@ -18,16 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import onednn_linear, will_run
 from .mesh import Axis, Options
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 
 FEWEST_ROWS = 32  # fewer, as in decoding, are a matter of reading the weights, where torch's BLAS is as fast
-
-
-def onednn_is_there() -> bool:
-    """Whether this build of torch multiplies by oneDNN when asked; the operator is the one that its compiler emits."""
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
@@ -51,7 +46,7 @@ def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, opti
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
     """x [..., i] times weight [o, i] transposed, either of them laid out in any way -> [..., o]"""
     if onednn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -103,9 +98,4 @@ def is_asked_for(ctx: Any, i: int) -> bool:
     if torch.compiler.is_compiling():
         return bool(ctx.needs_input_grad[i])  # torch 2.11's compiler knows no `next_functions`; it drops what is unused
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None is not counted
-    if node is None:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True  # within torch.autograd.grad torch does not say; what nobody wants is dropped
+    return node is not None and will_run(node)

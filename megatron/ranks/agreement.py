@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tds.optimizer_state import local_piece
+from tds.pipe import tied_weights
+
 from .. import mpu
 from ..config import Config, settings
 from ..config.fields import flag
@@ -131,7 +134,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
     """Of all weights of this rank, read from the device at once."""
     mesh, found = mpu.get_mesh(), {}
     for name, p in global_parameters(model):
-        own: Any = getattr(p, "ds_tensor", p)
+        own = local_piece(p)
         key = name, mesh.model.rank if mpu.is_split(p) else None, None if own is p else mesh.data.rank
         found[key] = fingerprint(own).to(device)
     return zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True)
@@ -139,12 +142,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
 
 def _ties(model: nn.Module) -> dict[str, Key]:
     """Tied weights of this stage, by name."""
-    comms = getattr(model, "tied_comms", {})
-    tied = {
-        id(model._recursive_getattr(model.tied_modules[key], name))  # type: ignore[operator,index]
-        for key, comm in comms.items()  # type: ignore[operator]
-        for name in comm["weight_attr"]
-    }
+    tied = set(map(id, tied_weights(model)))
     rank = mpu.get_mesh().model.rank
     return {
         name: (name, rank if mpu.is_split(p) else None, None) for name, p in global_parameters(model) if id(p) in tied

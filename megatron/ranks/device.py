@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+from .._torch import amx_tiles
+
 
 def available() -> bool:
     """Whether there is an accelerator (CUDA, ROCm, NPU, XPU)."""
@@ -36,7 +38,7 @@ def fast_bf16(device: torch.device) -> bool:
     With AVX512_BF16 alone large models gain (docs/benchmarks.md), and without either none does.
     """
     if device.type == "cpu":
-        return bool(torch.cpu._is_amx_tile_supported())
+        return amx_tiles()
     # V100 and T4 can emulate it, slowly.
     return bool(torch.cuda.is_bf16_supported(including_emulation=False)) if device.type == "cuda" else True
 

@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 import tds
 
 from .. import mpu
+from .._torch import set_default_timeout, set_timeout_of_groups
 from ..config import Config
 from ..config.fields import ConfigError
 from . import device as device_module
@@ -46,7 +46,7 @@ def initialize_megatron(config: Config) -> torch.device:
     os.environ.setdefault("LOCAL_RANK", "0")
     device = device_module.current()
     timeout = timedelta(minutes=config.parallel.startup_timeout_minutes)
-    _default_timeout(timeout)
+    set_default_timeout(timeout)
     if not dist.is_initialized():
         try:
             tds.init_distributed(device_module.backend(device), auto_mpi_discovery=False, timeout=timeout)
@@ -65,21 +65,13 @@ def initialize_megatron(config: Config) -> torch.device:
     return device
 
 
-def _default_timeout(timeout: timedelta) -> None:
-    """Of groups made later, DeepSpeed's among them: torch's default, which has no public setter."""
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(distributed_c10d, name, timeout)
-
-
 def steps_begin(config: Config) -> None:
     """From now on ranks wait for each other as long as a step may take; a watchdog, which knows more to say, comes first."""
     p = config.parallel
     seconds = 60 * p.distributed_timeout_minutes
     timeout = timedelta(seconds=AFTER_THE_WATCHDOG + max(seconds, p.pipeline_timeout if p.pipe_parallel_size else 0))
-    _default_timeout(timeout)
-    for group in list(distributed_c10d._world.pg_map):
-        if isinstance(group, dist.ProcessGroup):
-            distributed_c10d._set_pg_timeout(timeout, group)
+    set_default_timeout(timeout)
+    set_timeout_of_groups(timeout)
 
 
 def not_met(error: Exception) -> str:

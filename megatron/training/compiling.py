@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .._torch import cpp_compiler_found
 from ..config import Config
 from ..model.attention import Attention
 from ..model.block import Dropout, TransformerLayer
@@ -49,10 +50,4 @@ def compiler_found() -> bool:
 
     if available():
         return True
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except (InvalidCxxCompiler, RuntimeError):
-        return False
+    return cpp_compiler_found()

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tds.optimizer_state import local_piece
+
 from .. import mpu
 from ..model.layers import global_parameters
 
@@ -22,7 +24,7 @@ class Finding(NamedTuple):
 def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
     """What each rank finds, by rank. compute: makes the step again that was not applied. A collective, and it waits for the device."""
     every = list(global_parameters(model))
-    weights = [name for name, p in every if not _finite(getattr(p, "ds_tensor", p))]
+    weights = [name for name, p in every if not _finite(local_piece(p))]
     bad: set[str] = set()
 
     def look(name: str, gradient: Tensor) -> None:

@@ -88,7 +88,7 @@ def build_engine(
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:
     """Whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings say otherwise."""
-    pipeline = isinstance(model, tds.pipe.StockPipelineModule)
+    pipeline = tds.pipe.is_pipeline(model)
     wanted = config.parallel.pipe_parallel_size
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
         raise ValueError(
@@ -115,9 +115,9 @@ def _set_lr(engine: Any, lr: float) -> None:
 
 
 def _result(engine: Any, loss: Tensor, norm: Any) -> Step:
-    scale = float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
-    skipped = bool(getattr(engine.optimizer, "overflow", False))
-    return Step(loss.detach(), math.inf if skipped else norm if norm is not None else 0.0, scale, skipped)
+    skipped = zero_state.was_skipped(engine)
+    norm = math.inf if skipped else norm if norm is not None else 0.0
+    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped)
 
 
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
@@ -198,7 +198,7 @@ class PlainEngine:
         grad_buffers = zero_state.fp32_gradients(engine)
         overlap = resolved.overlap_grad_reduce and (resolved.zero_stage == 0 or grad_buffers is not None)
         if overlap:
-            engine.enable_backward_allreduce = False
+            zero_state.take_over_reduction(engine)
             if self.data.size > 1:
                 self.reducer = mpu.GradReducer(
                     grad_buffers or engine.module.parameters(), self.data, grad_buffers=grad_buffers

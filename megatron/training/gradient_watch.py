@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import mpu
+from .._torch import persistent_buffers, version
 from ..model.layers import global_parameters
 from .engine import Step
 
@@ -78,10 +79,9 @@ def _of_all_stages(mine: Any) -> list[Any]:
 def _marks(model: nn.Module) -> dict[str, tuple[int, int]]:
     """By buffer that a state_dict would hold, what is another after it was changed or replaced."""
     return {
-        f"{path}.{name}" if path else name: (id(buffer), buffer._version)
+        f"{path}.{name}" if path else name: (id(buffer), version(buffer))
         for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        for name, buffer in persistent_buffers(module)
     }
 
 

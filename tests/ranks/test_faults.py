@@ -46,15 +46,15 @@ def _train(kind: str, victim: int, instruction: str, micro: int) -> None:
 
     engine.train_batch(batches(MICROS))
     if engine.stage_id == victim and kind != "end":
-        name = getattr(schedule, instruction)
-        honest = engine._DO[name]
+        handler = engine._HANDLERS[getattr(schedule, instruction)]
+        honest = getattr(engine, handler)
 
-        def dishonest(self: Any, at: tuple[int, int]) -> None:
-            if at[0] == micro:
+        def dishonest(due: schedule.Instruction) -> None:
+            if due.micro == micro:
                 _strike(kind)
-            honest(self, at)
+            honest(due)
 
-        engine._DO = {**engine._DO, name: dishonest}
+        setattr(engine, handler, dishonest)
     engine.train_batch(batches(MICROS - 1 if kind == "end" and engine.stage_id == victim else MICROS))
     engine.train_batch(batches(MICROS))  # who had all it needed of the victim meets the fault here
 

@@ -532,7 +532,7 @@ def _evaluate() -> Any:
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
     second = engine.train_batch().item()  # goes on with the loader of training
-    left = len(engine._outputs) + len(engine._received) + len(engine._grads)
+    left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 
 
@@ -544,6 +544,51 @@ def test_eval_batch_returns_loss_and_logits_and_keeps_nothing() -> None:
     assert none is None
     assert logits == (4, WIDTH)  # of the last micro-batch, as in DeepSpeed
     assert left == kept == 0
+
+
+def _overridden() -> tuple[list[str], float]:
+    """What handlers of a subclass are called for, in order, and the loss of a second step."""
+    import tds
+    from tds.schedule import Instruction
+
+    seen: list[str] = []
+
+    class Noting(tds.PipelineEngine):
+        def _forward(self, instruction: Instruction) -> None:
+            seen.append(f"F{instruction.micro}")
+            super()._forward(instruction)
+
+        def _backward(self, instruction: Instruction) -> None:
+            seen.append(f"B{instruction.micro}")
+            super()._backward(instruction)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tds, "PipelineEngine", Noting)
+        engine = build(2)
+    data = batches()
+    engine.train_batch(data)
+    order = list(seen)
+    return order, engine.train_batch(data).item()
+
+
+def _left_over() -> str:
+    """The words of the error if an instruction that hands something on is not done."""
+    engine = build(1)
+    engine.watchdog = None
+    engine._backward = lambda instruction: None
+    try:
+        engine.train_batch(batches())
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_handlers_of_a_subclass_are_called_and_nothing_is_left_after_a_step() -> None:
+    (first, loss), (last, same) = on_ranks(2, _overridden)
+    assert first == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+    assert last == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    assert loss == same
+    assert "stage 0 still keeps something of [At(micro=0, chunk=0)," in on_ranks(1, _left_over)[0]
 
 
 def _balanced() -> tuple[list[int], float]:
@@ -578,7 +623,11 @@ def test_balanced_cuts_go_by_measured_time() -> None:
 
 def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
     """What is handed to the communication library, in order: (send or recv, group, peer, bytes)."""
-    engine = build(2, {"chunks": 2}, pipeline={"schedule": "interleaved"})
+    import tds
+
+    with pytest.MonkeyPatch.context() as patch:  # make groups as on an accelerator
+        patch.setattr(tds.borders, "in_queues", lambda device: True)
+        engine = build(2, {"chunks": 2}, pipeline={"schedule": "interleaved"})
     handed: list[tuple[str, tuple[int, ...], int, int]] = []
     numbers: dict[Any, int] = {}
 
@@ -604,7 +653,7 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
 
 def _groups(engine: Any) -> Iterator[Any]:
     """The groups in the order in which all ranks made them."""
-    ends = {channel.group.group_name: channel.group for channel in engine._channels}
+    ends = {channel.group.group_name: channel.group for channel in engine._borders.channels}
     yield from (ends[name] for name in sorted(ends, key=lambda name: (len(name), name)))
 
 

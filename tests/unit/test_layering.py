@@ -11,19 +11,20 @@ from tests.support import ROOT
 # Package -> which of ours it may import. Longest name wins.
 MAY_IMPORT = {
     "tds": set(),
+    "megatron._torch": set(),  # private names of torch, which everything may need
     "data_utils": set(),
     "megatron.atomic": set(),
     "megatron.config": set(),
     "megatron.config.ds_config": {"tds"},
-    "megatron.mpu": set(),
+    "megatron.mpu": {"megatron._torch"},
     "megatron.tokenizer": {"megatron.atomic"},
     "megatron.data": set(),
     "megatron.kernels": {"megatron.config", "megatron.ranks.device"},
-    "megatron.model": {"megatron.mpu", "megatron.config", "megatron.kernels"},
+    "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
     "megatron.optim": {"megatron.mpu", "megatron.config", "megatron.kernels"},
-    "megatron.ranks": {"tds", "megatron.config", "megatron.mpu", "megatron.model"},
-    "megatron.ranks.device": set(),
+    "megatron.ranks": {"tds", "megatron._torch", "megatron.config", "megatron.mpu", "megatron.model"},
+    "megatron.ranks.device": {"megatron._torch"},
     "megatron.checkpointing": {
         "tds",
         "megatron.atomic",
@@ -45,6 +46,7 @@ MAY_IMPORT = {
     "megatron.inference": {"megatron.mpu", "megatron.model", "megatron.tokenizer"},
     "megatron.training": {
         "tds",
+        "megatron._torch",
         "megatron.atomic",
         "megatron.config",
         "megatron.config.ds_config",
@@ -174,6 +176,99 @@ def test_no_circles_inside_a_package() -> None:
 
     for module in edges:
         visit(module, ())
+
+
+# File -> private names of other people's libraries that it uses. An upgrade of torch is these files, one of DeepSpeed is tds/.
+PRIVATE = {
+    "megatron/_torch.py": {
+        "_C", "_base", "_foreach_mul_", "_foreach_norm", "_inductor", "_is_amx_tile_supported", "_linear_pointwise",
+        "_non_persistent_buffers_set", "_set_pg_timeout", "_softmax_backward_data", "_version", "_will_engine_execute_node",
+        "_world",
+    },
+    "tds/_torch.py": {"_C", "_cdata", "_foreach_mul_", "_foreach_norm", "_get_default_store", "_storage_Use_Count"},
+    "tds/diagnose.py": {"_current_frames"},  # of sys: there is no other way to another thread's stack
+    "tools/launch.py": {"_monitor_workers", "_remaining_restarts"},  # of torchrun's agent
+    # Of a parameter that DeepSpeed has tied or cut up; mpu stands below tds, and reads them as it reads Megatron's.
+    "megatron/mpu/grads.py": {"ds_pipe_replicated"},
+    "megatron/mpu/parameters.py": {"ds_shape"},
+}  # fmt: skip
+OF_TORCH = {name for file, names in PRIVATE.items() for name in names if not file.startswith("megatron/mpu/")}
+# What DeepSpeed's engines, optimizers, modules and parameters have without a promise.
+OF_DEEPSPEED = {
+    "bf16_groups", "buffered_allreduce_fallback", "check_grad_overflow", "cur_iter", "cur_scale", "ds_id",
+    "ds_pipe_replicated", "ds_process_group", "ds_shape", "ds_tensor", "enable_backward_allreduce",
+    "fp32_groups_gradients", "fp32_partitioned_groups_flat", "get_grads_for_norm", "immediate_grad_update", "tied_comms",
+    "using_bf16_optimizer", "StockPipelineEngine", "StockPipelineModule",
+}  # fmt: skip
+# With an underscore, but promised: by Python, or by Megatron-LM, whose users set them on their models.
+PROMISED = {"_asdict", "_replace", "_exit", "_fields", "_megatron_batch_fn"}
+
+
+def _own_names(root: Path) -> set[str]:
+    """Names with an underscore that our own classes and modules define."""
+    found: set[str] = set()
+    for _, _, tree in sources(root):
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    found.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
+
+
+def private_names(root: Path) -> dict[str, set[str]]:
+    """By file, what it uses of the inside of torch, DeepSpeed and others: attributes, names given to getattr, imports."""
+    ours, used = _own_names(root), dict[str, set[str]]()
+    for path, module, tree in sources(root):
+        found: set[str] = set()
+        of_tds = module.split(".")[0] == "tds"
+        for node in ast.walk(tree):
+            name = ""
+            if isinstance(node, ast.Attribute):
+                name = node.attr
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") and name.startswith("_"):
+                    continue
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+                given = node.args[1]
+                if node.func.id in ("getattr", "setattr", "hasattr") and isinstance(given, ast.Constant):
+                    name = str(given.value)
+            private = name.startswith("_") and not name.startswith("__") and name not in ours | PROMISED
+            if (private and (not of_tds or name in OF_TORCH)) or (name in OF_DEEPSPEED and not of_tds):
+                found.add(name)
+        for target in imported(path, tree, root):
+            top, *parts = target.split(".")
+            if top == "deepspeed" and not of_tds:
+                found.add(target)
+            if top == "torch" or (top == "tds" and not of_tds):
+                found |= {part for part in parts if part.startswith("_") and not part.startswith("__")}
+        if found:
+            used[str(path.relative_to(root))] = found
+    return used
+
+
+def test_private_names_of_others_stand_behind_one_door() -> None:
+    assert private_names(ROOT) == PRIVATE
+
+
+def test_a_private_name_elsewhere_is_found(tmp_path: Path) -> None:
+    for name, text in {
+        "megatron/mpu/layers.py": "import torch\ntorch._C._nothing()\nclass A:\n    def _mine(self): self._mine()\n",
+        "megatron/training/loop.py": "from tds import _deepspeed\nimport deepspeed\n",
+        "tools/train.py": "def f(engine, p):\n    engine.optimizer.bf16_groups\n    getattr(p, 'ds_tensor', p)\n",
+        "tds/clip.py": "import torch\nfrom deepspeed import zero\ntorch._foreach_norm([])\n",
+    }.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert private_names(tmp_path) == {
+        "megatron/mpu/layers.py": {"_C", "_nothing"},
+        "megatron/training/loop.py": {"_deepspeed", "deepspeed"},
+        "tools/train.py": {"bf16_groups", "ds_tensor"},
+        "tds/clip.py": {"_foreach_norm"},
+    }
 
 
 @pytest.mark.parametrize("path", [p for p, _, _ in sources()], ids=lambda p: str(p.relative_to(ROOT)))

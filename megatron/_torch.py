@@ -1,0 +1,108 @@
+"""Every name inside torch that this package uses without torch's promise, each with its reason.
+
+What has another way goes that way where the name is missing; what has none says so in a sentence.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, scalars; in one kernel for all where torch has it, as public functions do it one by one."""
+    at_once = getattr(torch, "_foreach_norm", None)
+    return list(at_once(tensors)) if at_once else [torch.linalg.vector_norm(t) for t in tensors]
+
+
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each by a scalar, in place; in one kernel for all where torch has it."""
+    at_once = getattr(torch, "_foreach_mul_", None)
+    if at_once:
+        at_once(tensors, factor)
+        return
+    for t in tensors:
+        t.mul_(factor)
+
+
+def will_run(node: Any) -> bool:
+    """Within a backward pass, whether autograd goes on to `node`. True where torch does not tell: what nobody wants is dropped."""
+    asked = getattr(torch._C, "_will_engine_execute_node", None)
+    try:
+        return bool(asked(node)) if asked else True
+    except RuntimeError:
+        return True  # within torch.autograd.grad
+
+
+def onednn_is_there() -> bool:
+    """Whether this build of torch multiplies by oneDNN when asked; the operator is the one that its compiler emits."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., i], weight [o, i] -> [..., o], by oneDNN; only where `onednn_is_there`. Public functions take MKL in fp32."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
+    """The gradient of what p = softmax over the last dimension was taken of; grad and p of one shape and dtype.
+
+    In one kernel; public functions give it only through a graph of autograd.
+    """
+    kernel = getattr(torch.ops.aten, "_softmax_backward_data", None)
+    return kernel(grad, p, -1, p.dtype) if kernel else p * (grad - (grad * p).sum(-1, keepdim=True))
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """What `tensor` is a view of, or itself: autograd keeps views of weights, which only this tells from activations."""
+    base: Tensor | None = getattr(tensor, "_base", None)
+    return tensor if base is None else base
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers of `module` itself that its state_dict holds; the public way makes a dict of all weights, too."""
+    left_out: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+    return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in left_out]
+
+
+def version(tensor: Tensor) -> int:
+    """A number that rises with each change in place; always 0 where torch does not count. A comparison would need a copy."""
+    return int(getattr(tensor, "_version", 0))
+
+
+def amx_tiles() -> bool:
+    """Whether this CPU has AMX tiles; False where torch does not tell, so that bf16 is not taken by itself."""
+    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(asked()) if asked else False
+
+
+def cpp_compiler_found() -> bool:
+    """Whether torch.compile finds a compiler of C++; it says so only by failing in the first step."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+    except ImportError:
+        return False
+    try:
+        return bool(get_cpp_compiler())
+    except (InvalidCxxCompiler, RuntimeError):
+        return False
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """Of process groups made from now on, those of libraries among them: torch's default, which has no public setter."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, timeout)
+
+
+def set_timeout_of_groups(timeout: timedelta) -> None:
+    """Of all groups that there are; where torch does not give them, they keep the one that they were made with."""
+    world, setter = getattr(distributed_c10d, "_world", None), getattr(distributed_c10d, "_set_pg_timeout", None)
+    for group in list(getattr(world, "pg_map", ())):
+        if setter and isinstance(group, dist.ProcessGroup):
+            setter(timeout, group)

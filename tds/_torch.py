@@ -1,0 +1,53 @@
+"""Every name inside torch that this package uses without torch's promise (tested with the versions of pyproject.toml).
+
+What has another way goes that way where the name is missing; what has none says so in a sentence.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def users(tensor: Tensor) -> int:
+    """How many tensors look into the memory of `tensor`, autograd's own and this one included. Raises RuntimeError if torch does not tell.
+
+    Nothing public counts them, and a buffer that is handed out too early is a wrong number somewhere else.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not tell who uses a tensor's memory: use a version that tds is tested with"
+        )
+    return int(count(tensor.untyped_storage()._cdata)) - 1
+
+
+def default_store() -> Any:
+    """The store that the ranks met at. Raises RuntimeError if torch does not give it.
+
+    A store of our own would need a port of its own, which no launcher hands out.
+    """
+    found = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if found is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not give the store of its ranks: use a version that tds is tested with"
+        )
+    return found()
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, scalars; in one kernel for all where torch has it, as public functions do it one by one."""
+    at_once = getattr(torch, "_foreach_norm", None)
+    return list(at_once(tensors)) if at_once else [torch.linalg.vector_norm(t) for t in tensors]
+
+
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each by a scalar, in place; in one kernel for all where torch has it."""
+    at_once = getattr(torch, "_foreach_mul_", None)
+    if at_once:
+        at_once(tensors, factor)
+        return
+    for t in tensors:
+        t.mul_(factor)
