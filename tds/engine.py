@@ -102,8 +102,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             self._at("reducing gradients over tied layers and replicas")
             self._exec_reduce_tied_grads()
             self._exec_reduce_grads()
-        # Before the norm of the gradients, for which all stages wait for the first: the loss is told in that time.
-        self.agg_train_loss = self._share_losses()
+        self.agg_train_loss = self._share_losses(self._squared_norm_here())
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
@@ -349,15 +348,16 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             self._borders.to_next.flush()
         end.everywhere = True
 
-    def _share_losses(self) -> Tensor:
-        """The loss over the global batch, told to all stages."""
+    def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:
+        """The loss over the global batch, told to all stages; what each rank gives to the norm is added up on the way."""
         self._at("sharing the loss")
         if self.is_last_stage():
             self._losses.reduce(self.grid.get_data_parallel_group())
         if self.num_stages > 1:
-            self._losses.tell(
-                self.grid.stage_to_global(stage_id=self.num_stages - 1), self.grid.get_pipe_parallel_group()
-            )
+            source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
+            speaks = self.is_last_stage() and self.grid.get_slice_parallel_rank() == 0
+            model = (speaks, squared_norm, self.grid.get_model_parallel_group()) if squared_norm is not None else None
+            self._squared_norm = self._losses.tell(source, self.grid.get_pipe_parallel_group(), model)
         return self._losses.total
 
     # --------------------------------------------------- telling what goes on

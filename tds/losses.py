@@ -69,18 +69,26 @@ class Losses:
         self.means = dict(zip(self._sums, (learned / self.targets).unbind(), strict=True))
         self.additional = dict(zip(self._aside, (aside / self._micros).float().unbind(), strict=True))
 
-    def tell(self, source: int, stages: Any) -> None:
-        """Give the result of rank `source` to the group of stages, which all call this."""
+    def tell(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> Tensor | None:
+        """Give the result of rank `source` to the group of stages, which all call this.
+
+        with_sum: (whether this rank speaks, a scalar, a group that `stages` is a part of): one rank speaks for the whole group, and
+        the sum of its scalars, which is returned, takes no message of its own.
+        """
         here = dist.get_rank() == source
         names = tuple(self.means), tuple(self.additional)
         header = [self.targets, float(names != self._names), float(self.dtype is torch.float64)]
         values = [*self.means.values(), *self.additional.values()] if here else []
-        numbers = torch.zeros(len(header) + MOST, dtype=torch.float64, device=self.device)
-        if here:
+        numbers = torch.zeros(len(header) + MOST + 1, dtype=torch.float64, device=self.device)
+        if with_sum[0] if with_sum else here:
             numbers[: len(header)] = torch.tensor(header, dtype=torch.float64)
             numbers[len(header) : len(header) + len(values)] = torch.stack([value.double() for value in values])
-        dist.broadcast(numbers, source, group=stages)
-        (self.targets, renamed, is_double), found = numbers[: len(header)].tolist(), numbers[len(header) :].unbind()
+        if with_sum:
+            numbers[-1] = with_sum[1]
+            dist.all_reduce(numbers, group=with_sum[2])
+        else:
+            dist.broadcast(numbers, source, group=stages)
+        (self.targets, renamed, is_double), found = numbers[: len(header)].tolist(), numbers[len(header) : -1].unbind()
         if renamed:
             told = [names]
             dist.broadcast_object_list(told, source, group=stages)
@@ -89,6 +97,7 @@ class Losses:
         learned, aside = self._names
         self.means = dict(zip(learned, found, strict=False))
         self.additional = {n: v.float() for n, v in zip(aside, found[len(learned) :], strict=False)}
+        return numbers[-1] if with_sum else None
 
     @property
     def total(self) -> Tensor:

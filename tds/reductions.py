@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import bf16_gradient, this_device
-from .clip import clip_grad_norm
+from .clip import clip_by_norm, squared_norm_here
 
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
@@ -66,13 +66,27 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
 class Reductions:
     """What the engine does otherwise than DeepSpeed's between the last backward pass and the optimizer's step."""
 
+    _squared_norm: Tensor | None = None  # of this step, over all ranks, where it came with the loss
+
+    def _squared_norm_here(self: Any) -> Tensor | None:
+        """What this rank gives to the norm that `clip_fp32_gradients` wants; None where others take it, or a scale is still on it."""
+        wrapped = self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()
+        if wrapped or self.num_stages == 1 or getattr(self, "torch_autocast_z0_gradscaler", None):
+            return None
+        return squared_norm_here(self.module, self.grid, self.device)
+
     def clip_fp32_gradients(self: Any) -> None:
         """Scale the gradients to the global norm; DeepSpeed's own counts only the first stage.
 
         Without any gradient where the norm is not finite: an optimizer then leaves weights, moments and step counts as
         they are, and as all ranks know the same norm, all of them do. A `torch.amp.GradScaler` sees to that itself.
         """
-        norm = self._global_grad_norm = clip_grad_norm(self.module, self.grid, self.gradient_clipping(), self.device)
+        total, self._squared_norm = self._squared_norm, None
+        if total is None:
+            total = squared_norm_here(self.module, self.grid, self.device)
+            dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        clip_by_norm(self.module, total.sqrt(), self.gradient_clipping())
+        norm = self._global_grad_norm = total.sqrt().item()
         if getattr(self, "torch_autocast_z0_gradscaler", None):
             return
         self.optimizer.overflow = not math.isfinite(norm)  # which DeepSpeed counts as a skipped step
