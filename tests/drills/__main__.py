@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from .faults import FAULTS
+from .faults import FAULTS, ONLY_FULL
 
 
 def main(words: list[str]) -> int:
@@ -14,7 +14,9 @@ def main(words: list[str]) -> int:
         return 2
     tests = list(dict.fromkeys(test for name in chosen for test in FAULTS[name]))
     print(f"{len(chosen)} of {len(FAULTS)} faults, {len(tests)} drills")
-    return int(pytest.main(["-q", *tests]))
+    usual, long = [t for t in tests if t not in ONLY_FULL], [t for t in tests if t in ONLY_FULL]
+    parts = [part for part, some in ((["-q", *usual], usual), (["-q", "--full", *long], long)) if some]
+    return max(int(pytest.main(part)) for part in parts)
 
 
 if __name__ == "__main__":

@@ -49,3 +49,5 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "the preprocessor is killed": (f"{C}tools.py::test_a_killed_run_goes_on",),
     "the preprocessor loses a worker, its disk or its input": (f"{U}going_on.py::test_only_success_removes_what_is_done",),
 }  # fmt: skip
+# Too long for every run of the test suite, which leaves them out.
+ONLY_FULL = (f"{C}launch.py::test_a_run_goes_on_by_itself",)
