@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import settings
 from .materials import SAMPLE, random_corpus, small_tokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Of tests that a shell has started in the background. Their ranks would inherit it, and Ctrl-C is among what is tested.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples in every run, so that a red run is red again; HYPOTHESIS_SEED=random looks for new ones.
 settings.register_profile("project", derandomize=os.environ.get("HYPOTHESIS_SEED") != "random", database=None)
 settings.load_profile("project")
