@@ -36,42 +36,35 @@ def ours(flags: str) -> Ours:
     import torch
 
     from megatron.config.command_line import parse
-    from megatron.config.ds_config import resolve
-    from megatron.model import GPT2Model, GPT2ModelPipe, T5Model
     from megatron.model.masks import no_documents
     from megatron.ranks import device as device_module
-    from megatron.ranks.initialize import initialize_megatron, world_size
-    from megatron.training import global_vars
-    from megatron.training.compiling import compile_layers
-    from megatron.training.engine import build_engine
-    from megatron.training.metrics import Timers
+    from megatron.tasks import TASKS
+    from megatron.training import start_engine
 
     config = parse(flags.split())
-    device = initialize_megatron(config)
-    global_vars.start(config, None, Timers())
-    resolved = resolve(config, world_size(), device_module.fast_bf16(device))
-    pipeline = config.parallel.pipe_parallel_size > 0
-    model = (GPT2ModelPipe if pipeline else T5Model if config.is_t5 else GPT2Model)(config)
-    compile_layers(model, config)
-    inputs, targets = tokens_of(config)
-    if pipeline:
-        places = torch.arange(targets.shape[1], device=device).expand_as(targets)
-        batch = (*inputs, places, no_documents(device)), (targets, torch.ones_like(targets))
-        model._megatron_batch_fn = lambda _: batch
-    count = torch.tensor(float(targets.numel()), device=device)
 
-    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
-        next(batches)
-        return model(*inputs, labels=targets).sum(), None
+    class OneBatch(TASKS[config.model.family]):  # type: ignore[misc]
+        """The same micro-batch again and again, which is made once."""
 
-    engine = build_engine(model, config, resolved, forward_step, lambda _: count, Timers())
+        made: Any = None
+
+        def batch(self, *_: Any, **__: Any) -> Any:
+            if self.made is None:
+                inputs, targets = tokens_of(config)
+                if config.parallel.pipe_parallel_size:
+                    places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
+                    inputs = (*inputs, places, no_documents(targets.device))
+                self.made = inputs, (targets, torch.ones_like(targets))
+            return self.made
+
+    engine = start_engine(OneBatch(), config)
     keep = config.train.keep_freed_memory
 
     def step() -> None:
         nonlocal keep
         engine.train_batch(iter([{}] * config.train.gas), 1e-4)
         if keep:
-            device_module.keep_freed_memory(device)
+            device_module.keep_freed_memory(device_module.current())
             keep = False
 
-    return Ours(config, engine, model, step)
+    return Ours(config, engine, engine.deepspeed.module, step)

@@ -16,6 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -112,17 +113,17 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     from _unigram import of_targets
 
-    import pretrain_t5
     from megatron.config.command_line import parse, with_values
+    from megatron.tasks.t5 import T5, is_text
     from megatron.tokenizer import load_tokenizer
 
     torch.set_num_threads(1)
     files = ["--data-path", args.data_path, "--vocab-file", args.vocab_file, "--split", "90,10,0"]
     preset = ["--config", str(ROOT / "configs/models/t5_tiny.json"), "--hidden-dropout", "0"]
     config = parse([*preset, *files, "--make-vocab-size-divisible-by", "1", *args.flags])
-    tokenizer = pretrain_t5.tokenizer_provider(config, load_tokenizer(args.vocab_file))
+    tokenizer = T5().extended(config, load_tokenizer(args.vocab_file))
     config = with_values(config, {"vocab_size": tokenizer.vocab_size})
-    datasets, notes = pretrain_t5.datasets_of(config, tokenizer)
+    datasets, notes = T5().datasets(config, tokenizer)
     print(*notes, sep="\n")
     unigram = of_targets(config, ASKED)
     path = Path(args.json)
@@ -130,8 +131,8 @@ def measure(args: argparse.Namespace) -> None:
     print(f"unigram entropy of the masked text: {known['unigram']:.3f}")
     for name in args.contenders or COLOURS:
         if name not in known["runs"]:
-            is_text = lambda labels: pretrain_t5.is_text(tokenizer, labels)  # noqa: E731
-            known["runs"][name] = train(name, config, cast(Any, datasets[:2]), is_text, args)
+            looks = partial(is_text, tokenizer)
+            known["runs"][name] = train(name, config, cast(Any, datasets[:2]), looks, args)
             path.write_text(json.dumps(known, indent=1))
 
 

@@ -172,11 +172,14 @@ def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: flo
 
 
 def _pretrain(name: str, argv: list[str]) -> None:
-    from megatron.training import pretrain
+    from megatron.tasks import TASKS
+    from megatron.training import pretrain, run
 
-    entry = importlib.import_module(name if "." in name else f"pretrain_{name}")
     with contextlib.redirect_stdout(io.StringIO()):
-        pretrain(
+        if name in TASKS:
+            return run(TASKS[name](), argv, exit=False)
+        entry = importlib.import_module(name)
+        return pretrain(
             entry.train_valid_test_datasets_provider,
             entry.model_provider,
             entry.forward_step,
@@ -190,7 +193,7 @@ def _pretrain(name: str, argv: list[str]) -> None:
 
 
 def train(name: str, world: int, run_dir: Path, *argv: str) -> list[dict[str, Any]]:
-    """Train through the own functions of `pretrain_<name>.py`, or of a module with a dot in its name, on `world` ranks; the rows of metrics.jsonl."""
+    """Train the task of this name, or through the functions of the module of this name, on `world` ranks; the rows of metrics.jsonl."""
     on_ranks(world, _pretrain, name, ["--run-dir", str(run_dir), *argv])
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

@@ -49,33 +49,33 @@ def t5_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
     """(tables, masks) of a sample of T5."""
-    theirs, ours = sample["encoder_documents"], sample["decoder_documents"]
+    encoder_ids, decoder_ids = sample["encoder_document_ids"], sample["decoder_document_ids"]
     loss = sample["loss_mask"].clone()
     if config.data.eod_mask_loss:
         loss[sample["labels"] == tokenizer.eod] = 0
 
     tables: dict[str, Columns] = {
         "encoder": {
-            "place": list(range(len(theirs))),
+            "place": list(range(len(encoder_ids))),
             "id": sample["encoder"].tolist(),
             "token": _words(sample["encoder"], tokenizer),
-            "document": theirs.tolist(),
+            "document": encoder_ids.tolist(),
         },
         "decoder": {
-            "place": list(range(len(ours))),
+            "place": list(range(len(decoder_ids))),
             "id": sample["decoder"].tolist(),
             "token": _words(sample["decoder"], tokenizer),
             "label": _words(sample["labels"], tokenizer),
             "loss": loss.tolist(),
-            "document": ours.tolist(),
+            "document": decoder_ids.tolist(),
         },
     }
     if not config.data.reset_attention_mask:
-        theirs, ours = theirs.clamp(max=1), ours.clamp(max=1)
+        encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
     masks = {
-        "encoder": document_mask(theirs[None], theirs[None]),
-        "decoder": document_mask(ours[None], ours[None], causal=True),
-        "decoder to encoder": document_mask(ours[None], theirs[None]),
+        "encoder": document_mask(encoder_ids[None], encoder_ids[None]),
+        "decoder": document_mask(decoder_ids[None], decoder_ids[None], causal=True),
+        "decoder to encoder": document_mask(decoder_ids[None], encoder_ids[None]),
     }
     return tables, {name: mask[0, 0] for name, mask in masks.items() if mask is not None}
 

@@ -53,16 +53,14 @@ def of_text(config: dict[str, Any]) -> float | None:
 
 def of_targets(config: Config, samples: int) -> OfTargets | None:
     """Over the labels of the first `samples` validation samples of a T5. None as in `of_text`, and for masked corpora."""
-    import pretrain_t5  # torch, which other reports are spared
+    from megatron.tasks import T5  # torch, which other reports are spared
     from megatron.tokenizer import load_tokenizer
 
-    tokenizer = pretrain_t5.tokenizer_provider(
-        config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type)
-    )
+    tokenizer = T5().extended(config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type))
     counts = counted(list(config.data.data_path or []), config.data.split, tokenizer.vocab_size)
     if counts is None:
         return None
-    (train, valid, _), _ = pretrain_t5.datasets_of(config, tokenizer)
+    (train, valid, _), _ = T5().datasets(config, tokenizer)
     if train is None or valid is None:
         return None
 

@@ -15,7 +15,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.merge_split import find_damage, merge, split
 from megatron.data.splits import PARTS, parse_split, split_documents
-from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer import load_tokenizer
 
 EXAMPLES = """\
   python tools/inspect_data.py info data/corpus_text_document
@@ -165,24 +165,17 @@ def sample(args: argparse.Namespace) -> None:
 
     from megatron.checkpointing.beside import relocated
     from megatron.config.command_line import from_file
-    from megatron.training.global_vars import start
-    from megatron.training.metrics import Timers
+    from megatron.tasks import task_of
 
     config = relocated(from_file(str(path)), path.parent)
-    t5 = config.is_t5
-    import pretrain_gpt2
-    import pretrain_t5
-
+    task = task_of(config)
     if config.data.vocab_file is None:
         raise ValueError(f"{path} names no tokenizer")
-    tokenizer: Tokenizer = load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
-    tokenizer = pretrain_t5.tokenizer_provider(config, tokenizer) if t5 else tokenizer
-    start(config, tokenizer, Timers())
-    entry: Any = pretrain_t5 if t5 else pretrain_gpt2
-    dataset = entry.train_valid_test_datasets_provider()[PARTS.index(args.part)]
+    tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
+    dataset = task.datasets(config, tokenizer)[0][PARTS.index(args.part)]
     if dataset is None:
         raise ValueError(f"the {args.part} part of the run is empty")
-    view = _sample.t5_view if t5 else _sample.gpt2_view
+    view = _sample.t5_view if config.is_t5 else _sample.gpt2_view
     tables, masks = view(dataset[args.number], tokenizer, config)
     title = f"sample {args.number} of the {args.part} part of {args.run_dir}"
     print(f"{title}\n{_sample.as_text(tables)}")

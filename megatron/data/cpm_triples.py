@@ -56,7 +56,7 @@ class CPMTripleDataset(T5Samples):
         context: list[int] = []
         owners: list[int] = []
         written: list[int] = []
-        theirs: list[int] = []
+        written_owners: list[int] = []
         sentinels, used = self.specials.sentinels, 0
         for number, (place, start, end) in enumerate(self.order.pieces(int(n)), 1):
             document = self.first + place
@@ -71,22 +71,22 @@ class CPMTripleDataset(T5Samples):
                 span = target[begin : begin + length].tolist()
                 span = span[1:] if span and span[0] >= self.first_id else span
                 if len(written) + 1 + len(span) > self.plan.decoder or used + 1 >= len(sentinels):
-                    return self._closed(context, owners, written, theirs, used)
+                    return self._closed(context, owners, written, written_owners, used)
                 context.append(sentinels[used])
                 owners.append(number)
                 written += [sentinels[used], *span]
-                theirs += [number] * (1 + len(span))
+                written_owners += [number] * (1 + len(span))
                 used += 1
-        return self._closed(context, owners, written, theirs, used)
+        return self._closed(context, owners, written, written_owners, used)
 
     def _closed(
-        self, context: list[int], owners: list[int], written: list[int], theirs: list[int], used: int
+        self, context: list[int], owners: list[int], written: list[int], written_owners: list[int], used: int
     ) -> dict[str, Tensor]:
         if not written:  # a window without a span: the decoder has nothing to do but to close
-            written, theirs = [self.specials.sentinels[0]], [1]
+            written, written_owners = [self.specials.sentinels[0]], [1]
             used = max(used, 1)
         closed = [*written, self.specials.sentinels[used]]
-        arrays = (np.array(each, dtype=np.int64) for each in (context, owners, closed[:-1], closed[1:], theirs))
+        arrays = (np.array(each, dtype=np.int64) for each in (context, owners, closed[:-1], closed[1:], written_owners))
         return self.padded(*arrays)
 
 

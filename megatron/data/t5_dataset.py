@@ -60,7 +60,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
     """`dataset[n]`, for any n >= 0, is a dict of int64 tensors, k tokens of the encoder and q of the decoder:
 
     encoder, decoder, labels: token ids [k], [q], [q], padded where there are fewer.
-    encoder_documents, decoder_documents: number of the document that each token belongs to, from 1,
+    encoder_document_ids, decoder_document_ids: number of the document that each token belongs to, from 1,
     0 for padding. loss_mask [q]: 1 where a label counts.
     """
 
@@ -92,8 +92,8 @@ class T5Samples(Dataset[dict[str, Tensor]]):
             "encoder": fill(encoder, k, pad),
             "decoder": fill(decoder, q, pad),
             "labels": fill(labels, q, pad),
-            "encoder_documents": fill(documents, k, 0),
-            "decoder_documents": fill(owner, q, 0),
+            "encoder_document_ids": fill(documents, k, 0),
+            "decoder_document_ids": fill(owner, q, 0),
             "loss_mask": fill(np.ones(len(labels), dtype=np.int64), q, 0),
         }
 

@@ -12,6 +12,12 @@ from torch import Tensor
 from megatron import mpu
 
 IsText = Callable[[Tensor], Tensor]
+Targets = tuple[Tensor, Tensor]  # labels and loss mask, both [b, s]
+
+
+def count_targets(targets: Targets) -> Tensor:
+    """How many targets a micro-batch has, a scalar in fp64: exact for any batch."""
+    return targets[1].sum(dtype=torch.float64)
 
 
 class TokenLoss:
@@ -52,11 +58,11 @@ class TokenLoss:
         wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
         return F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")
 
-    def __call__(self, logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, logits: Tensor, targets: Targets) -> Tensor:
         """logits [s, b, v/t], targets (labels [b, s], loss mask [b, s]) -> the sum, a scalar."""
         labels, loss_mask = targets
         return (self.per_token(logits, labels) * loss_mask).sum()
 
-    def count_targets(self, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """(labels [b, s], loss mask [b, s]) -> how many targets a micro-batch has, a scalar in fp64: exact for any batch."""
-        return targets[1].sum(dtype=torch.float64)
+    def count_targets(self, targets: Targets) -> Tensor:
+        """What the engine divides by: see `count_targets` above."""
+        return count_targets(targets)

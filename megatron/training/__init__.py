@@ -1,19 +1,28 @@
-"""A run: from the providers of an entry script to a trained checkpoint.
+"""A run: from a task, or the functions of an entry script, to a trained checkpoint.
 
-`pretrain` and its kin are imported when they are asked for: who wants only an engine needs no checkpoints.
+What is here is imported when it is asked for: who wants only an engine needs no checkpoints.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .entry import Run, evaluate, pretrain, set_up, train
+    from .build import start_engine
+    from .entry import run
+    from .functions import pretrain
+    from .loop import Run, evaluate, train
+    from .setup import set_up
+    from .task import Task
 
-__all__ = ["Run", "evaluate", "pretrain", "set_up", "train"]
+_HOMES = {
+    "Run": "loop", "Task": "task", "evaluate": "loop", "pretrain": "functions", "run": "entry", "set_up": "setup",
+    "start_engine": "build", "train": "loop",
+}  # fmt: skip
+
+__all__ = ["Run", "Task", "evaluate", "pretrain", "run", "set_up", "start_engine", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import entry
-
-    return getattr(entry, name)
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -7,25 +7,23 @@ That number is counted before the first backward pass, so gradients come out rig
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import tds
 from tds import optimizer_state as zero_state
 
 from .. import mpu
-from ..config import Config
 from ..config.ds_config import Resolved
-from ..model.layers import global_parameters
-from ..optim import build_optimizer
 from .metrics import Timers
+from .task import Task
+
+if TYPE_CHECKING:
+    pass
 
 Batches = Iterator[dict[str, Tensor]]
-ForwardStep = Callable[[Batches | None, Any], tuple[Tensor, Any]]
-CountTargets = Callable[[dict[str, Tensor] | None], Tensor]
 
 
 class Step(NamedTuple):
@@ -56,57 +54,6 @@ class Engine(Protocol):
     def busy(self, timed: Mapping[str, float]) -> float:
         """Seconds since this was last asked that this rank worked by itself, as far as that is known. timed: what `Timers.take` gave."""
         ...
-
-
-def build_engine(
-    model: nn.Module,
-    config: Config,
-    resolved: Resolved,
-    forward_step: ForwardStep,
-    count_targets: CountTargets | None,
-    timers: Timers,
-) -> Engine:
-    """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
-    for name, parameter in global_parameters(model):
-        if not parameter.dim():
-            raise ValueError(
-                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
-            )
-    optimizer = build_optimizer(model, config.optim, config.model.kernels)
-    pipeline = _is_pipeline(model, config)
-    engine, *_ = tds.initialize(
-        model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
-    )
-    if resolved.precision == "fp64":
-        zero_state.use_fp64(engine)
-    if mpu.get_mesh().replica.size > 1:
-        zero_state.heed_copies(engine)
-    if pipeline:
-        return PipeEngine(engine, timers)
-    return PlainEngine(engine, resolved, config.train.gas, forward_step, count_targets, timers)
-
-
-def _is_pipeline(model: nn.Module, config: Config) -> bool:
-    """Whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings say otherwise."""
-    pipeline = tds.pipe.is_pipeline(model)
-    wanted = config.parallel.pipe_parallel_size
-    if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
-        raise ValueError(
-            f"model_provider gives a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
-            f"build it with topology=mpu.get_topology(), and a plain module for 0"
-        )
-    ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
-    if topology and max(topology().get_dim("model"), 1) != ranks:
-        raise ValueError(
-            f"model_provider gives a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
-            f"topology=mpu.get_topology(), not num_stages"
-        )
-    if not pipeline and wanted > 0:
-        raise ValueError(
-            f"--pipe-parallel-size is {wanted}, but model_provider gives a {type(model).__name__}, not a PipelineModule: "
-            f"build one of a list of layers, or say --pipe-parallel-size 0"
-        )
-    return pipeline
 
 
 def _set_lr(engine: Any, lr: float) -> None:
@@ -167,30 +114,20 @@ class PipeEngine:
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
-def _what(found: Any) -> str:
-    if isinstance(found, Tensor):
-        return f"a tensor of shape {list(found.shape)}"
-    return f"{len(found)} things" if isinstance(found, (tuple, list)) else type(found).__name__
-
-
 class PlainEngine:
-    """No pipeline: every rank runs all layers.
-
-    With `count_targets`, `forward_step` returns `(sum of the loss, number of targets)`. Without
-    it, `(mean loss, anything)`, and the loss of a step is the mean of these means.
-    """
+    """No pipeline: every rank runs all layers. Each micro-batch is made once, before the first is learned from."""
 
     def __init__(
         self,
         engine: Any,
         resolved: Resolved,
         gas: int,
-        forward_step: ForwardStep,
-        count_targets: CountTargets | None,
+        task: Task,
+        batch_of: Callable[[dict[str, Tensor] | None], Any],
         timers: Timers,
     ) -> None:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
-        self.forward_step, self.count_targets = forward_step, count_targets
+        self.loss, self.count_targets, self.batch_of = task.loss, task.count_targets, batch_of
         self.data = mpu.get_mesh().data
         # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
@@ -210,16 +147,13 @@ class PlainEngine:
         ds = self.deepspeed
         _set_lr(ds, lr)
         ds.train()
-        with self.timers("data"):
-            read = self._read(batches)
-        with self.timers("targets"):
-            targets = self._count(read)
+        made, targets = self._read(batches)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         norm = None
-        for micro, batch in enumerate(read):
+        for micro, batch in enumerate(made):
             last = micro == self.gas - 1
             with self.timers("forward"):
-                loss = self._loss(self._feed(batches, batch), ds)
+                loss = self.loss(ds, batch)
             total += loss.detach().double()
             with self.timers("backward"):
                 if self.reducer and last:
@@ -238,44 +172,31 @@ class PlainEngine:
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval()
-        read = self._read(batches)
-        targets = self._count(read)
+        made, targets = self._read(batches)
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=ds.device))
-        for batch in read:
-            sums["loss"] += self._loss(self._feed(batches, batch), ds.module).double()
+        for batch in made:
+            sums["loss"] += self.loss(ds.module, batch).double()
             for name, value in (getattr(ds.module, "get_additional_losses", dict)() or {}).items():
                 sums[name] += value
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Reading and forward passes; behind these begins the waiting for replicas."""
+        """Reading and forward passes; after these begins the waiting for replicas."""
         return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
-    def _loss(self, batches: Batches | None, model: Any) -> Tensor:
-        """Of one micro-batch, by the user's function. Raises TypeError if that is no loss."""
-        found: Any = self.forward_step(batches, model)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise TypeError(f"forward_step returns {_what(found)}: return (loss, anything), as `return loss, {{}}`")
-        loss = found[0]
-        if not isinstance(loss, Tensor) or loss.dim():
-            raise TypeError(f"forward_step returns {_what(loss)} as the loss: return a tensor of one number")
-        return loss
-
-    def _read(self, batches: Batches | None) -> list[dict[str, Tensor] | None]:
-        return [next(batches) if batches is not None else None for _ in range(self.gas)]
-
-    @staticmethod
-    def _feed(batches: Batches | None, batch: dict[str, Tensor] | None) -> Batches | None:
-        return iter([batch]) if batches is not None and batch is not None else None
-
-    def _count(self, read: list[dict[str, Tensor] | None]) -> Tensor:
-        """Targets of the global batch, at least 1; never read back from the device."""
-        if self.count_targets is None:
-            return torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
-        total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
-        for batch in read:
-            total += self.count_targets(batch)
-        return self._sum(total).clamp(min=1.0)
+    def _read(self, batches: Batches | None) -> tuple[list[Any], Tensor]:
+        """The micro-batches of a step, and the targets of the global batch, at least 1; never read back from the device."""
+        with self.timers("data"):
+            read = [next(batches) if batches is not None else None for _ in range(self.gas)]
+        with self.timers("targets"):
+            made = [self.batch_of(data) for data in read]
+            counts = [self.count_targets(batch) for batch in made]
+            total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
+            for count in counts:
+                if count is None:
+                    return made, torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
+                total += count
+            return made, self._sum(total).clamp(min=1.0)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.data.size > 1:

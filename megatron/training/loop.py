@@ -36,8 +36,7 @@ from .health import Fault, Health, Taken
 from .metrics import MetricsWriter, Timers, flops_per_token
 from .run_folder import release
 from .run_lock import RunLock
-
-Datasets = tuple[Any, Any, Any]
+from .task import Datasets
 
 
 @dataclass

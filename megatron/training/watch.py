@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from tds.diagnose import Watchdog
 
@@ -26,8 +27,8 @@ class WatchedEngine:
         self.engine, self.deepspeed = engine, engine.deepspeed
         self.watchdog = Watchdog(seconds, self._describe, "run")
         self._step, self._micro, self._part = 0, 0, "training"
-        self._honest = engine.forward_step
-        engine.forward_step = self._forward
+        self._loss = engine.loss
+        engine.loss = self._noted
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         self._step += 1
@@ -41,10 +42,10 @@ class WatchedEngine:
     def busy(self, timed: Mapping[str, float]) -> float:
         return self.engine.busy(timed)
 
-    def _forward(self, batches: Batches | None, model: Any) -> Any:
+    def _noted(self, model: Any, batch: Any) -> Tensor:
         self._micro += 1
         self.watchdog.at(self._place())
-        return self._honest(batches, model)
+        return self._loss(model, batch)
 
     def _place(self) -> tuple[str, int, int]:
         return self._part, self._step, self._micro

@@ -1,7 +1,6 @@
 """Whole runs, many of them within one launch of ranks: what users start, without the price of starting."""
 
 import contextlib
-import importlib
 import io
 import json
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.ranks import device as device_module
 from megatron.ranks.initialize import world_size
+from megatron.tasks import TASKS
 from megatron.training import Run, set_up, train
 from tests.conformance.engines import remembered_groups
 from tests.support import losses
@@ -65,17 +65,11 @@ def _run(start: Start, data: str, vocab_file: str) -> None:
 def make(start: Start, data: str, vocab_file: str) -> Run:
     """A run that is ready to train."""
     name = start.model.split("-")[0]
-    entry = importlib.import_module(f"pretrain_{name}")
+    task = TASKS[name]()
     argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --data-path {data} --vocab-file {vocab_file}"
-    config = parse(argv.split(), getattr(entry, "DEFAULTS", None))
+    config = parse(argv.split(), task.defaults)
     resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
-    providers = (
-        entry.train_valid_test_datasets_provider,
-        entry.model_provider,
-        entry.forward_step,
-        entry.count_targets,
-    )
-    return set_up(config, resolved, *providers, name, getattr(entry, "tokenizer_provider", None))
+    return set_up(task, config, resolved)
 
 
 def losses_of(run_dir: Path) -> list[float]:

@@ -27,17 +27,13 @@ from megatron.checkpointing import save as save_module
 from megatron.checkpointing.stream import StreamWriter
 from megatron.checkpointing.whole import check_whole, is_whole
 from megatron.config.command_line import parse
-from megatron.config.ds_config import resolve
-from megatron.model import GPT2Model
 from megatron.ranks.errors import RunError
-from megatron.ranks.initialize import initialize_megatron
-from megatron.training import global_vars
-from megatron.training.engine import build_engine
+from megatron.training import start_engine
 from megatron.training.loop import train
-from megatron.training.metrics import Timers
 from tds import optimizer_state as zero_state
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
+from tests.text_task import TextTask
 
 from .runs import Start, make, whole_tensors
 
@@ -167,18 +163,7 @@ PADDED = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
 def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, torch.Tensor]]:
     """65 tokens over two ranks, of which one has padding alone. The rows of this rank when it saves, and after loading."""
     config = parse(f"{PADDED} --model-parallel-size {ranks}".split())
-    initialize_megatron(config)
-    global_vars.start(config, None, Timers())
     text = torch.randint(65, (2, 9), generator=torch.Generator().manual_seed(1))
-
-    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
-        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
-
-    def new() -> Any:
-        model = GPT2Model(config)
-        return build_engine(
-            model, config, resolve(config, ranks, False), forward_step, lambda _: torch.tensor(16.0), Timers()
-        )
 
     def rows(engine: Any) -> dict[str, torch.Tensor]:
         found = {}
@@ -187,12 +172,12 @@ def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, tor
             found[name] = p.detach().narrow(dim, 0, end - begin).clone()
         return found
 
-    engine = new()
-    engine.train_batch(iter([{}]), 1e-2)
+    engine = start_engine(TextTask(), config)
+    engine.train_batch(iter([{"text": text}]), 1e-2)
     saved = rows(engine)
     if save:
         save_module.save_checkpoint(folder, engine.deepspeed, TrainState(1, 2), config, "")
-        engine = new()
+        engine = start_engine(TextTask(), config)
     load_checkpoint(find_checkpoint(folder), engine.deepspeed, config, "")
     return [saved, rows(engine)]
 

@@ -3,20 +3,15 @@
 import resource
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron.checkpointing import Saver, TrainState
 from megatron.config.command_line import parse
-from megatron.config.ds_config import resolve
-from megatron.model import GPT2Model
-from megatron.ranks.initialize import initialize_megatron
-from megatron.training import global_vars
-from megatron.training.engine import build_engine
-from megatron.training.metrics import Timers
+from megatron.training import start_engine
 from tests.support import on_ranks
+from tests.text_task import TextTask
 
 FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8 --vocab-size 20000 --batch-size 1 --precision fp32"
 
@@ -24,16 +19,7 @@ FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8
 def _body(folder: str, background: bool) -> tuple[float, float, float]:
     """(MB of the largest tensor, MB of a checkpoint, MB that the peak rose by during two saves)"""
     config = parse(FLAGS.split())
-    initialize_megatron(config)
-    global_vars.start(config, None, Timers())
-
-    def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
-        text = next(batches)["text"]
-        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
-
-    engine = build_engine(
-        GPT2Model(config), config, resolve(config, 1, False), forward_step, lambda batch: torch.tensor(8.0), Timers()
-    )
+    engine = start_engine(TextTask(), config)
     engine.train_batch(iter([{"text": torch.zeros(1, 9, dtype=torch.int64)}]), 1e-4)
     largest = max(p.numel() for p in engine.deepspeed.module.parameters())
     total = sum(p.numel() for p in engine.deepspeed.module.parameters())

@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megatron import get_args
 from megatron.training import pretrain
-import pretrain_gpt2 as gpt2
+import tests.tutorial_gpt2 as gpt2
 
 
 class Words(nn.Module):

@@ -164,14 +164,16 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """One of two ranks is killed in the first attempt, without a pipeline and with one."""
     code = """
-import os, signal, sys, pretrain_gpt2 as p, megatron.training.loop as t
+import os, signal, sys, megatron.training.loop as t
+from megatron.tasks import GPT2
+from megatron.training import run
 honest = t._Window.add
 def add(self, *args):
     honest(self, *args)
     if self.run.state.iteration == 3 and os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "10":
         os.kill(os.getpid(), signal.SIGKILL)
 t._Window.add = add
-p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_step, count_targets=p.count_targets, argv=sys.argv[1:])
+run(GPT2())
 """
     (tmp_path / "train.py").write_text(code)
     for stages in "02":

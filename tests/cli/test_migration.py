@@ -59,7 +59,7 @@ def test_exit_interval_saves_and_ends_and_the_same_command_goes_on(tmp_path: Pat
 
 
 SCRIPT = """
-import pretrain_gpt2 as base
+import tests.tutorial_gpt2 as base
 from megatron import get_args, get_timers, get_tokenizer, mpu, print_rank_0
 from megatron.training import pretrain
 from megatron.utils import get_ltor_masks_and_position_ids

@@ -325,11 +325,7 @@ def test_a_damaged_id_stops_the_run(tmp_path: Path, flags: list[str], tiny_data:
     tokens = np.memmap(tmp_path / "x.bin", np.uint16, "r+")
     tokens[2000] = 65535
     tokens.flush()
-    code = "import megatron.data.gpt2_dataset as g, pretrain_gpt2 as p; g.check_ids = lambda *_: None; import sys; "
-    code += (
-        "p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_step, "
-        "count_targets=p.count_targets, argv=sys.argv[1:])"
-    )
+    code = "import megatron.data.gpt2_dataset as g, pretrain_gpt2; g.check_ids = lambda *_: None; pretrain_gpt2.main()"
     argv = [*flags, "--data-path", str(tmp_path / "x"), "--run-dir", str(tmp_path / "r"), "--batch-size", "100"]
     sentence = said(command("python", "-c", code, *argv), 1)
     assert "x.bin holds token id 65535 in one of the documents [" in sentence
@@ -349,7 +345,9 @@ def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> Non
     """
     argv = [*flags, "--save-interval", "0", "--train-iters", "8", "--pipe-parallel-size", "2", "--eval-iters", "0"]
     code = """
-import os, signal, sys, pretrain_gpt2 as p, megatron.training.loop as t
+import os, signal, sys, megatron.training.loop as t
+from megatron.tasks import GPT2
+from megatron.training import run
 honest = t._Window.add
 def add(self, *args):
     honest(self, *args)
@@ -358,7 +356,7 @@ def add(self, *args):
         if at == 2: os.kill(os.getpid(), signal.SIGUSR1)
         if at == 5: os.kill(os.getpid(), signal.SIGTERM)
 t._Window.add = add
-p.pretrain(p.train_valid_test_datasets_provider, p.model_provider, p.forward_step, count_targets=p.count_targets, argv=sys.argv[2:])
+run(GPT2(), sys.argv[2:])
 """
     script = tmp_path / "train.py"
     script.write_text(code)

@@ -14,14 +14,10 @@ import torch
 
 from megatron import mpu
 from megatron.config.command_line import parse
-from megatron.config.ds_config import resolve
-from megatron.model import GPT2Model, T5Model, global_parameters
+from megatron.model import global_parameters
 from megatron.ranks import device as device_module
-from megatron.ranks.initialize import initialize_megatron, world_size
-from megatron.training import global_vars
-from megatron.training.compiling import compile_layers
-from megatron.training.engine import build_engine
-from megatron.training.metrics import Timers
+from megatron.training import start_engine
+from tests.text_task import TextTask
 
 
 def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
@@ -43,25 +39,8 @@ def train(flags: str, steps: int = 8, load: str | None = None, save: str | None 
     """Losses and more of `steps` steps. load, save: folders of a checkpoint to begin from, and to write at the end."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     config = parse(flags.split())
-    device = initialize_megatron(config)
-    global_vars.start(config, None, Timers())
-    model = (T5Model if config.is_t5 else GPT2Model)(config)
-    compile_layers(model, config)
-
-    def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        batch = next(batches)
-        text = batch["text"]
-        if not config.is_t5:
-            return model(text[:, :-1], labels=text[:, 1:]).sum(), None
-        wanted = batch["wanted"]
-        return model(text, wanted[:, :-1], labels=wanted[:, 1:]).sum(), None
-
-    def count(batch: Any) -> torch.Tensor:
-        target = batch["wanted"] if config.is_t5 else batch["text"]
-        return torch.tensor(float(target[:, 1:].numel()), device=device)
-
-    resolved = resolve(config, world_size(), device_module.fast_bf16(device))
-    engine = build_engine(model, config, resolved, forward_step, count, Timers())
+    engine = start_engine(TextTask(), config)
+    device = device_module.current()
     if load:
         from megatron.checkpointing import find_checkpoint, load_checkpoint
 

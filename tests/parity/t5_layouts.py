@@ -7,17 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-import pretrain_t5
 from megatron import mpu
 from megatron.config.command_line import parse, with_values
-from megatron.config.ds_config import resolve
 from megatron.data.t5_dataset import Objective, Specials, T5Samples, build_train_valid_test_datasets
 from megatron.model import T5Model, global_parameters
-from megatron.ranks.initialize import initialize_megatron
+from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
-from megatron.training import global_vars
-from megatron.training.engine import Engine, build_engine
-from megatron.training.metrics import Timers
+from megatron.training import start_engine
+from megatron.training.engine import Engine
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
 
@@ -93,13 +90,7 @@ def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
     """The engine, and this rank's micro-batches of all steps."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
-    initialize_megatron(config)
-    global_vars.start(config, tokenizer, Timers())
-    model = pretrain_t5.model_provider()
-    world = config.parallel.stages * config.parallel.model_parallel_size * replicas
-    engine = build_engine(
-        model, config, resolve(config, world, False), pretrain_t5.forward_step, pretrain_t5.count_targets, Timers()
-    )
+    engine = start_engine(T5(), config, tokenizer)
     mesh = mpu.get_mesh()
     reads = mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
     share = GLOBAL_BATCH // replicas
@@ -147,10 +138,10 @@ def expected_evaluation(way: Way, data: str, vocab_file: str) -> list[dict[str, 
     found = []
     for step in range(1, STEPS):
         batch = _stack(dataset, step * GLOBAL_BATCH, GLOBAL_BATCH)
-        theirs, ours = batch["encoder_documents"], batch["decoder_documents"]
+        ids = [batch["encoder_document_ids"], batch["decoder_document_ids"]]
         if way.variant == "t5":
-            theirs, ours = torch.ones_like(theirs), torch.ones_like(ours)
-        out = logits(weights, batch["encoder"], batch["decoder"], theirs, ours, Shape(2, 3, 4, way.variant == "t5"))
+            ids = [torch.ones_like(each) for each in ids]
+        out = logits(weights, batch["encoder"], batch["decoder"], *ids, Shape(2, 3, 4, way.variant == "t5"))
         labels, counts = batch["labels"], batch["loss_mask"].bool()
         nats = -out.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         marks = torch.tensor([tokenizer.eod, tokenizer.pad, *tokenizer.sentinels])

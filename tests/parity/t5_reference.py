@@ -91,22 +91,22 @@ def layer(
     return x + linear(w, f"{p}.mlp.dense_4h_to_h", y)
 
 
-def logits(w: Weights, source: Tensor, target: Tensor, theirs: Tensor, ours: Tensor, s: Shape) -> Tensor:
+def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, decoder_ids: Tensor, s: Shape) -> Tensor:
     """Tokens and document ids [b, k], [b, q] -> [b, q, v]"""
     table = w["embedding.word_embeddings.weight"]
     x, y = table[source], table[target]
     if not s.t5:
         x = x + w["encoder.start.weight"][: source.shape[1]]
         y = y + w["decoder.start.weight"][: target.shape[1]]
-    same = theirs[:, :, None] == theirs[:, None, :]
+    same = encoder_ids[:, :, None] == encoder_ids[:, None, :]
     added = bias(w, "encoder", source.shape[1], s, False) if s.t5 else None
     for i in range(s.encoder_layers):
         x = layer(w, f"encoder.layers.{i}", x, same, added, None, s)
     x = norm(w, "encoder.final_norm.norm", x, s.t5)
-    past = (ours[:, :, None] == ours[:, None, :]).tril()
+    past = (decoder_ids[:, :, None] == decoder_ids[:, None, :]).tril()
     added = bias(w, "decoder", target.shape[1], s, True) if s.t5 else None
     for i in range(s.decoder_layers):
-        y = layer(w, f"decoder.layers.{i}", y, past, added, (x, ours[:, :, None] == theirs[:, None, :]), s)
+        y = layer(w, f"decoder.layers.{i}", y, past, added, (x, decoder_ids[:, :, None] == encoder_ids[:, None, :]), s)
     y = norm(w, "decoder.final_norm.norm", y, s.t5)
     return y @ (w["head.word_embeddings.weight"] if s.t5 else table).T
 
@@ -121,10 +121,10 @@ def train(
     steps = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     found = []
     for batch in batches:
-        theirs, ours = batch["encoder_documents"], batch["decoder_documents"]
+        encoder_ids, decoder_ids = batch["encoder_document_ids"], batch["decoder_document_ids"]
         if not documents:
-            theirs, ours = theirs.clamp(max=1), ours.clamp(max=1)
-        out = logits(w, batch["encoder"], batch["decoder"], theirs, ours, s)
+            encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
+        out = logits(w, batch["encoder"], batch["decoder"], encoder_ids, decoder_ids, s)
         each = F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         mask = batch["loss_mask"].flatten().to(dtype)
         loss = (each * mask).sum() / mask.sum()

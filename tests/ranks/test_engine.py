@@ -9,14 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron import mpu
 from megatron.config.command_line import parse
-from megatron.config.ds_config import resolve
-from megatron.model import GPT2Model
-from megatron.ranks.initialize import initialize_megatron
-from megatron.training import global_vars
-from megatron.training.engine import Batches, Engine, build_engine
-from megatron.training.metrics import Timers
+from megatron.training import start_engine
+from megatron.training.engine import Engine
 from tds import optimizer_state as zero_state
 from tests.support import on_ranks
+from tests.text_task import TextTask
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --hidden-dropout 0 "
@@ -35,31 +32,20 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _engine(flags: str, ranks: int) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
-    config = parse(f"{FLAGS} {flags}".split())
-    initialize_megatron(config)
-    global_vars.start(config, None, Timers())
+def _engine(flags: str) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
+    engine = start_engine(TextTask(), parse(f"{FLAGS} {flags}".split()))
     text = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1 + mpu.get_mesh().data.rank))
-
-    def forward_step(batches: Batches | None, model: Any) -> tuple[torch.Tensor, Any]:
-        assert batches is not None
-        next(batches)
-        return model(text[:, :-1], labels=text[:, 1:]).sum(), None
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         while True:
             yield {"text": text}
 
-    count = torch.tensor(16.0)
-    engine = build_engine(
-        GPT2Model(config), config, resolve(config, ranks, False), forward_step, lambda _: count, Timers()
-    )
     return engine, batches()
 
 
-def _reads(flags: str, ranks: int) -> tuple[int, int]:
+def _reads(flags: str) -> tuple[int, int]:
     """Numbers read in a step, and by asking for its loss."""
-    engine, batches = _engine(flags, ranks)
+    engine, batches = _engine(flags)
     engine.train_batch(batches, 1e-3)
     with Reads() as reads:
         step = engine.train_batch(batches, 1e-3)
@@ -74,13 +60,13 @@ def _reads(flags: str, ranks: int) -> tuple[int, int]:
     [(1, ""), (2, ""), (2, "--model-parallel-size 2"), (2, "--model-parallel-size 2 --sequence-parallel")],
 )
 def test_a_step_reads_no_number(ranks: int, flags: str) -> None:
-    for found in on_ranks(ranks, _reads, flags, ranks):
+    for found in on_ranks(ranks, _reads, flags):
         assert found == (0, 2)
 
 
 def _learned(flags: str) -> dict[str, torch.Tensor]:
     """The fp32 weights after three steps on other text on each replica, and the norm of the last gradient."""
-    engine, batches = _engine(flags, 2)
+    engine, batches = _engine(flags)
     steps = [engine.train_batch(batches, 1e-2) for _ in range(3)]
     named = engine.deepspeed.module.named_parameters()
     found = {name: zero_state.get_weight(p).clone() for name, p in named}

@@ -59,6 +59,15 @@ MAY_IMPORT = {
         "megatron.tokenizer",
         "megatron.checkpointing",
     },
+    "megatron.tasks": {
+        "megatron.config",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.data",
+        "megatron.tokenizer",
+        "megatron.training",
+        "megatron.utils",
+    },
     "megatron.utils": {"megatron.mpu"},
     "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here
 }
@@ -79,6 +88,7 @@ OUTSIDE = {
     "megatron.convert": {"torch", "transformers", "sentencepiece", "tokenizers"},
     "megatron.inference": {"torch", "lm_eval"},
     "megatron.training": {"torch", "tqdm", "tensorboard"},
+    "megatron.tasks": {"torch"},
     "megatron": {"torch"},
 }
 PACKAGES = ("megatron", "tds", "data_utils", "tools")

@@ -74,7 +74,7 @@ def test_cpm_samples_end_every_document_in_a_span(prefix: str, n: int) -> None:
     data = dataset(prefix, "cpm")
     sample, (text, _) = data[n], data.window(n)
     mask = np.array(numbers(sample, "loss_mask"), dtype=bool)
-    encoder = [t for t, d in zip(numbers(sample, "encoder"), numbers(sample, "encoder_documents"), strict=True) if d]
+    encoder = [t for t, d in zip(numbers(sample, "encoder"), numbers(sample, "encoder_document_ids"), strict=True) if d]
     decoder, labels = (np.array(numbers(sample, key))[mask].tolist() for key in ("decoder", "labels"))
     assert EOD not in encoder
     assert decoder[0] == CPM.sentinels[0]
@@ -95,10 +95,10 @@ def test_documents_are_told_apart_alike_on_both_sides(prefix: str, convention: s
     specials = T5 if convention == "t5" else CPM
     for n in range(60):
         sample = data[n]
-        theirs = dict(zip(numbers(sample, "encoder"), numbers(sample, "encoder_documents"), strict=True))
-        ours = dict(zip(numbers(sample, "decoder"), numbers(sample, "decoder_documents"), strict=True))
-        for sentinel in set(specials.sentinels) & theirs.keys() & ours.keys():
-            assert theirs[sentinel] == ours[sentinel]
+        encoder_ids = dict(zip(numbers(sample, "encoder"), numbers(sample, "encoder_document_ids"), strict=True))
+        decoder_ids = dict(zip(numbers(sample, "decoder"), numbers(sample, "decoder_document_ids"), strict=True))
+        for sentinel in set(specials.sentinels) & encoder_ids.keys() & decoder_ids.keys():
+            assert encoder_ids[sentinel] == decoder_ids[sentinel]
 
 
 @pytest.mark.parametrize("convention", ["t5", "cpm"])
@@ -212,7 +212,7 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
         sample, (text, _) = data[n], data.window(n)
         mask = np.array(numbers(sample, "loss_mask"), dtype=bool)
         encoder = [
-            t for t, d in zip(numbers(sample, "encoder"), numbers(sample, "encoder_documents"), strict=True) if d
+            t for t, d in zip(numbers(sample, "encoder"), numbers(sample, "encoder_document_ids"), strict=True) if d
         ]
         written = np.array(numbers(sample, "decoder"))[mask].tolist()
         found = put_together(encoder, written, CPM.sentinels)
@@ -302,7 +302,7 @@ def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int)
     for n in range(data.samples_per_epoch):
         sample = data[n]
         kept = np.array(numbers(sample, "loss_mask"), dtype=bool)
-        context = np.array(numbers(sample, "encoder"))[np.array(numbers(sample, "encoder_documents")) > 0].tolist()
+        context = np.array(numbers(sample, "encoder"))[np.array(numbers(sample, "encoder_document_ids")) > 0].tolist()
         written, labels = (np.array(numbers(sample, key))[kept].tolist() for key in ("decoder", "labels"))
         assert written[1:] == labels[:-1]
         used = [t for t in context if t > TEXT]

@@ -1,0 +1,52 @@
+"""GPT-2: the next token of running text."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+
+from ..config import Config
+from ..data.gpt2_dataset import build_train_valid_test_datasets
+from ..model import GPT2Model
+from ..tokenizer import Tokenizer
+from ..training.task import Batch, Datasets, Task
+from ..utils import get_ltor_documents_and_position_ids
+
+
+class GPT2(Task):
+    """A decoder that reads tokens in windows of --seq-length."""
+
+    name = "gpt2"
+    defaults = {"family": "gpt2"}
+
+    def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
+        """A sample is {"text": [s + 1]}."""
+        data = config.data
+        return build_train_valid_test_datasets(
+            data.paths, data.split, data.seq_length, config.train.seed, tokenizer.vocab_size
+        )
+
+    def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
+        """Whole, or this stage's part of it."""
+        if config.parallel.pipe_parallel_size == 0:
+            return GPT2Model(config)
+        from ..model import GPT2ModelPipe  # DeepSpeed, which tools that read data are spared
+
+        model: nn.Module = GPT2ModelPipe(config)
+        return model
+
+    def batch(
+        self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+        """data {"text": [b, s + 1]} -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
+        assert tokenizer is not None, "the end of a document is the tokenizer's"
+        text = mpu.broadcast_data(["text"], data, torch.int64)["text"]
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
+            tokens,
+            tokenizer.eod,
+            config.data.reset_position_ids,
+            config.data.reset_attention_mask,
+            config.data.eod_mask_loss,
+        )
+        return (tokens, position_ids, document_ids), (labels, loss_mask)

@@ -1,0 +1,86 @@
+"""T5: the spans that were cut out of a text, or its end (--objective)."""
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+
+from ..config import Config
+from ..data import cpm_triples
+from ..data.corpora import prefixes_of
+from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
+from ..model import T5Model
+from ..model.masks import no_documents
+from ..tokenizer import SentinelTokenizer, Tokenizer
+from ..training.task import Batch, Datasets, Task
+
+KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_document_ids", "loss_mask"]
+
+
+def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
+    """[b, q] which labels are masked text: neither sentinels nor ends nor padding. bool, of the same shape."""
+    marks = torch.tensor([tokenizer.pad, tokenizer.eod, *tokenizer.sentinels], device=labels.device)
+    return ~torch.isin(labels, marks)
+
+
+class T5(Task):
+    """An encoder of --enc-seq-length tokens and a decoder that gives what is missing there."""
+
+    name = "t5"
+    defaults = {"family": "t5", "enc_seq_length": 512}
+
+    def extended(self, config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:
+        """Padding and sentinels after the tokens of the text."""
+        return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+
+    def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
+        """A sample is what `KEYS` names: k tokens of the encoder, q of the decoder."""
+        data, seed, words = config.data, config.train.seed, cast(SentinelTokenizer, tokenizer)
+        lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
+        specials = Specials(words.eod, words.pad, words.sentinels)
+        if all(map(cpm_triples.is_triple, prefixes_of(data.paths))):
+            return cpm_triples.build_train_valid_test_datasets(
+                data.paths, data.split, *lengths, specials, seed, words.base.vocab_size
+            )
+        objective = Objective(data.objective, data.span_convention, data.noise_density, data.mean_span_length)
+        return build_train_valid_test_datasets(
+            data.paths, data.split, objective, *lengths, specials, seed, words.base.vocab_size
+        )
+
+    def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
+        """Whole, or this stage's part of it."""
+        looks = partial(is_text, cast(SentinelTokenizer, tokenizer))
+        if config.parallel.pipe_parallel_size == 0:
+            return T5Model(config, is_text=looks)
+        from ..model import T5ModelPipe  # DeepSpeed, which tools that read data are spared
+
+        model: nn.Module = T5ModelPipe(config, looks)
+        return model
+
+    def batch(
+        self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+        """data -> (encoder [b, k], decoder [b, q], document ids of both), (labels, loss mask), both [b, q].
+
+        Masks are not made here: where documents or padding are to be kept apart, their numbers go along. What follows
+        the last token of a decoder is seen by none and needs no number (1 stands for it). A label that does
+        not count becomes padding.
+        """
+        words = cast(SentinelTokenizer, tokenizer)
+        batch = mpu.broadcast_data(KEYS, data, torch.int64)
+        fillers = {"encoder": words.pad, "decoder": words.pad, "labels": words.pad, "decoder_document_ids": 1}
+        batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
+        labels, loss_mask = batch["labels"], batch["loss_mask"].float()
+        if config.data.eod_mask_loss:
+            loss_mask = loss_mask.masked_fill(labels == words.eod, 0.0)
+        labels = labels.masked_fill(loss_mask == 0, words.pad)
+        encoder_ids, decoder_ids = batch["encoder_document_ids"].short(), batch["decoder_document_ids"].short()
+        if not config.data.reset_attention_mask:
+            # One document, and padding where there is any. It is rare: without it no ids need to travel.
+            encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
+            if bool(encoder_ids.all()) and bool(decoder_ids.all()):
+                encoder_ids = decoder_ids = no_documents(labels.device)
+        return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)

@@ -1,0 +1,97 @@
+"""Ranks, model and engine of a task: the part of a run that needs neither data nor checkpoints."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+import tds
+from tds import optimizer_state as zero_state
+
+from .. import mpu
+from ..config import Config
+from ..config.ds_config import Resolved, resolve
+from ..model.layers import global_parameters
+from ..optim import build_optimizer
+from ..ranks import device as device_module
+from ..ranks.errors import on_all_ranks
+from ..ranks.initialize import initialize_megatron
+from .compiling import compile_layers
+from .engine import Engine, PipeEngine, PlainEngine
+from .global_vars import start
+from .metrics import Timers
+from .task import Task
+
+if TYPE_CHECKING:
+    from ..tokenizer import Tokenizer
+
+
+def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = None) -> Engine:
+    """On the ranks of these settings, for a loop of one's own. tokenizer: where the task's model or batches ask for one."""
+    device = initialize_megatron(config)
+    timers = Timers(device)
+    start(config, tokenizer, timers)
+    resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device))
+    return build_engine(build_model(task, config, tokenizer), task, config, resolved, tokenizer, timers)
+
+
+def build_model(task: Task, config: Config, tokenizer: "Tokenizer | None") -> nn.Module:
+    """With the same weights in every layout. Raises RunError alike on every rank."""
+    with tds.pipe.seeded_layers(config.train.seed):
+        return on_all_ranks(lambda: task.model(config, tokenizer))
+
+
+def build_engine(
+    model: nn.Module,
+    task: Task,
+    config: Config,
+    resolved: Resolved,
+    tokenizer: "Tokenizer | None",
+    timers: Timers,
+) -> Engine:
+    """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
+    compile_layers(model, config)
+    for name, parameter in global_parameters(model):
+        if not parameter.dim():
+            raise ValueError(
+                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
+            )
+    optimizer = build_optimizer(model, config.optim, config.model.kernels)
+    pipeline = _is_pipeline(model, config)
+    engine, *_ = tds.initialize(
+        model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
+    )
+    if resolved.precision == "fp64":
+        zero_state.use_fp64(engine)
+    if mpu.get_mesh().replica.size > 1:
+        zero_state.heed_copies(engine)
+    batch_of = partial(task.batch, config=config, tokenizer=tokenizer)
+    if not pipeline:
+        return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)
+    if not hasattr(model, "_megatron_batch_fn"):
+        engine.set_batch_fn(batch_of)
+    return PipeEngine(engine, timers)
+
+
+def _is_pipeline(model: nn.Module, config: Config) -> bool:
+    """Whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings say otherwise."""
+    pipeline = tds.pipe.is_pipeline(model)
+    wanted = config.parallel.pipe_parallel_size
+    if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
+        raise ValueError(
+            f"model_provider gives a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
+            f"build it with topology=mpu.get_topology(), and a plain module for 0"
+        )
+    ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
+    if topology and max(topology().get_dim("model"), 1) != ranks:
+        raise ValueError(
+            f"model_provider gives a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
+            f"topology=mpu.get_topology(), not num_stages"
+        )
+    if not pipeline and wanted > 0:
+        raise ValueError(
+            f"--pipe-parallel-size is {wanted}, but model_provider gives a {type(model).__name__}, not a PipelineModule: "
+            f"build one of a list of layers, or say --pipe-parallel-size 0"
+        )
+    return pipeline

@@ -1,0 +1,95 @@
+"""`pretrain()`: a task made of the functions of an entry script, as the tutorials of Megatron-LM and CPM-Pretrain write them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..config import Config
+from ..tokenizer import Tokenizer
+from .entry import run
+from .task import Batch, Datasets, Task
+
+ForwardStep = Callable[[Iterator[Batch] | None, Any], tuple[Tensor, Any]]
+CountTargets = Callable[[Batch | None], Tensor]
+TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
+
+
+def pretrain(
+    train_valid_test_datasets_provider: Callable[[], Datasets],
+    model_provider: Callable[[], nn.Module],
+    forward_step: ForwardStep,
+    *,
+    count_targets: CountTargets | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    tokenizer_provider: TokenizerProvider | None = None,
+    name: str = "model",
+    argv: Sequence[str] | None = None,
+    exit: bool = True,
+) -> None:
+    """Train as the command line says; a second call with the same run directory continues.
+
+    train_valid_test_datasets_provider() -> three datasets, each None where it stays empty; a
+    dataset answers `[n]` for any n >= 0 with a dict of tensors.
+    model_provider() -> the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0; its
+    `_megatron_batch_fn` makes (inputs, targets) of what a dataset gives.
+    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline: with
+    `count_targets` the sum of the loss over target tokens, otherwise its mean.
+    count_targets(batch) -> how many target tokens a micro-batch has.
+    tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
+    args_defaults: settings whose default is another for this script; flags still win.
+    argv, exit: as in `run`.
+    """
+    functions = train_valid_test_datasets_provider, model_provider, forward_step
+    task = FunctionsTask(*functions, count_targets, tokenizer_provider, args_defaults or {}, name)
+    run(task, argv, exit)
+
+
+class FunctionsTask(Task):
+    """What a script's functions say; they ask `get_args()` and its kin for what they need."""
+
+    def __init__(
+        self,
+        datasets_provider: Callable[[], Datasets],
+        model_provider: Callable[[], nn.Module],
+        forward_step: ForwardStep,
+        count_targets: CountTargets | None,
+        tokenizer_provider: TokenizerProvider | None,
+        defaults: Mapping[str, Any],
+        name: str,
+    ) -> None:
+        self.datasets_provider, self.model_provider, self.forward_step = datasets_provider, model_provider, forward_step
+        self.counts, self.tokenizer_provider = count_targets, tokenizer_provider
+        self.defaults, self.name = defaults, name
+
+    def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
+        return self.tokenizer_provider(config, tokenizer) if self.tokenizer_provider else tokenizer
+
+    def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
+        return self.datasets_provider(), []
+
+    def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
+        return self.model_provider()
+
+    def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
+        """As it was read: the script's own functions make something of it."""
+        return data
+
+    def count_targets(self, batch: Any) -> Tensor | None:
+        return self.counts(batch) if self.counts else None
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Raises TypeError if what `forward_step` returns is no loss."""
+        found: Any = self.forward_step(None if batch is None else iter([batch]), model)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise TypeError(f"forward_step returns {_what(found)}: return (loss, anything), as `return loss, {{}}`")
+        loss = found[0]
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise TypeError(f"forward_step returns {_what(loss)} as the loss: return a tensor of one number")
+        return loss
+
+
+def _what(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)}"
+    return f"{len(found)} things" if isinstance(found, (tuple, list)) else type(found).__name__

@@ -1,0 +1,156 @@
+"""From settings to a run that is ready to train: ranks, data, model, engine, checkpoint."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds.diagnose import Watchdog
+
+from .. import mpu
+from ..checkpointing import PatientSaver, Saver, start_or_resume
+from ..checkpointing.beside import look_of
+from ..checkpointing.files import clear
+from ..config import Config
+from ..config.command_line import with_values
+from ..config.ds_config import Resolved
+from ..data.corpora import prefixes_of
+from ..model.layers import count_parameters
+from ..ranks import device as device_module
+from ..ranks.agreement import same_everywhere
+from ..ranks.errors import on_all_ranks
+from ..ranks.initialize import initialize_megatron, steps_begin
+from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..tokenizer import Tokenizer, load_tokenizer
+from . import run_folder
+from .build import build_engine, build_model
+from .global_vars import start
+from .loop import Run
+from .metrics import MetricsWriter, Timers
+from .run_lock import RunLock
+from .task import Datasets, Task
+from .watch import memory_advice, watched
+
+
+def set_up(
+    task: Task,
+    config: Config,
+    resolved: Resolved,
+) -> Run:
+    """The run of `task` by these settings, begun or continued. Raises RunError alike on every rank if it cannot start."""
+    device = initialize_megatron(config)
+    timers = Timers(device)
+    config, tokenizer, run_dir = on_all_ranks(lambda: _prepare(task, config))
+    same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
+    start(config, tokenizer, timers)
+    locks = on_all_ranks(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
+    try:
+        _say_what_runs(config, resolved, device, locks)
+        datasets = on_all_ranks(lambda: _datasets(task, config, tokenizer))
+        same_everywhere(on_all_ranks(lambda: _looks(config)))
+        model = build_model(task, config, tokenizer)
+        parameters = count_parameters(model)
+        engine = build_engine(model, task, config, resolved, tokenizer, timers)
+        engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)
+        Watchdog.advice = memory_advice(parameters, config, resolved.precision)
+        save_dir = str(run_folder.save_dir_of(config, run_dir))
+        state, config = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
+        metrics = on_all_ranks(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
+    except BaseException:
+        run_folder.release(locks)
+        raise
+    start(config, tokenizer, timers)
+    steps_begin(config)
+    print_rank_0(f"{parameters / 1e6:.2f} million parameters")
+    saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
+    patient = PatientSaver(saver, config.checkpoint.failed_saves)
+    return Run(
+        config,
+        resolved,
+        device,
+        engine,
+        datasets,
+        state,
+        patient,
+        timers,
+        metrics,
+        tokenizer,
+        run_dir,
+        parameters,
+        locks,
+    )
+
+
+def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
+    """Nothing stands against the run any more: from here on it changes its directory. Raises ValueError."""
+    if is_rank_0():
+        run_folder.refuse_to_forget(config, run_dir, iteration)
+        clear(Path(save_dir))
+        for note in run_folder.accept(config, run_dir, iteration):
+            print_rank_0(f"note: {note}")
+        for each in locks:
+            each.keep()
+    return MetricsWriter(str(run_dir), iteration, is_rank_0(), config.log.tensorboard)
+
+
+def _prepare(task: Task, config: Config) -> tuple[Config, Tokenizer, Path]:
+    """Load the tokenizer, settle the vocabulary size and the run directory."""
+    if config.data.vocab_file is None:
+        raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
+    tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
+    given = config.model.vocab_size
+    if given is not None and given < tokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}"
+        )
+    config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
+    run_dir = config.log.run_dir or _default_run_dir(task.name)
+    return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
+
+
+def _default_run_dir(name: str) -> str:
+    """runs/<name>-<time>, the same on all ranks."""
+    stamp: list[Any] = [time.strftime("%Y%m%d-%H%M%S")]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(stamp)
+    return f"runs/{name}-{stamp[0]}"
+
+
+def _datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
+    for path in prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []:
+        if Path(f"{path}.json").is_file():
+            about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+            if about.get("fingerprint") != tokenizer.fingerprint:
+                raise ValueError(
+                    f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
+                    f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
+                )
+    datasets, notes = task.datasets(config, tokenizer)
+    for note in notes:
+        print_rank_0(f"note: {note}")
+    return datasets
+
+
+def _looks(config: Config) -> dict[str, str]:
+    """What tells the corpora of one node from those of another, where each has its own disk."""
+    paths = prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
+    return {f"the look of {path}": look_of(path) for path in paths}
+
+
+def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:
+    grid = mpu.get_topology()
+    mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
+    print_rank_0(
+        f"{grid.world_size()} ranks on {device.type}: pipe {grid.pipe} x data {grid.data} x model {grid.model} "
+        f"({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{config.train_batch_size(grid.world_size())}"
+    )
+    for note in [f"note: {note}" for each in locks for note in each.notes]:
+        print_rank_0(note)
+    slow = device_module.precision_note(device, resolved.precision)
+    if slow:
+        print_rank_0(slow)
