@@ -1,4 +1,4 @@
-"""`pip install -e .`: the packages, and extras for what is optional.
+"""`pip install .`: the packages, the commands of `tools/` under their names, and extras for what is optional.
 
 NVIDIA's apex is not on the package index (the package of that name there is something else):
 it is not needed, and where it was built from source it may stay.
@@ -24,13 +24,27 @@ DATA = [
 RAY = [line for line in pinned("requirements-dev.txt") if line.startswith("ray")]
 HF = [line for line in pinned("requirements-dev.txt") if line.startswith("transformers")]
 
+COMMANDS = ("clean-corpus", "convert-checkpoint", "draw-schedule", "inspect-data", "preprocess-data", "train-tokenizer")
+
 setup(
     name="megatron-tds",
     version="0.1.0",
     description="Pretraining of GPT-2 and T5 in any data x tensor x pipeline layout, from a laptop to a cluster",
     license="Apache-2.0",
     python_requires=">=3.11",
+    py_modules=["pretrain_gpt2", "pretrain_t5"],
     packages=find_packages(include=["megatron", "megatron.*", "tds", "tds.*", "data_utils", "data_utils.*"]),
+    entry_points={
+        "console_scripts": [
+            "pretrain-gpt2 = pretrain_gpt2:main",
+            "pretrain-t5 = pretrain_t5:main",
+            *(f"{name} = megatron.commands.{name.replace('-', '_')}:cli" for name in COMMANDS),
+            *(
+                f"megatron-{name} = megatron.commands.{name}:cli"
+                for name in ("evaluate", "generate", "launch", "report")
+            ),
+        ]
+    },
     install_requires=REQUIRED,
     extras_require={
         "apex": [],  # build it from NVIDIA's source; see the note above
@@ -39,7 +53,7 @@ setup(
         "data": DATA,  # other tokenizers than sentencepiece, .zst files, cleaning, near duplicates
         "ray": RAY,  # data tools on a cluster
         "hf": HF,
-        "eval": ["lm-eval==0.4.13"],  # tools/evaluate.py --tasks
+        "eval": ["lm-eval==0.4.13"],  # megatron-evaluate --tasks
         "dev": pinned("requirements-dev.txt"),
         "bench": HF,
     },

@@ -13,7 +13,6 @@ once with ours (0.02, outputs by depth, queries by the root of the head's width)
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +22,6 @@ from typing import Any, cast
 import _hugging_face
 from _alternate import ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
 BATCH, ASKED = 16, 160  # samples of a step, and of the validation
 COLOURS = {"ours": "#c2410c", "ours, scores not divided": "#f0a35e", "transformers": "#1d4ed8"}
 COLOURS |= {"transformers, our initial values": "#7ba6e8"}
@@ -111,8 +109,8 @@ def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: ar
 def measure(args: argparse.Namespace) -> None:
     """Run the contenders that --json does not hold yet."""
     import torch
-    from _unigram import of_targets
 
+    from megatron.commands.unigram import of_targets
     from megatron.config.command_line import parse, with_values
     from megatron.tasks.t5 import T5, is_text
     from megatron.tokenizer import load_tokenizer

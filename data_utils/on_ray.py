@@ -44,7 +44,7 @@ def connect(address: str) -> Any:
     except ImportError:
         raise InputError("--ray needs the package ray: pip install ray") from None
     # Processes import the tools as this one does. Ray starts them before it knows what they will run.
-    paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     how: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":

@@ -390,8 +390,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path, hf_file: str, vocab_file: 
 def test_verifying_fails_where_a_model_is_another(
     tmp_path: Path, tiny_data: str, hf_file: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import convert_checkpoint
+    from megatron.commands import convert_checkpoint
 
     train_gpt2(1, tmp_path / "run", *SMALL, "--data-path", tiny_data, "--vocab-file", hf_file, "--seq-length", "24")
     convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", dtype, "--verify")

@@ -1,6 +1,5 @@
 """tools/generate.py: prompts from a flag, a file or a conversation; over ranks of both kinds; from Hugging Face."""
 
-import importlib.util
 import itertools
 import json
 import re
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.commands import evaluate, generate
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.inference.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
@@ -126,20 +126,9 @@ def test_what_does_not_go_together(run: str) -> None:
     assert "give one of --prompt, --input and --interactive" in done.stderr
 
 
-def load_tool(name: str) -> Any:
-    """A file of tools/ as a module, under a name that no package has."""
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return load_tool("generate")
+def tool() -> Any:
+    return generate
 
 
 @pytest.mark.parametrize(
@@ -197,7 +186,6 @@ def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypa
     monkeypatch.setattr(device_module, "current", lambda: torch.device("cpu"))
     model = tool.load(tool.build_parser().parse_args(["--load", run, "--model-parallel-size", "2"])).model
     assert {parameter.device for parameter in model.parameters()} == {there}
-    evaluate = load_tool("evaluate")
     monkeypatch.setattr(device_module, "current", lambda: there)
     subject = evaluate.ours(evaluate.build_parser().parse_args(["--load", run, "--cloze", "x"]))
     assert {parameter.device for parameter in subject.logits_of.parameters()} == {there} == {subject.device}

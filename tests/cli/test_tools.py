@@ -161,7 +161,7 @@ def test_help_shows_examples(tool: str) -> None:
 
 def test_the_preprocessor_does_not_load_torch() -> None:
     """It starts a process a core; torch would cost each of them seconds and memory."""
-    code = "import sys; sys.argv = ['x', '--help']; sys.path.insert(0, 'tools')\nimport preprocess_data\nassert 'torch' not in sys.modules"
+    code = "import sys; sys.argv = ['x', '--help']; import megatron.commands.preprocess_data\nassert 'torch' not in sys.modules"
     assert command("python", "-c", code).returncode == 0
 
 
@@ -216,8 +216,8 @@ def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Pa
         objective,
     ]
     code = (
-        "import sys, os, signal, time; sys.path.insert(0, 'tools')\n"
-        "import preprocess_data as p\n"
+        "import sys, os, signal, time\n"
+        "import megatron.commands.preprocess_data as p\n"
         "p.JOURNAL_SECONDS = 0\n"
         "honest = p._Output.add\n"
         "def add(self, tokens):\n"

@@ -160,11 +160,8 @@ def test_folders(tmp_path: Path) -> None:
     assert "2 of 6 files" in said[1]
 
 
-def test_all_tools_leave_out_what_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line that is none, a document that is too long: named with file and line, or left out and counted."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     dice = random.Random(1)
     lines = [json.dumps({"text": "".join(dice.choices("abcdefghij 春眠不觉晓", k=60))}) for _ in range(300)]
     lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
@@ -173,7 +170,7 @@ def test_all_tools_leave_out_what_cannot_be_read(
         ("train_tokenizer", "x.model", "2 bad documents left out"),
         ("clean_corpus", "clean.jsonl", "dropped: unreadable 2"),
     ):
-        tool = importlib.import_module(name)
+        tool = importlib.import_module(f"megatron.commands.{name}")
         argv = [
             "--input",
             str(tmp_path / "x.jsonl"),
@@ -292,9 +289,8 @@ def test_a_column_that_stands_there_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["clean_corpus", "train_tokenizer"])
-def test_nothing_is_written_over_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    tool = importlib.import_module(name)
+def test_nothing_is_written_over_what_is_read(tmp_path: Path, name: str) -> None:
+    tool = importlib.import_module(f"megatron.commands.{name}")
     source, link = tmp_path / "a.jsonl", tmp_path / "link.jsonl"
     source.write_bytes((ROOT / "corpus/sample.jsonl").read_bytes())
     link.symlink_to(source)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.commands.convert_checkpoint import _extra_ids
 from megatron.convert.hf_config import check_tokenizer, read_config
 from megatron.convert.hf_folder import Folder, entries_of
 from megatron.convert.hf_names import Match
@@ -19,7 +19,7 @@ from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import refuse_other_ids
 from megatron.tokenizer.sentinels import SentinelTokenizer
-from tests.support import ROOT, command
+from tests.support import command
 from tests.unit.test_hf_configs import T5, nothing, old, write
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -397,11 +397,6 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 
 def test_sentinels_that_a_folder_says_it_has(tmp_path: Path) -> None:
     """T5Tokenizer adds as many as `extra_ids` says, which rows that fill the table do not tell."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        from convert_checkpoint import _extra_ids  # type: ignore[import-not-found]
-    finally:
-        sys.path.pop(0)
     model = tmp_path / "spiece.model"
     assert (_extra_ids(model, 180), _extra_ids(model, 100), _extra_ids(model, 20)) == (100, 100, 20)
     for said, count in (("20", 20), ("200", 200), ("null", 100)):

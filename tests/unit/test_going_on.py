@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.data.indexed_writer import IndexedDatasetBuilder
-from tests.support import FULL, ROOT
+from tests.support import FULL
 
 LINES = [json.dumps({"text": f"第{i}篇文章。" + "春眠不觉晓，处处闻啼鸟。" * (i % 9)}) + "\n" for i in range(400)]
 BAD = 300
@@ -21,8 +21,7 @@ BAD = 300
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The preprocessor, with chunks of a few documents and a journal after each."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    module = importlib.import_module("preprocess_data")
+    module = importlib.import_module("megatron.commands.preprocess_data")
     monkeypatch.setattr(module, "JOURNAL_SECONDS", 0)
     honest = module.chunks
     monkeypatch.setattr(module, "chunks", lambda source, largest: honest(source, 2000, largest))

@@ -69,6 +69,23 @@ MAY_IMPORT = {
         "megatron.utils",
     },
     "megatron.utils": {"megatron.mpu"},
+    "megatron.commands": {
+        "tds",
+        "data_utils",
+        "megatron.atomic",
+        "megatron.config",
+        "megatron.ranks",
+        "megatron.ranks.device",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.data",
+        "megatron.tokenizer",
+        "megatron.checkpointing",
+        "megatron.convert",
+        "megatron.inference",
+        "megatron.tasks",
+        "megatron.utils",
+    },
     "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here
 }
 # Package -> which of the outside world it may import beside the standard library.
@@ -89,6 +106,7 @@ OUTSIDE = {
     "megatron.inference": {"torch", "lm_eval"},
     "megatron.training": {"torch", "tqdm", "tensorboard"},
     "megatron.tasks": {"torch"},
+    "megatron.commands": {"numpy", "torch", "tqdm", "matplotlib", "tokenizers"},
     "megatron": {"torch"},
 }
 PACKAGES = ("megatron", "tds", "data_utils", "tools")
@@ -197,7 +215,7 @@ PRIVATE = {
     },
     "tds/_torch.py": {"_C", "_cdata", "_foreach_mul_", "_foreach_norm", "_get_default_store", "_storage_Use_Count"},
     "tds/diagnose.py": {"_current_frames"},  # of sys: there is no other way to another thread's stack
-    "tools/launch.py": {"_monitor_workers", "_remaining_restarts"},  # of torchrun's agent
+    "megatron/commands/launch.py": {"_monitor_workers", "_remaining_restarts"},  # of torchrun's agent
     # Of a parameter that DeepSpeed has tied or cut up; mpu stands below tds, and reads them as it reads Megatron's.
     "megatron/mpu/grads.py": {"ds_pipe_replicated"},
     "megatron/mpu/parameters.py": {"ds_shape"},

@@ -11,17 +11,15 @@ import pytest
 
 from data_utils.files import find_files
 from data_utils.parallel import ordered_map
-from tests.support import FULL, ROOT
+from tests.support import FULL
 
 Tool = Callable[..., None]
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-
+def tool() -> Tool:
     def run(name: str, *argv: object) -> None:
-        module = importlib.import_module(name)
+        module = importlib.import_module(f"megatron.commands.{name}")
         args = module.build_parser().parse_args([*map(str, argv)])
         args.function(args) if name == "inspect_data" else module.main(args)
 

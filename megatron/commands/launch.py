@@ -187,7 +187,7 @@ def main(argv: list[str]) -> int:
     return 128 + signals.asked if signals.asked else 0
 
 
-if __name__ == "__main__":
+def cli() -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

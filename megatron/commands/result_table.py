@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _cli import Parser, run
-from report import read_metrics
 
 from megatron.atomic import write_text
 from megatron.ranks import device
+
+from .cli import Parser, run
+from .report import read_metrics
 
 EXAMPLES = """\
   python tools/result_table.py --run-dir runs/full_345M --params 345M --ranks 8"""
@@ -66,5 +67,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

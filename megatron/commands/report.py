@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _cli import Parser, run
-from _unigram import of_targets, of_text
-
 from megatron.checkpointing.beside import relocated
 from megatron.config.command_line import from_file
 from megatron.config.fields import describe
+
+from .cli import Parser, run
+from .unigram import of_targets, of_text
 
 EXAMPLES = """\
   python tools/report.py --run-dir runs/gpt2"""
@@ -130,5 +130,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

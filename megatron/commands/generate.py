@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from _cli import Parser, run
-from _unigram import counted
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config import Config
@@ -31,6 +29,9 @@ from megatron.ranks.errors import exit_now
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
+
+from .cli import Parser, run
+from .unigram import counted
 
 EXAMPLES = """\
   python tools/generate.py --load runs/gpt2 --prompt "春天的早晨" --stream
@@ -343,5 +344,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

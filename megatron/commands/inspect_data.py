@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _cli import Parser, run, write_json
 
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -16,6 +15,8 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.merge_split import find_damage, merge, split
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.tokenizer import load_tokenizer
+
+from .cli import Parser, run, write_json
 
 EXAMPLES = """\
   python tools/inspect_data.py info data/corpus_text_document
@@ -161,11 +162,11 @@ def sample(args: argparse.Namespace) -> None:
     path = Path(args.run_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")
-    import _sample  # torch, which the rest is spared
-
     from megatron.checkpointing.beside import relocated
     from megatron.config.command_line import from_file
     from megatron.tasks import task_of
+
+    from . import sample_view  # torch, which the rest is spared
 
     config = relocated(from_file(str(path)), path.parent)
     task = task_of(config)
@@ -175,12 +176,12 @@ def sample(args: argparse.Namespace) -> None:
     dataset = task.datasets(config, tokenizer)[0][PARTS.index(args.part)]
     if dataset is None:
         raise ValueError(f"the {args.part} part of the run is empty")
-    view = _sample.t5_view if config.is_t5 else _sample.gpt2_view
+    view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
     tables, masks = view(dataset[args.number], tokenizer, config)
     title = f"sample {args.number} of the {args.part} part of {args.run_dir}"
-    print(f"{title}\n{_sample.as_text(tables)}")
+    print(f"{title}\n{sample_view.as_text(tables)}")
     if args.png:
-        _sample.draw(tables, masks, title, Path(args.png))
+        sample_view.draw(tables, masks, title, Path(args.png))
         print(f"-> {args.png}")
 
 
@@ -223,5 +224,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(lambda args: args.function(args), build_parser())

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _cli import Parser, input_flags, largest, refused, run, worker_flags, write_json
-from _journal import Journal
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -30,6 +28,9 @@ from megatron.data.indexed_dataset import best_dtype
 from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
+
+from .cli import Parser, input_flags, largest, refused, run, worker_flags, write_json
+from .journal import Journal
 
 EXAMPLES = """\
   python tools/preprocess_data.py --input corpus.jsonl --vocab-file tokenizer.model --output-prefix data/corpus
@@ -334,5 +335,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _cli import Parser, run
 from tqdm import tqdm
 
 from data_utils.documents import texts
@@ -18,6 +17,8 @@ from megatron.model import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
+
+from .cli import Parser, run
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
@@ -151,5 +152,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

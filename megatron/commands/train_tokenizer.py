@@ -4,7 +4,6 @@ import argparse
 import random
 from collections.abc import Iterator
 
-from _cli import Parser, input_flags, largest, refused, run
 from tqdm import tqdm
 
 from data_utils.documents import texts
@@ -13,6 +12,8 @@ from data_utils.streams import BadLine, InputError
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
 from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
+
+from .cli import Parser, input_flags, largest, refused, run
 
 EXAMPLES = """\
   python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8000 --output tokenizer.model
@@ -94,5 +95,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _cli import Parser, run, write_json
 from torch import Tensor
 
 from megatron.atomic import whole_folder
@@ -29,6 +28,8 @@ from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
+
+from .cli import Parser, run, write_json
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -322,5 +323,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

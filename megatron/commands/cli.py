@@ -5,15 +5,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-# Tools are run as files (`python tools/x.py`); the packages stand one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from data_utils.documents import LARGEST_DOCUMENT  # noqa: E402
-from megatron.atomic import write_text  # noqa: E402
-from megatron.config.fields import describe  # noqa: E402
+from data_utils.documents import LARGEST_DOCUMENT
+from megatron.atomic import write_text
+from megatron.config.fields import describe
 
 
 class Parser(argparse.ArgumentParser):

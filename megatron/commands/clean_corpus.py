@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _cli import Parser, input_flags, largest, refused, run, worker_flags
 from tqdm import tqdm
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
@@ -20,6 +19,8 @@ from data_utils.parallel import ordered_map
 from data_utils.shuffle import shuffled
 from data_utils.streams import BadLine, InputError
 from megatron.atomic import whole_file
+
+from .cli import Parser, input_flags, largest, refused, run, worker_flags
 
 EXAMPLES = """\
   python tools/clean_corpus.py --input raw/ --output clean.jsonl
@@ -215,5 +216,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())

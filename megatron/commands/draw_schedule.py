@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from _cli import Parser, run
-
 from tds.schedule import NAMES, Plan, schedule_of
 from tds.timetable import Span, bubble, check, most_in_flight, times
+
+from .cli import Parser, run
 
 EXAMPLES = """\
   python tools/draw_schedule.py --stages 4 --micros 8
@@ -82,5 +82,5 @@ def build_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":
+def cli() -> None:
     run(main, build_parser())
