@@ -1,0 +1,8 @@
+"""`python tools/clean_corpus.py --help`, from a checkout that is not installed."""
+
+import _checkout  # noqa: F401
+
+from megatron.commands.clean_corpus import cli
+
+if __name__ == "__main__":
+    cli()

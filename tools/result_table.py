@@ -1,0 +1,8 @@
+"""`python tools/result_table.py --help`, from a checkout that is not installed."""
+
+import _checkout  # noqa: F401
+
+from megatron.commands.result_table import cli
+
+if __name__ == "__main__":
+    cli()
