@@ -3,7 +3,6 @@
 What has another way goes that way where the name is missing; what has none says so in a sentence.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,22 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-
-
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each, scalars; in one kernel for all where torch has it, as public functions do it one by one."""
-    at_once = getattr(torch, "_foreach_norm", None)
-    return list(at_once(tensors)) if at_once else [torch.linalg.vector_norm(t) for t in tensors]
-
-
-def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each by a scalar, in place; in one kernel for all where torch has it."""
-    at_once = getattr(torch, "_foreach_mul_", None)
-    if at_once:
-        at_once(tensors, factor)
-        return
-    for t in tensors:
-        t.mul_(factor)
 
 
 def will_run(node: Any) -> bool:

@@ -1,38 +1,48 @@
-"""Gradient clipping by the norm over all stages and tensor-parallel ranks, each parameter counted once."""
+"""Gradient clipping by the norm over all stages and tensor-parallel ranks, each parameter counted once (Pascanu et al. 2013)."""
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ._torch import scale_all
+from ._torch import norms, scale_all
 
 
-def squared_norm_here(module: nn.Module, grid: Any, device: torch.device) -> torch.Tensor:
+def is_split(parameter: nn.Parameter) -> bool:
+    """Whether tensor-parallel ranks hold other parts, as `parameter` says by either name that DeepSpeed reads and users set."""
+    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
+def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
+    """Whether this rank answers for `parameter` in a sum over all parameters of the model.
+
+    A parameter split over the tensor-parallel ranks counts on each (each holds another part);
+    a copied one on the first only; a tied one on the first stage that has it only.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return model_rank == 0 or is_split(parameter)
+
+
+def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, device: torch.device) -> Tensor:
     """This rank's part of the square of the gradients' norm over all stages and tensor-parallel ranks, a scalar in fp64.
 
-    A tied weight counts only on the first of its stages, a weight that is not split over the
-    tensor-parallel ranks (no `tensor_model_parallel` on it) on the first of them. It is not finite if any
-    gradient on this rank is not, that of a copy which does not count included.
+    It is not finite if any gradient on this rank is not, that of a copy which does not count included.
     """
-    copies_elsewhere = grid.get_slice_parallel_rank() > 0
-    mine: list[torch.Tensor] = []
-    copies: list[torch.Tensor] = []
-    for p in module.parameters():
-        if p.grad is not None:
-            split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
-            counts = not getattr(p, "ds_pipe_replicated", False) and (not copies_elsewhere or split)
-            (mine if counts else copies).append(p.grad.norm())
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if mine:
-        total += torch.stack(mine).double().square().sum()
-    if copies:
-        total += 0 * torch.stack(copies).double().square().sum()  # which is nan unless all are finite
+    there = [(p.grad.detach(), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
+    for counted in (True, False):
+        grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
+        if grads:
+            squares = torch.stack(norms(grads)).double().square().sum()
+            total += squares if counted else 0 * squares  # which is nan unless all are finite
     return total
 
 
-def clip_by_norm(module: nn.Module, norm: torch.Tensor, limit: float) -> None:
-    """Scale the gradients of this rank's `module`, of which and of other ranks' this is the norm, to at most `limit` (0: leave them)."""
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
+def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale the gradients of these parameters, of which and of other ranks' this is the norm, to at most `limit` (0: leave them)."""
+    grads = [p.grad for p in parameters if p.grad is not None]
     if limit > 0 and grads:
-        scale_all(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
+        # A product with a clamped factor, so that no value is read back from the device.
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        scale_all(grads, factor.to(grads[0].device, grads[0].dtype))

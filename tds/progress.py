@@ -32,12 +32,10 @@ class Progress:
         if not self.breakdown and not computes:
             yield
             return
-        if not self._on_cpu:
-            finish(self.device)
+        finish(self.device)
         begin = time.perf_counter()
         yield
-        if not self._on_cpu:
-            finish(self.device)
+        finish(self.device)
         took = time.perf_counter() - begin
         if computes:
             self.busy += took
@@ -51,9 +49,14 @@ class Progress:
         took = (time.perf_counter() - self._since) / self.every
         named = " ".join(f"{name}: {value.item():.4f}" for name, value in losses.items())
         line = f"steps: {steps} {named} iter time (s): {took:.3f} samples/sec: {samples / took:.3f}"
-        if self._seconds:
-            spent = " | ".join(f"{name}: {1e3 * s / self.every:.2f}" for name, s in self._seconds.items())
+        if seconds := self.take():
+            spent = " | ".join(f"{name}: {1e3 * s / self.every:.2f}" for name, s in seconds.items())
             line += f"\ntime (ms) of rank 0 in a step | {spent}"
         self._since = time.perf_counter()
-        self._seconds.clear()
         return line
+
+    def take(self) -> dict[str, float]:
+        """With a breakdown: the seconds of each kind of instruction since they were last asked for."""
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        return seconds

@@ -70,10 +70,16 @@ class Reductions:
 
     def _squared_norm_here(self: Any) -> Tensor | None:
         """What this rank gives to the norm that `clip_fp32_gradients` wants; None where others take it, or a scale is still on it."""
-        wrapped = self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()
-        if wrapped or self.num_stages == 1 or getattr(self, "torch_autocast_z0_gradscaler", None):
+        if self._is_wrapped() or self.num_stages == 1 or getattr(self, "torch_autocast_z0_gradscaler", None):
             return None
-        return squared_norm_here(self.module, self.grid, self.device)
+        return self._square_of_this_rank()
+
+    def _square_of_this_rank(self: Any) -> Tensor:
+        return squared_norm_here(self.module.parameters(), self.grid.get_slice_parallel_rank(), self.device)
+
+    def _is_wrapped(self: Any) -> bool:
+        """Whether an optimizer of DeepSpeed's stands around the user's and clips by itself."""
+        return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
 
     def clip_fp32_gradients(self: Any) -> None:
         """Scale the gradients to the global norm; DeepSpeed's own counts only the first stage.
@@ -83,10 +89,11 @@ class Reductions:
         """
         total, self._squared_norm = self._squared_norm, None
         if total is None:
-            total = squared_norm_here(self.module, self.grid, self.device)
+            total = self._square_of_this_rank()
             dist.all_reduce(total, group=self.grid.get_model_parallel_group())
-        clip_by_norm(self.module, total.sqrt(), self.gradient_clipping())
-        norm = self._global_grad_norm = total.sqrt().item()
+        root = total.sqrt()
+        clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
+        norm = self._global_grad_norm = root.item()
         if getattr(self, "torch_autocast_z0_gradscaler", None):
             return
         self.optimizer.overflow = not math.isfinite(norm)  # which DeepSpeed counts as a skipped step
@@ -94,8 +101,9 @@ class Reductions:
             self.module.zero_grad(set_to_none=True)
 
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
-        wrapped = self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()
-        if not wrapped and not self.gradient_clipping():  # else DeepSpeed asks for the norm, or its own optimizer does
+        if (
+            not self._is_wrapped() and not self.gradient_clipping()
+        ):  # else DeepSpeed asks for the norm, or its own optimizer does
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)  # type: ignore[misc]
 

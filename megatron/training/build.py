@@ -71,7 +71,7 @@ def build_engine(
         return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)
     if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_of)
-    return PipeEngine(engine, timers)
+    return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:

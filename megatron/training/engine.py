@@ -55,6 +55,10 @@ class Engine(Protocol):
         """Seconds since this was last asked that this rank worked by itself, as far as that is known. timed: what `Timers.take` gave."""
         ...
 
+    def times(self) -> dict[str, float]:
+        """Seconds, since this was last asked, of the parts of a step that the timers do not know."""
+        ...
+
 
 def _set_lr(engine: Any, lr: float) -> None:
     for group in engine.optimizer.param_groups:
@@ -84,10 +88,11 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
 
 
 class PipeEngine:
-    """A pipeline of one or more stages."""
+    """A pipeline of one or more stages. breakdown: measure each kind of instruction of a stage, which waits for the device."""
 
-    def __init__(self, engine: Any, timers: Timers) -> None:
+    def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
         self.deepspeed, self.timers = engine, timers
+        engine.progress.breakdown = breakdown
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         _set_lr(self.deepspeed, lr)
@@ -108,6 +113,9 @@ class PipeEngine:
         progress = self.deepspeed.progress
         seconds, progress.busy = progress.busy, 0.0
         return float(seconds)
+
+    def times(self) -> dict[str, float]:
+        return dict(self.deepspeed.progress.take())
 
     def _exact_loss(self) -> Tensor:
         """In fp64, as it was added up."""
@@ -183,6 +191,9 @@ class PlainEngine:
     def busy(self, timed: Mapping[str, float]) -> float:
         """Reading and forward passes; after these begins the waiting for replicas."""
         return timed.get("data", 0.0) + timed.get("forward", 0.0)
+
+    def times(self) -> dict[str, float]:
+        return {}
 
     def _read(self, batches: Batches | None) -> tuple[list[Any], Tensor]:
         """The micro-batches of a step, and the targets of the global batch, at least 1; never read back from the device."""

@@ -301,7 +301,7 @@ class _Window:
             f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms{waits}"
         )
         if run.resolved.wall_clock_breakdown and self.timed:
-            row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in timed.items()}
+            row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in (timed | run.engine.times()).items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
         run.metrics.write(row)
         self.forget()

@@ -42,6 +42,9 @@ class WatchedEngine:
     def busy(self, timed: Mapping[str, float]) -> float:
         return self.engine.busy(timed)
 
+    def times(self) -> dict[str, float]:
+        return self.engine.times()
+
     def _noted(self, model: Any, batch: Any) -> Tensor:
         self._micro += 1
         self.watchdog.at(self._place())

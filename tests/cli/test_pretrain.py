@@ -126,6 +126,10 @@ def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> 
         rows = train_gpt2(world, tmp_path / f"run{world}", *flags, *layout)
         assert [row["iteration"] for row in rows if row["split"] == "train"] == [3, 6]
         assert all(ms > 0 for row in rows if row["split"] == "train" for ms in row["timers_ms"].values())
+        parts = (
+            {"train batch", "Forward", "Backward", "SendActivation", "RecvGrad"} if layout else {"forward", "backward"}
+        )
+        assert parts <= rows[0]["timers_ms"].keys()
 
 
 def test_starting_does_not_load_torchs_compiler() -> None:

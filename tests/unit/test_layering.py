@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "megatron.config": set(),
     "megatron.config.ds_config": {"tds"},
     "megatron.mpu": {"megatron._torch"},
+    "megatron.mpu.grads": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
     "megatron.data": set(),
     "megatron.kernels": {"megatron.config", "megatron.ranks.device"},
@@ -209,7 +210,7 @@ def test_no_circles_inside_a_package() -> None:
 # File -> private names of other people's libraries that it uses. An upgrade of torch is these files, one of DeepSpeed is tds/.
 PRIVATE = {
     "megatron/_torch.py": {
-        "_C", "_base", "_foreach_mul_", "_foreach_norm", "_inductor", "_is_amx_tile_supported", "_linear_pointwise",
+        "_C", "_base", "_inductor", "_is_amx_tile_supported", "_linear_pointwise",
         "_non_persistent_buffers_set", "_set_pg_timeout", "_softmax_backward_data", "_version", "_will_engine_execute_node",
         "_world",
     },
@@ -217,8 +218,7 @@ PRIVATE = {
     "tds/diagnose.py": {"_current_frames"},  # of sys: there is no other way to another thread's stack
     "megatron/commands/launch.py": {"_monitor_workers", "_remaining_restarts"},  # of torchrun's agent
     # Of a parameter that DeepSpeed has tied or cut up; mpu stands below tds, and reads them as it reads Megatron's.
-    "megatron/mpu/grads.py": {"ds_pipe_replicated"},
-    "megatron/mpu/parameters.py": {"ds_shape"},
+        "megatron/mpu/parameters.py": {"ds_shape"},
 }  # fmt: skip
 OF_TORCH = {name for file, names in PRIVATE.items() for name in names if not file.startswith("megatron/mpu/")}
 # What DeepSpeed's engines, optimizers, modules and parameters have without a promise.
