@@ -67,24 +67,28 @@ def whitespace(text: str, _: Limits) -> str:
 
 
 def mojibake(text: str, limits: Limits) -> str:
+    """Drops text that was read in a wrong encoding."""
     if broken_characters(text) > limits.max_mojibake * len(text) or is_misread(text):
         raise Drop("mojibake")
     return text
 
 
 def html(text: str, limits: Limits) -> str:
+    """Drops markup."""
     if html_characters(text) > limits.max_markup * len(text):
         raise Drop("html")
     return text
 
 
 def base64(text: str, limits: Limits) -> str:
+    """Drops encoded bytes."""
     if encoded_characters(text) > limits.max_encoded * len(text):
         raise Drop("base64")
     return text
 
 
 def urls(text: str, limits: Limits) -> str:
+    """Drops lists of addresses."""
     if url_characters(text) > limits.max_urls * len(text):
         raise Drop("urls")
     return text
@@ -111,6 +115,7 @@ def repeated(text: str, limits: Limits) -> str:
 
 
 def length(text: str, limits: Limits) -> str:
+    """Drops what is too short or too long."""
     if len(text) < limits.min_chars:
         raise Drop("too short")
     if len(text) > limits.max_chars:

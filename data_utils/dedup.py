@@ -62,6 +62,7 @@ class ExactDuplicates:
         self._seen: set[int] = set()
 
     def seen(self, text: str) -> bool:
+        """Whether the same text came before; from now on it did."""
         return self.has(fingerprint(text))
 
     def has(self, key: int) -> bool:
@@ -85,6 +86,7 @@ class NearDuplicates:
         self._kept: dict[int, Any] = {}
 
     def seen(self, text: str) -> bool:
+        """Whether a text much like it came before; from now on it did."""
         return self.has(sketch(text))
 
     def has(self, sketched: Any) -> bool:

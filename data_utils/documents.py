@@ -57,9 +57,11 @@ class Chunk:
 
     @property
     def path(self) -> str:
+        """Of the file."""
         return self.source.path
 
     def read(self) -> bytes:
+        """Its bytes."""
         if self.content is not None:
             return self.content
         with open(self.path, "rb") as file:

@@ -115,6 +115,7 @@ def _check_file(path: str) -> None:
 
 
 def is_compressed(path: str) -> bool:
+    """By the ending of its name."""
     return path.lower().endswith(COMPRESSED)
 
 

@@ -22,6 +22,7 @@ def is_array(path: str, encoding: str) -> bool:
 
 
 def too_long(largest: int, ends: str) -> str:
+    """The error of a document above --max-document-mb."""
     return f"a document of more than {largest} bytes, which --max-document-mb bounds; documents end with {ends}"
 
 

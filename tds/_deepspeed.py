@@ -65,6 +65,7 @@ __all__ = [
 
 
 def on_cpu() -> bool:
+    """Whether DeepSpeed's accelerator is a CPU."""
     return bool(deepspeed.accelerator.get_accelerator().device_name() == "cpu")
 
 

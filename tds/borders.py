@@ -37,22 +37,27 @@ class Borders:
 
     @property
     def from_previous(self) -> Channel:
+        """The channel of activations that come in."""
         return self.roles["from_previous"]
 
     @property
     def to_previous(self) -> Channel:
+        """The channel of gradients that go out."""
         return self.roles["to_previous"]
 
     @property
     def to_next(self) -> Channel:
+        """The channel of activations that go out."""
         return self.roles["to_next"]
 
     @property
     def from_next(self) -> Channel:
+        """The channel of gradients that come in."""
         return self.roles["from_next"]
 
     @property
     def channels(self) -> list[Channel]:
+        """All of this stage."""
         return list(self.roles.values())
 
     def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:

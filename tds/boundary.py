@@ -40,6 +40,7 @@ class Boundary:
 
 
 def kind_of(tensor: Tensor) -> str:
+    """`float`, `int` or `bool`, as a `Boundary` says it."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return "float"
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"

@@ -42,6 +42,7 @@ class BoundaryTensor(NamedTuple):
 
 
 def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
+    """What a receiver must know to make room: dtypes and shapes."""
     return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in tensors)
 
 
@@ -64,6 +65,7 @@ class Run:
         self.end, self._long = self.end + count, count > 0
 
     def word_is_due(self, index: int) -> bool:
+        """Whether the sender says now that the shapes change."""
         return self._long and index == self.end - 1 and self.end < self.total
 
 

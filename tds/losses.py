@@ -101,6 +101,7 @@ class Losses:
 
     @property
     def total(self) -> Tensor:
+        """Of the last step."""
         return torch.stack(list(self.means.values())).sum().to(self.dtype)
 
     @property

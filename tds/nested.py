@@ -8,6 +8,7 @@ from torch import Tensor
 
 
 def as_tuple(x: Any) -> tuple[Any, ...]:
+    """A tuple as it is, anything else as a tuple of one."""
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
@@ -26,4 +27,5 @@ def each_tensor(x: Any, f: Callable[[Tensor], Any]) -> Any:
 
 
 def to_device(x: Any, device: torch.device) -> Any:
+    """Every tensor in there on `device`."""
     return each_tensor(x, lambda t: t.detach().to(device, non_blocking=True))

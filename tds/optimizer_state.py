@@ -96,6 +96,7 @@ def has_moments(engine: Any, parameter: nn.Parameter) -> bool:
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
+    """Of a parameter, whole or this rank's share, as the optimizer keeps it."""
     if _wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
     return _inner(engine).state[parameter][name]  # type: ignore[no-any-return]
@@ -103,6 +104,7 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
 
 @torch.no_grad()
 def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+    """The reverse of `get_moment`."""
     if _wrapped(parameter):
         _utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
@@ -167,6 +169,7 @@ def get_loss_scaler(engine: Any) -> dict[str, float]:
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
+    """The reverse of `get_loss_scaler`."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for key, value in state.items():
         if hasattr(scaler, key):

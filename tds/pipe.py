@@ -64,15 +64,18 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         return inputs
 
     def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has this layer."""
         for virtual_stage, (start, stop) in enumerate(pairwise(self.cuts)):
             if start <= layer_idx < stop:
                 return virtual_stage % self.num_stages  # type: ignore[no-any-return]
         raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
+        """As DeepSpeed's."""
         return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
+        """As DeepSpeed's."""
         return super().ckpt_layer_path_list(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:

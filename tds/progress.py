@@ -28,6 +28,7 @@ class Progress:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
+        """Around an instruction."""
         computes = self._on_cpu and what in COMPUTING
         if not self.breakdown and not computes:
             yield

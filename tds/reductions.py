@@ -72,7 +72,8 @@ class Reductions:
         """What this rank gives to the norm that `clip_fp32_gradients` wants; None where others take it, or a scale is still on it."""
         if self._is_wrapped() or self.num_stages == 1 or getattr(self, "torch_autocast_z0_gradscaler", None):
             return None
-        return self._square_of_this_rank()
+        square: Tensor = self._square_of_this_rank()
+        return square
 
     def _square_of_this_rank(self: Any) -> Tensor:
         return squared_norm_here(self.module.parameters(), self.grid.get_slice_parallel_rank(), self.device)

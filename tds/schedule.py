@@ -31,6 +31,7 @@ class Instruction:
 
     @property
     def at(self) -> At:
+        """(micro-batch, chunk)."""
         return At(self.micro, self.chunk)
 
 

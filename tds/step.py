@@ -31,18 +31,22 @@ class Microbatch:
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing of it is kept any more."""
         lists = (self.received, self.to_send, self.edges, self.grads)
         return not any(lists) and self.loss is None and self.deferred is None
 
     @property
     def inputs_that_learn(self) -> list[BoundaryTensor]:
+        """Those that a gradient goes back through."""
         return [each for each in self.received if each.grad]
 
     def take_received(self) -> list[BoundaryTensor]:
+        """What came in, which is forgotten here."""
         received, self.received = self.received, []
         return received
 
     def take_to_send(self) -> list[BoundaryTensor]:
+        """What goes out, which is forgotten here."""
         to_send, self.to_send = self.to_send, []
         return to_send
 

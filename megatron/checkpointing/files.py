@@ -24,6 +24,7 @@ class CheckpointError(ValueError):
 
 
 def sha256_of(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

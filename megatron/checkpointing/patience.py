@@ -19,10 +19,12 @@ class PatientSaver:
 
     @property
     def pending(self) -> bool:
+        """Whether a save goes on in the background."""
         return self.saver.pending
 
     @property
     def busy(self) -> bool:
+        """Whether this rank still writes."""
         return self.saver.busy
 
     def save(self, state: TrainState, wait: bool = False, must: bool = False) -> None:
@@ -37,6 +39,7 @@ class PatientSaver:
             self.failures = 0 if not self.pending else self.failures
 
     def finish(self) -> None:
+        """Wait for the save in the background and publish it; collective."""
         try:
             self.saver.finish()
         except SaveError as error:

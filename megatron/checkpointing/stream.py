@@ -27,6 +27,7 @@ class Slot:
 
     @property
     def bytes(self) -> int:
+        """What the tensor takes in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -98,6 +99,7 @@ class StreamWriter:
 
     @property
     def sha256(self) -> str:
+        """Of what was written, in hexadecimal."""
         return self._digest.hexdigest()
 
 

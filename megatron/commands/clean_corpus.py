@@ -62,6 +62,7 @@ def _prints(text: str | None) -> Prints:
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
+    """In a worker: what became of each document of a chunk."""
     outcomes, bad = [], []
     for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
         if isinstance(document, BadLine):
@@ -83,30 +84,36 @@ class Report:
         self._path = dropped
 
     def take(self, text: str) -> None:
+        """Count a document that was read."""
         self.read += 1
         self.read_chars += len(text)
 
     def keep(self, text: str) -> None:
+        """Count a document that stays."""
         self.kept += 1
         self.kept_chars += len(text)
 
     def drop(self, reason: str, text: str) -> None:
+        """Count a document that goes, and write it where --dropped asks for it."""
         self.reasons[reason] += 1
         if self._dropped:
             self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
+        """Close the files."""
         if self._dropped:
             self._dropped.close()
             os.replace(f"{self._path}.tmp", str(self._path))
 
     def content(self) -> dict[str, Any]:
+        """The numbers, as the JSON next to the output has them."""
         return {
             "read": self.read, "read_chars": self.read_chars, "kept": self.kept, "kept_chars": self.kept_chars,
             "dropped": dict(self.reasons.most_common()), "changed": dict(self.changed.most_common()),
         }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
+        """The numbers, for people."""
         yield f"{'read':<24}{self.read:>12,} documents {self.read_chars:>15,} characters"
         for reason, count in self.reasons.most_common():
             yield f"{'  dropped: ' + reason:<24}{count:>12,}"

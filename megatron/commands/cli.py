@@ -68,10 +68,12 @@ def largest(args: argparse.Namespace) -> int:
 
 
 def refused(bad: object) -> ValueError:
+    """The error of a document that cannot be read, with the flag that leaves it out."""
     return ValueError(f"{bad} (--on-error skip leaves such documents out)")
 
 
 def write_json(path: str, content: object) -> None:
+    """Write `content`, whole or not at all."""
     write_text(path, json.dumps(content, indent=2))
 
 

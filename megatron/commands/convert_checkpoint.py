@@ -41,6 +41,7 @@ EXAMPLES = """\
 
 
 def export(args: argparse.Namespace) -> None:
+    """One of our checkpoints as a folder of Hugging Face's."""
     path = find_checkpoint(args.load)
     reader = CheckpointReader(path)
     reader.verify()
@@ -157,6 +158,7 @@ def _write_settings(path: Path, config: Config) -> None:
 
 
 def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+    """A folder of Hugging Face's as one of our checkpoints."""
     theirs = Folder(Path(args.from_hf))
     for note in theirs.notes:
         print(f"note: {note}")
@@ -210,6 +212,7 @@ def _extra_ids(vocab_file: Path, free: int) -> int:
 
 
 def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+    """Megatron-LM's or CPM-Pretrain's files as one of our checkpoints."""
     theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
     settings = settings_of(theirs, args.num_attention_heads)
     rows, fingerprint = settings["vocab_size"], ""

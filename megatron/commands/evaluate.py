@@ -36,6 +36,7 @@ class Subject:
 
 
 def ours(args: argparse.Namespace) -> Subject:
+    """The model of --load, as what is evaluated."""
     path = find_checkpoint(args.load)
     config = plain_config(CheckpointReader(path))
     if config.is_t5:
@@ -51,6 +52,7 @@ def ours(args: argparse.Namespace) -> Subject:
 
 
 def hugging_face(args: argparse.Namespace) -> Subject:
+    """The model of a folder of Hugging Face's, as what is evaluated."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -87,6 +89,7 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+    """How often the model completes the texts of --cloze."""
     right = total = 0
     for number, line in enumerate(Path(args.cloze).read_text(encoding="utf-8").splitlines(), start=1):
         try:

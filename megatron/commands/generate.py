@@ -65,6 +65,7 @@ class Writer:
     stages: Stages | None
 
     def question(self, prompt: str) -> Question:
+        """A prompt as tokens."""
         tokenizer = self.tokenizer
         source = tokenizer.encode(prompt)
         if not isinstance(tokenizer, SentinelTokenizer):
@@ -122,6 +123,7 @@ class Writer:
         return "favoured: " + ", ".join(told)
 
     def text(self, question: Question, ids: list[int]) -> str:
+        """What was written, as text."""
         kept = ids[:-1] if ids[-1:] == [question.end] else ids
         if isinstance(self.tokenizer, SentinelTokenizer):
             return fill(question.prompt, self.tokenizer, kept)
@@ -167,6 +169,7 @@ def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
 
 
 def load(args: argparse.Namespace) -> Writer:
+    """The writer that the flags ask for; every rank calls it."""
     sizes = args.model_parallel_size, args.pipe_parallel_size
     theirs = Folder(Path(args.load), *sizes) if is_hf_folder(Path(args.load)) else None
     if theirs:

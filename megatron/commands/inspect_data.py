@@ -40,6 +40,7 @@ def sidecar(prefix: str) -> dict[str, Any]:
 
 
 def info(args: argparse.Namespace) -> None:
+    """`info`: what a pair holds."""
     indexed = IndexedDataset(args.prefix)
     sizes = indexed.document_sizes(range(indexed.num_documents))
     facts: dict[str, Any] = {
@@ -115,6 +116,7 @@ def _strange_ids(indexed: IndexedDataset, vocab_size: int) -> list[str]:
 
 
 def decode(args: argparse.Namespace) -> None:
+    """`decode`: documents as text."""
     indexed = IndexedDataset(args.prefix)
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     for d in args.documents:
@@ -127,6 +129,7 @@ def decode(args: argparse.Namespace) -> None:
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
+    """`merge`: one pair of several."""
     prefixes = [prefix.removesuffix(".bin") for prefix in args.prefixes]
     abouts = [sidecar(prefix) for prefix in prefixes]
     prints = {about["fingerprint"] for about in abouts if about}
@@ -138,6 +141,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
 
 
 def split_pair(args: argparse.Namespace) -> None:
+    """`split`: pairs for training, validation and test."""
     indexed = IndexedDataset(args.prefix)
     parts = split_documents(parse_split(args.split), indexed.num_documents)
     wanted = [
@@ -159,6 +163,7 @@ def _write_sidecar(builder: IndexedDatasetBuilder, about: dict[str, Any]) -> Non
 
 
 def sample(args: argparse.Namespace) -> None:
+    """`sample`: a sample as the run sees it."""
     path = Path(args.run_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")

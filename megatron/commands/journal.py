@@ -42,12 +42,15 @@ class Journal:
             self.state = content["state"]
 
     def write(self, state: dict[str, Any]) -> None:
+        """Note how far the output is safe; whole or not at all."""
         write_text(self.path, json.dumps({"job": self._key, "state": state}), synced=True)
 
     def remove(self) -> None:
+        """The output is complete."""
         Path(self.path).unlink(missing_ok=True)
         self.release()
 
     def release(self) -> None:
+        """Let another process have the output."""
         Path(f"{self.path}.lock").unlink(missing_ok=True)
         self._lock.close()

@@ -29,6 +29,7 @@ REFUSED = 2  # argparse's exit code, and ours
 
 
 def say(words: str) -> None:
+    """A line on stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"launch.py: {words}\n".encode())  # from a signal's handler, too
 

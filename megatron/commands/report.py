@@ -22,6 +22,7 @@ Row = dict[str, Any]
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
+    """The rows of metrics.jsonl, with nan where it has null. Raises ValueError where it is missing."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
@@ -75,6 +76,7 @@ def draw(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
 
 
 def page(run_dir: Path, facts: list[tuple[str, str]], picture: Path) -> str:
+    """The report as HTML that needs no other file."""
     rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts)
     data = base64.b64encode(picture.read_bytes()).decode()
     return (

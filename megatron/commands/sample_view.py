@@ -81,6 +81,7 @@ def t5_view(
 
 
 def as_text(tables: dict[str, Columns]) -> str:
+    """Tables, one below the other."""
     lines = []
     for name, table in tables.items():
         widths = {key: max(len(key), *(len(str(value)) for value in column)) for key, column in table.items()}

@@ -22,14 +22,17 @@ def flag(name: str) -> str:
 
 
 def at_least(low: float) -> Callable[[Any], str | None]:
+    """A check of a setting: what is wrong with a value, or None."""
     return lambda value: None if value >= low else f"must be at least {low:g}"
 
 
 def between(low: float, high: float) -> Callable[[Any], str | None]:
+    """A check of a setting: what is wrong with a value, or None."""
     return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
 
 
 def one_of(*choices: Any) -> Callable[[Any], str | None]:
+    """A check of a setting: what is wrong with a value, or None."""
     check: Callable[[Any], str | None]
     check = lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"  # noqa: E731
     return check

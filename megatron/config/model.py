@@ -14,6 +14,8 @@ FUSED = ("biased-attention", "cross-entropy", "gated-gelu", "relative-positions"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
+    """The layers."""
+
     family: str | None = opt(
         None,
         "gpt2 or t5, what the entry script trains and says itself; none for a model of your own",
@@ -99,10 +101,12 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
+        """Of one attention head."""
         return self.kv_hidden_size or self.hidden_size // self.num_attention_heads
 
     @property
     def ff_size(self) -> int:
+        """Of the inner layer of an MLP."""
         return self.ff_hidden_size or 4 * self.hidden_size
 
 

@@ -14,6 +14,8 @@ from .model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
+    """How a run is laid out over ranks."""
+
     model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
     sequence_parallel: bool = opt(
         False, "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent"
@@ -82,6 +84,7 @@ class ParallelConfig(Section):
 
     @property
     def stages(self) -> int:
+        """Of the pipeline; 1 without one."""
         return max(self.pipe_parallel_size, 1)
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -98,6 +101,8 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
+    """Corpus, tokenizer and samples."""
+
     data_path: tuple[str, ...] | None = opt(
         None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or several: 0.7 a 0.3 b"
     )
@@ -159,6 +164,8 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
+    """Batches, iterations and precision."""
+
     batch_size: int = opt(4, "samples of one micro-batch", at_least(1))
     gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", at_least(1))
     train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
@@ -213,6 +220,8 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
+    """The optimizer and its learning rate."""
+
     optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
     lr: float = opt(1.5e-4, "peak learning rate", at_least(0))
     min_lr: float = opt(0.0, "learning rate at the end of the decay", at_least(0))
@@ -234,6 +243,8 @@ class OptimConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
+    """What is saved when, and where a run begins."""
+
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
     load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
     finetune: bool = opt(False, "take the weights of --load alone: optimizer, data and iterations start anew")
@@ -264,6 +275,8 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
+    """What a run writes for people."""
+
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
     override_lock: bool = opt(
         False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
@@ -361,6 +374,7 @@ class Config:
 
     @property
     def is_t5(self) -> bool:
+        """Whether the family is t5."""
         return self.model.family == "t5"
 
     @property
@@ -370,6 +384,7 @@ class Config:
 
     @property
     def lr_decay_iters(self) -> int:
+        """Iterations until the learning rate has reached its end."""
         return self.optim.lr_decay_iters or max(self.train.train_iters, 1)
 
     def train_batch_size(self, world_size: int) -> int:
@@ -377,6 +392,7 @@ class Config:
         return self.train.batch_size * self.train.gas * self.parallel.data_parallel_size(world_size)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
+        """By section, as config.json has it."""
         return {
             name: {f.name: getattr(getattr(self, name), f.name) for f in fields(section)}
             for name, section in SECTIONS.items()

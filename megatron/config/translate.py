@@ -74,6 +74,7 @@ class Translation:
             self._take(name, value, outcome)
 
     def waiting(self) -> list[str]:
+        """Foreign settings that nothing has taken yet."""
         return list(self._waiting)
 
     def settle(self, config: Config, ranks: int, change: Change) -> Config:

@@ -110,11 +110,13 @@ class FolderReader:
         return file, found
 
     def shape(self, name: str) -> list[int]:
+        """Of the tensor of this name."""
         file, found = self._find(name)
         shape: list[int] = file.get_slice(found).get_shape()
         return shape
 
     def read(self, name: str) -> Tensor:
+        """The tensor of this name, in fp32."""
         file, found = self._find(name)
         tensor: Tensor = file.get_tensor(found)
         return tensor.float()

@@ -55,6 +55,7 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
 
 
 def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
+    """Which of our tensors each of Hugging Face's GPT-2 is."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
     for i in range(m.num_layers):
@@ -79,6 +80,7 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def t5_matches(m: ModelConfig) -> Iterator[Match]:
+    """Which of our tensors each of Hugging Face's T5 is."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
         first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

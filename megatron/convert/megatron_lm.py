@@ -150,12 +150,15 @@ class RankFiles:
 
     @property
     def layers(self) -> int:
+        """How many blocks the files hold."""
         return 1 + max((int(name.split(".")[1]) for name in self._parts if name.startswith("layers.")), default=-1)
 
     def names(self) -> list[str]:
+        """Of the tensors of the whole model."""
         return list(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor of this name."""
         shape = list(self._part(name)[0].shape)
         dim = _cut(name)
         if dim is not None and dim < len(shape):

@@ -24,6 +24,7 @@ Ids = NDArray[np.int64]
 
 
 def is_triple(prefix: str) -> bool:
+    """Whether `prefix` names the three pairs that were masked beforehand."""
     return Path(f"{prefix}_context.idx").is_file()
 
 

@@ -33,6 +33,7 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
+        """How many samples the documents fill."""
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:

@@ -128,10 +128,12 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
+        """How many documents there are."""
         return len(self.document_index) - 1
 
     @property
     def num_tokens(self) -> int:
+        """Of all sequences."""
         return len(self.tokens)
 
     def __getitem__(self, i: int | np.integer[Any]) -> NDArray[Any]:

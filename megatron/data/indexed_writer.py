@@ -53,6 +53,7 @@ class IndexedDatasetBuilder:
 
     @property
     def num_tokens(self) -> int:
+        """That were written so far."""
         return self._tokens.size // self.dtype.itemsize
 
     def add_document(self, ids: Sequence[int] | NDArray[Any], lengths: Sequence[int] | None = None) -> None:

@@ -33,6 +33,7 @@ def forget(array: NDArray[Any]) -> None:
 
 
 def pieces(count: int) -> Iterator[slice]:
+    """Stretches of range(count), none longer than `AT_ONCE`."""
     yield from (slice(at, min(at + AT_ONCE, count)) for at in range(0, count, AT_ONCE))
 
 

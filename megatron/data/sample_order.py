@@ -39,7 +39,9 @@ Piece = tuple[int, int, int]
 class HasSizes(Protocol):
     """An opened corpus."""
 
-    def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]: ...
+    def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
+        """Tokens of each of these documents."""
+        ...
 
 
 class Sizes(NamedTuple):
@@ -49,6 +51,7 @@ class Sizes(NamedTuple):
     documents: range
 
     def read(self) -> NDArray[np.integer[Any]]:
+        """Tokens of each of the documents, in their order."""
         return self.indexed.document_sizes(self.documents)
 
 

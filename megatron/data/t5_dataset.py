@@ -70,6 +70,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
+        """How many samples the documents fill."""
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:

@@ -28,6 +28,7 @@ def end_all() -> None:
 
 
 def end_all_at_exit() -> None:
+    """No process that reads data outlives this one."""
     atexit.unregister(end_all)
     atexit.register(end_all)
 

@@ -137,6 +137,7 @@ class GPT2Stepper(_Stepper):
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
+        """See `Stepper`."""
         self.tokens = _repeated(self.prompts, batch, next(self.model.parameters()).device)
         self.caches = _caches(self.model)
         return self._logits(self.tokens)
@@ -166,14 +167,17 @@ class ModelStepper:
         self.logits, self.prompt, self.positions = logits, prompt, positions
 
     def first(self, batch: int) -> Tensor:
+        """See `Stepper`."""
         self.tokens = torch.tensor([self.prompt] * batch)
         return self._last()
 
     def next(self, tokens: Tensor) -> Tensor:
+        """See `Stepper`."""
         self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1).to(self.tokens.device)], dim=1)
         return self._last()
 
     def reorder(self, rows: Tensor) -> None:
+        """See `Stepper`."""
         self.tokens = self.tokens[rows.to(self.tokens.device)]
 
     def _last(self) -> Tensor:
@@ -196,6 +200,7 @@ class T5Stepper(_Stepper):
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
+        """See `Stepper`."""
         device = next(self.model.parameters()).device
         self.encoder_tokens = _repeated(self.sources, batch, device)
         self.tokens = torch.full((len(self.encoder_tokens), 1), self.start, device=device)

@@ -128,6 +128,7 @@ class LayerStack(nn.Module):
         return logits if parallel else mpu.gather_from_model_parallel_region(logits, self._axis)[..., :vocab_size]
 
     def run(self, inputs: Any) -> Any:
+        """All layers, one after another."""
         return run(self.steps, inputs, self._chunk if self.training else 0, self._rng)
 
 

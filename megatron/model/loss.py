@@ -64,5 +64,5 @@ class TokenLoss:
         return (self.per_token(logits, labels) * loss_mask).sum()
 
     def count_targets(self, targets: Targets) -> Tensor:
-        """What the engine divides by: see `count_targets` above."""
+        """A scalar, what the engine divides by: see `count_targets` above."""
         return count_targets(targets)

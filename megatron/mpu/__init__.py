@@ -69,14 +69,17 @@ def initialize_model_parallel(
 
 
 def model_parallel_is_initialized() -> bool:
+    """Whether this process stands in a mesh."""
     return _mesh.is_initialized()
 
 
 def destroy_model_parallel() -> None:
+    """Leave the mesh; its process groups stay torch's."""
     _mesh.enter(None)
 
 
 def get_mesh() -> Mesh:
+    """Where this rank stands. Raises RuntimeError before `initialize_model_parallel`."""
     return _mesh.current()
 
 
@@ -96,18 +99,22 @@ def sequence_axis() -> Axis:
 
 
 def get_topology() -> Topology:
+    """The whole (pipe, data, model) grid."""
     return _mesh.current().topology
 
 
 def get_model_parallel_rank() -> int:
+    """On the model axis, that of tensor parallelism."""
     return _mesh.current().model.rank
 
 
 def get_model_parallel_world_size() -> int:
+    """Of the model axis, that of tensor parallelism."""
     return _mesh.current().model.size
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
+    """Of the model axis, that of tensor parallelism."""
     return _group(_mesh.current().model)
 
 
@@ -117,26 +124,32 @@ def get_model_parallel_src_rank() -> int:
 
 
 def get_data_parallel_rank() -> int:
+    """On the data axis."""
     return _mesh.current().data.rank
 
 
 def get_data_parallel_world_size() -> int:
+    """Of the data axis."""
     return _mesh.current().data.size
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
+    """Of the data axis."""
     return _group(_mesh.current().data)
 
 
 def get_pipe_parallel_rank() -> int:
+    """On the pipe axis."""
     return _mesh.current().pipe.rank
 
 
 def get_pipe_parallel_world_size() -> int:
+    """Of the pipe axis."""
     return _mesh.current().pipe.size
 
 
 def get_pipe_parallel_group() -> dist.ProcessGroup:
+    """Of the pipe axis."""
     return _group(_mesh.current().pipe)
 
 

@@ -24,6 +24,7 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """How many ranks it has."""
         return len(self.ranks)
 
     @property
@@ -134,6 +135,7 @@ def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> 
 
 
 def is_initialized() -> bool:
+    """Whether this process stands in a mesh."""
     return _Current.here is not None
 
 

@@ -88,6 +88,7 @@ class RngTracker:
 
 
 def get_cuda_rng_tracker() -> RngTracker:
+    """The random streams, under the original's name."""
     return RngTracker()
 
 

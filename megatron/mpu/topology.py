@@ -36,9 +36,11 @@ class Topology:
                 raise ValueError(f"the {axis} axis of the grid has size {getattr(self, axis)}; it must be at least 1")
 
     def world_size(self) -> int:
+        """Ranks of the whole grid."""
         return self.pipe * self.data * self.model
 
     def get_axis_names(self) -> list[str]:
+        """As DeepSpeed's topology names them."""
         return list(AXES)
 
     def get_dim(self, axis: str) -> int:
@@ -46,6 +48,7 @@ class Topology:
         return int(getattr(self, axis)) if axis in AXES else 0
 
     def get_rank(self, *, pipe: int, data: int, model: int) -> int:
+        """The rank at these coordinates, all of which are given by name."""
         coord = Coord(pipe, data, model)
         for axis, at in zip(AXES, coord, strict=True):
             if not 0 <= at < getattr(self, axis):
@@ -53,6 +56,7 @@ class Topology:
         return (pipe * self.data + data) * self.model + model
 
     def get_coord(self, rank: int) -> Coord:
+        """Where `rank` stands."""
         if not 0 <= rank < self.world_size():
             raise ValueError(f"rank {rank} lies outside the grid {self} of {self.world_size()} ranks")
         rest, model = divmod(rank, self.model)
@@ -73,6 +77,7 @@ class Topology:
         return [rank for rank, coord in coords if all(getattr(coord, axis) == at for axis, at in wanted.items())]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks whose coordinate on `axis` is `idx`."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:

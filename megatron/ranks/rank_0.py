@@ -5,6 +5,7 @@ from tqdm import tqdm
 
 
 def is_rank_0() -> bool:
+    """Whether this is rank 0, or no ranks have met."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -40,7 +40,9 @@ class Tokenizer(ABC):
     specials: dict[str, int]
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without an end."""
+        ...
 
     def encode_inside(self, text: str) -> list[int]:
         """Ids of a text that goes on after a special token."""
@@ -60,6 +62,7 @@ class Tokenizer(ABC):
 
 
 def fingerprint(kind: str, *contents: bytes) -> str:
+    """SHA-256 of what decides on the ids, in hexadecimal."""
     digest = hashlib.sha256(kind.encode())
     for content in contents:
         digest.update(len(content).to_bytes(8, "little") + content)

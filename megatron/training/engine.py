@@ -45,7 +45,9 @@ class Engine(Protocol):
 
     deepspeed: Any
 
-    def train_batch(self, batches: Batches | None, lr: float) -> Step: ...
+    def train_batch(self, batches: Batches | None, lr: float) -> Step:
+        """One optimizer step at this learning rate. batches: None where another rank reads."""
+        ...
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         """Of a global batch: `loss`, its sum; `targets`, their number; sums of what the model looks at apart, by name."""

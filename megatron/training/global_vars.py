@@ -36,8 +36,10 @@ def get_args() -> Args:
 
 
 def get_tokenizer() -> Tokenizer:
+    """That of this run."""
     return _known(_Current.tokenizer, "tokenizer")
 
 
 def get_timers() -> Timers:
+    """Those of this run."""
     return _known(_Current.timers, "timers")

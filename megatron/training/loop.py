@@ -73,6 +73,7 @@ class Run:
 
     @property
     def global_batch(self) -> int:
+        """Samples of an iteration."""
         return self.config.train_batch_size(dist.get_world_size())
 
 
@@ -171,6 +172,7 @@ def _passed_over(run: Run) -> Callable[[int], bool] | None:
 
 
 def due(iteration: int, interval: int) -> bool:
+    """Whether something that happens at intervals happens now; an interval of 0 is never."""
     return interval > 0 and iteration % interval == 0
 
 

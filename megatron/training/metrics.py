@@ -36,11 +36,13 @@ class Timer:
         return event
 
     def start(self) -> None:
+        """Begin to measure."""
         if self._begun is not None:
             raise RuntimeError(f"the timer {self.name!r} runs already; stop() it before it starts again")
         self._begun = self._now()
 
     def stop(self) -> None:
+        """End what `start` began."""
         if self._begun is None:
             raise RuntimeError(f"the timer {self.name!r} does not run; start() it before it stops")
         self._marks.append((self._begun, self._now()))
@@ -217,6 +219,7 @@ class MetricsWriter:
         self._waiting.clear()
 
     def close(self) -> None:
+        """Close the files."""
         if self._path is not None and self._waiting:
             self._append(self._path)
         if self._waiting:

@@ -34,6 +34,7 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
 
 
 def release(locks: Sequence[RunLock]) -> None:
+    """Let another run have the directories."""
     for each in reversed(locks):
         each.release()
 

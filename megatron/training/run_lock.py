@@ -34,10 +34,12 @@ class Holder:
 
     @classmethod
     def here(cls) -> "Holder":
+        """This process."""
         pid = os.getpid()
         return cls(socket.gethostname(), pid, started(pid) or "", time.strftime("%Y-%m-%d %H:%M:%S"))
 
     def same_process(self, other: "Holder") -> bool:
+        """Whether both are one process."""
         return (self.host, self.pid, self.started) == (other.host, other.pid, other.started)
 
     def is_gone(self) -> bool:

@@ -170,7 +170,7 @@ def test_verify_finds_zeros_in_each_part(
     start: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start("a", "--objective", "cpm-t5")
-    tool = importlib.import_module("inspect_data")
+    tool = importlib.import_module("megatron.commands.inspect_data")
 
     def verify(name: str) -> None:
         tool.verify(tool.build_parser().parse_args(["verify", str(tmp_path / name)]))

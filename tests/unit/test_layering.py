@@ -107,7 +107,7 @@ OUTSIDE = {
     "megatron.inference": {"torch", "lm_eval"},
     "megatron.training": {"torch", "tqdm", "tensorboard"},
     "megatron.tasks": {"torch"},
-    "megatron.commands": {"numpy", "torch", "tqdm", "matplotlib", "tokenizers"},
+    "megatron.commands": {"numpy", "torch", "tqdm", "matplotlib", "tokenizers", "transformers"},
     "megatron": {"torch"},
 }
 PACKAGES = ("megatron", "tds", "data_utils", "tools")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tests.support import ROOT
 
-ROOMS = ("megatron/mpu", "megatron/model", "megatron/optim", "megatron/utils.py")
+ROOMS = ("megatron/mpu", "megatron/model", "megatron/optim", "megatron/tasks", "megatron/utils.py")
 
 
 def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
@@ -38,3 +38,35 @@ def test_public_functions_on_tensors_give_shapes() -> None:
 def test_one_without_is_found() -> None:
     text = "def f(x: Tensor):\n    'Twice.'\ndef g(x: Tensor):\n    '[b] -> [b]'\ndef _h(x: Tensor): ...\n"
     assert without_shapes(text) == ["f"]
+
+
+# What answers to a method that is described elsewhere, in the class or the protocol that it stands for.
+OF_A_PROTOCOL = {
+    "HFTokenizer", "SentencePieceTokenizer", "PipeEngine", "PlainEngine", "WatchedEngine", "FunctionsTask", "Reductions",
+    "Checkpoints", "Parser",
+}  # fmt: skip
+OF_EVERY_COMMAND = {"main", "build_parser", "cli"}
+
+
+def _undescribed(source: str, path: str) -> Iterator[str]:
+    """Public names without a docstring."""
+
+    def inside(node: ast.Module | ast.ClassDef, owner: str) -> Iterator[str]:
+        for each in node.body:
+            if not isinstance(each, (ast.FunctionDef, ast.ClassDef)) or each.name.startswith("_"):
+                continue
+            command = "commands/" in path and each.name in OF_EVERY_COMMAND
+            if ast.get_docstring(each) is None and owner not in OF_A_PROTOCOL and not command:
+                yield f"{path} {owner and owner + '.'}{each.name}"
+            if isinstance(each, ast.ClassDef):
+                yield from inside(each, each.name)
+
+    yield from inside(ast.parse(source), "")
+
+
+def test_public_names_have_docstrings() -> None:
+    files = [path for package in ("megatron", "tds", "data_utils") for path in sorted((ROOT / package).rglob("*.py"))]
+    assert [name for path in files for name in _undescribed(path.read_text(), str(path.relative_to(ROOT)))] == []
+    assert list(_undescribed("class A:\n    def f(self): ...\n    def _g(self): ...\ndef main(): ...", "tds/x.py")) == [
+        "tds/x.py A", "tds/x.py A.f", "tds/x.py main",
+    ]  # fmt: skip
