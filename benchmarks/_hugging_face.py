@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 and T5 of our sizes, without dropout, to train beside ours."""
+"""Hugging Face's GPT-2 and T5 of our sizes, without dropout, to train next to ours."""
 
 from typing import Any
 

@@ -176,7 +176,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
         "ours, cpm with rjieba, 2 workers": (3 * size, run_tool(models["cpm"], "cpm+rjieba", 2, str(medium), folder)),
         "ours, cpm with rjieba, 1 process": (3 * size, run_tool(models["cpm"], "cpm+rjieba", 0, str(medium), folder)),
         "(a) jieba + sentencepiece, plain loop": (size, run_script(PLAIN, ["jieba", models["cpm"], source, out])),
-        "ours, cpm with jieba alone, 2 workers": (size, run_tool(models["cpm"], "cpm", 2, source, folder)),
+        "ours, cpm with only jieba, 2 workers": (size, run_tool(models["cpm"], "cpm", 2, source, folder)),
         "ours, hf byte BPE, 2 workers": (size, run_tool(bpe, "hf", 2, source, folder)),
         "(c) tokenizers encode_batch, plain": (size, run_script(PLAIN, ["tokenizers", bpe, source, out])),
     }  # fmt: skip
@@ -200,7 +200,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
         ("ours, sentencepiece unigram, 1 process", "(b) sentencepiece unigram, plain loop"),
         ("ours, cpm with rjieba, 2 workers", "(a) jieba + sentencepiece, plain loop"),
         ("ours, cpm with rjieba, 1 process", "(a) jieba + sentencepiece, plain loop"),
-        ("ours, cpm with jieba alone, 2 workers", "(a) jieba + sentencepiece, plain loop"),
+        ("ours, cpm with only jieba, 2 workers", "(a) jieba + sentencepiece, plain loop"),
         ("ours, hf byte BPE, 2 workers", "(c) tokenizers encode_batch, plain"),
     ]
     print_ratios(pairs, rates)

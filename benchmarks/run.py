@@ -189,7 +189,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
-    parser.add_argument("--only", nargs="+", help="names of the contenders beside ours")
+    parser.add_argument("--only", nargs="+", help="names of the contenders next to ours")
     parser.add_argument(
         "--flags", action="append", default=[], help="ours once more with these, e.g. --flags=--checkpoint-attention"
     )

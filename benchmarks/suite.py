@@ -4,7 +4,7 @@
     make bench SECTIONS="train-fp32 dp tp"
     python benchmarks/suite.py --list
 
-A section is one of the scripts beside this one with its arguments, in a process of its own; a section that
+A section is one of the scripts next to this one with its arguments, in a process of its own; a section that
 fails is reported and the others go on. What stands in docs/benchmarks.md comes from here.
 """
 

@@ -1,4 +1,4 @@
-"""Does T5 learn? Ours and transformers' on the same samples, beside the unigram entropy of masked text.
+"""Does T5 learn? Ours and transformers' on the same samples, next to the unigram entropy of masked text.
 
     python benchmarks/t5_learns.py --data-path runs/t5/data/corpus_text_document --vocab-file runs/t5/tokenizer.model \\
         --iters 200 --json found.json --out docs/images/t5_learns.png
@@ -177,7 +177,7 @@ def main() -> None:
     add("--lr", type=float, default=2e-3)
     add("--json", required=True, help="what was found; runs that stand there are not made again")
     add("--out", help="the picture")
-    add("flags", nargs="*", help="behind --, of pretrain_t5.py")
+    add("flags", nargs="*", help="after --, of pretrain_t5.py")
     args = parser.parse_args()
     if args.data_path:
         measure(args)

@@ -1,6 +1,6 @@
 """Files of records that are read from the front only: CSV, JSON arrays, parquet. Each record comes as one line of JSON.
 
-What is wrong with a record is its own: the one behind it is read again.
+What is wrong with a record is its own: the one after it is read again.
 """
 
 import codecs
@@ -188,7 +188,7 @@ class _Array:
         return True
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Go on behind what the pattern matches; False at the end of the file."""
+        """Go on after what the pattern matches; False at the end of the file."""
         while True:
             found = pattern.match(self._held, self._at)
             self._move(found.end() if found else self._at)
@@ -198,7 +198,7 @@ class _Array:
                 return False
 
     def _leave(self, bounded: bool) -> None:
-        """Go on behind an item that cannot be read: where its brackets close, or else where the line ends.
+        """Go on after an item that cannot be read: where its brackets close, or else where the line ends.
 
         bounded: look no further than the largest item.
         """
@@ -220,7 +220,7 @@ class _Walk:
         self._depth, self._quoted, self._lines = 0, False, 0
 
     def end(self, text: str, at: int) -> int | None:
-        """Where the item ends; None if behind this text."""
+        """Where the item ends; None if after this text."""
         for mark in _MARKS.finditer(text, at):
             char = mark[0]
             if char == "\n":

@@ -2,7 +2,7 @@
 
 import re
 
-# Chinese: a mark, with the closing quotes and brackets behind it. English: a mark and white space, unless what stands
+# Chinese: a mark, with the closing quotes and brackets after it. English: a mark and white space, unless what stands
 # before it is an abbreviation, an initial or a number of a list. A line break ends a sentence, too.
 _END = re.compile(
     r"""(?:[。！？!?…；]+[”’」』）》〉】"')\]]*\s*
@@ -16,7 +16,7 @@ _OPEN = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, white space behind them included: joined, they are the text again.
+    """The sentences of a text, white space after them included: joined, they are the text again.
 
     A text without any sentence gives [].
     """

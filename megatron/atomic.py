@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def temporary_name(path: Path) -> Path:
-    """Next to `path`, and of this process alone."""
+    """Next to `path`, and of this process only."""
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 

@@ -15,7 +15,7 @@ from ..atomic import write_text
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 3
-WEIGHT = "weight"  # of the keys `weight.<parameter>`, beside the optimizer's moments
+WEIGHT = "weight"  # of the keys `weight.<parameter>`, next to the optimizer's moments
 _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 
 
@@ -65,7 +65,7 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
 
 
 def point_latest_to(checkpoint: Path) -> None:
-    """Let `latest` beside it name a checkpoint that is whole."""
+    """Let `latest` next to it name a checkpoint that is whole."""
     folder = checkpoint.parent
     content = f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n"
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
@@ -103,14 +103,14 @@ def latest_name(folder: Path) -> str | None:
 def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, None where there is none yet. Raises CheckpointError if it is not there.
 
-    `latest` may be written by hand, with a name alone.
+    `latest` may be written by hand, with nothing but a name.
     """
     pointer = folder / "latest"
     if not pointer.exists():
         whole = sorted(path.parent.name for path in folder.glob(f"iter_*/{SUMS}") if path.parent.name[5:].isdigit())
         if whole:
             raise CheckpointError(
-                f"{pointer} is missing beside {whole[-1]}; write that name into it to go on from there"
+                f"{pointer} is missing next to {whole[-1]}; write that name into it to go on from there"
             )
         return None
     found = _LATEST.fullmatch(pointer.read_bytes().decode("utf-8", "replace"))
@@ -118,7 +118,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
         raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to go on from into it")
     path = folder / found["name"]
     if not path.is_dir():
-        raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name beside it")
+        raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name next to it")
     if found["sums"] and (path / SUMS).is_file() and sha256_of(path / SUMS) != found["sums"]:
         raise CheckpointError(
             f"{pointer} and {path / SUMS} do not belong together: one of them is damaged; if the other files agree with "

@@ -17,7 +17,7 @@ from .files import CheckpointError
 from .reader import CheckpointReader, each_weight, plain_config
 from .state import TrainState
 
-# What the samples are made of, beside the corpus and the seed.
+# What the samples are made of, next to the corpus and the seed.
 OF_SAMPLES = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
     "mean_span_length", "num_sentinels",
@@ -114,7 +114,7 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wante
         if moments and before != config.optim.optimizer:
             raise CheckpointError(
                 f"{reader.path} has the state of --optimizer {before}, this run uses {config.optim.optimizer}; "
-                f"--no-load-optim starts it anew"
+                f"--no-load-optim starts it again"
             )
         if moments:
             zero_state.make_moments(engine, moments, reader.optimizer["step"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.checkpointing.beside import with_kept_tokenizer
+from megatron.checkpointing.nearby import with_kept_tokenizer
 from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, with_values
 from megatron.config.fields import ConfigError, describe
@@ -56,7 +56,7 @@ class CheckpointReader:
         entry = self.tensors[key]
         if dim != entry["dim"]:  # stored along another dimension: the whole of it is needed
             return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
-        if begin == end:  # a rank that holds padding alone
+        if begin == end:  # a rank that holds only padding
             empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]
             return torch.empty(empty, dtype=self._dtype(key))
         found = []
@@ -135,7 +135,7 @@ def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.
 
 @torch.no_grad()
 def load_weights(path: Path, model: Any) -> CheckpointReader:
-    """Load the weights alone, into a model that no engine holds yet (to generate, evaluate or export)."""
+    """Load only the weights, into a model that no engine holds yet (to generate, evaluate or export)."""
     reader = CheckpointReader(path)
     reader.verify()
     for _, parameter, value in each_weight(reader, model):

@@ -11,9 +11,9 @@ from megatron.optim import settled
 from megatron.ranks.errors import RunError, on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
-from .beside import look_of
 from .files import find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint
+from .nearby import look_of
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
 

@@ -103,7 +103,7 @@ class Saver:
     def begin(self, state: TrainState) -> None:
         """Write this rank's share of a checkpoint of `state.iteration`, or copy it and let a thread write. Raises RunError.
 
-        What goes wrong with this rank's share alone, `finish` says on all ranks.
+        What goes wrong with this rank's own share, `finish` says on all ranks.
         """
         assert not self.pending, "finish() comes before the next begin()"
         check_replicas(self.engine)
@@ -180,7 +180,7 @@ class Saver:
         return final
 
     def _guard(self, action: Any, temporary: Path) -> None:
-        """Run on all ranks; where it fails on one, no half-written folder stays. Raises SaveError if disks alone are to blame."""
+        """Run on all ranks; where it fails on one, no half-written folder stays. Raises SaveError if only disks are to blame."""
         grave = False
 
         def noted() -> None:

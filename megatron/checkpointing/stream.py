@@ -65,7 +65,7 @@ class StreamWriter:
         self._put(struct.pack("<Q", len(raw)) + raw)
 
     def _put(self, block: bytes | memoryview) -> None:
-        hashed = self._hasher.submit(self._digest.update, block)  # beside the writing, which is about as slow
+        hashed = self._hasher.submit(self._digest.update, block)  # next to the writing, which is about as slow
         self._file.write(block)
         hashed.result()
 

@@ -198,8 +198,8 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
 
 def _extra_ids(vocab_file: Path, free: int) -> int:
     """How many sentinels their T5Tokenizer adds after a vocabulary without them: 100, or what is said, or has rows in the model."""
-    beside = vocab_file.with_name("tokenizer_config.json")
-    said = read_object(beside).get("extra_ids") if beside.is_file() else None
+    nearby = vocab_file.with_name("tokenizer_config.json")
+    said = read_object(nearby).get("extra_ids") if nearby.is_file() else None
     if said is None:
         if 0 < free < 100:
             print(
@@ -207,7 +207,7 @@ def _extra_ids(vocab_file: Path, free: int) -> int:
             )
         return min(100, max(free, 1))
     if type(said) is not int or said < 1:
-        raise ValueError(f"{beside}: extra_ids is {said!r}; a T5 needs sentinels, of which 1 or more must be said")
+        raise ValueError(f"{nearby}: extra_ids is {said!r}; a T5 needs sentinels, of which 1 or more must be said")
     return said
 
 

@@ -69,7 +69,7 @@ def hugging_face(args: argparse.Namespace) -> Subject:
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """Every document by itself, behind an end-of-document token; the end of the document is predicted, too."""
+    """Every document by itself, after an end-of-document token; the end of the document is predicted, too."""
     score, eod = Score(), subject.tokenizer.eod
     longest = subject.longest + 1  # the last token of a window is only a target
     stride = args.stride or max(subject.longest // 2, 1)

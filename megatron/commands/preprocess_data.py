@@ -111,7 +111,7 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
             part.append(piece)
     return [
         Part(
-            # Ids behind the vocabulary stand for spans, and nothing bounds a document's number of them.
+            # Ids after the vocabulary stand for spans, and nothing bounds a document's number of them.
             fit(np.concatenate(pieces), np.dtype(np.int32), "the output") if pieces else np.empty(0, np.int32),
             np.array([len(piece) for piece in pieces], dtype=np.int32),
             np.ones(len(pieces), dtype=np.int32),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.beside import relocated
+from megatron.checkpointing.nearby import relocated
 from megatron.config.command_line import from_file
 from megatron.config.fields import describe
 
@@ -111,7 +111,7 @@ def main(args: argparse.Namespace) -> None:
     if valid and "text_loss" in valid[-1]:
         text = [row["text_loss"] for row in valid]
         facts += [
-            ("masked text alone, first and last", f"{text[0]:.3f}, {text[-1]:.3f} nats/token"),
+            ("masked text only, first and last", f"{text[0]:.3f}, {text[-1]:.3f} nats/token"),
             ("masked text guessed right", f"{valid[-1]['text_accuracy']:.1%}"),
         ]
     for of, nats in baselines.items():

@@ -1,4 +1,4 @@
-"""What a model of token frequencies alone would reach on the validation part: what a loss has to be compared with.
+"""What a model of nothing but token frequencies would reach on the validation part: what a loss has to be compared with.
 
 Frequencies are those of the training text, one added to each.
 """

@@ -184,7 +184,7 @@ class Args:
     """The flat, read-only view that tutorials know: args.hidden_size is config.model.hidden_size.
 
     `config` is the whole; the tokenizer and the number of ranks, known only once a run has
-    started, are not here but behind `get_tokenizer()` and `torch.distributed`.
+    started, are not here but in `get_tokenizer()` and `torch.distributed`.
     """
 
     config: Config

@@ -192,12 +192,12 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
             f"{precision} needs fp32 master weights and gradients, which come with --zero-stage 1 or more"
         )
     if precision == "fp64" and stage > 0:
-        raise ConfigError(f"fp64 is for checking numbers and runs with --zero-stage 0 alone, not {stage}")
+        raise ConfigError(f"fp64 is for checking numbers and runs with --zero-stage 0 only, not {stage}")
     return int(stage)
 
 
 def _refuse_compiled(config: Config, zero: int) -> None:
-    """--compile beside what takes layers apart by itself."""
+    """--compile together with what takes layers apart by itself."""
     if config.train.compile and zero == 3:
         raise ConfigError(
             "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"

@@ -40,7 +40,7 @@ def one_of(*choices: Any) -> Callable[[Any], str | None]:
 
 def each_of(*choices: Any) -> Callable[[Any], str | None]:
     """For settings that name several things."""
-    return lambda values: None if set(values) <= set(choices) else f"may name {', '.join(map(str, choices))} alone"
+    return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
 
 
 def is_range(word: str) -> bool:

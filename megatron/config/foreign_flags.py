@@ -125,8 +125,8 @@ def _stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
 def _merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
     vocab = config.data.vocab_file
     if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
-        return NoEffect("it is read where it is, beside --vocab-file")
-    return Refused("merges are read from merges.txt beside --vocab-file; copy the file there")
+        return NoEffect("it is read where it is, next to --vocab-file")
+    return Refused("merges are read from merges.txt next to --vocab-file; copy the file there")
 
 
 def _merges_beside(vocab: Path) -> list[Path]:
@@ -278,7 +278,7 @@ ROWS = (
     Row("--encoder-seq-length", _as("enc_seq_length"), int),
     Row("--decoder-seq-length", _as("dec_seq_length"), int),
     Row("--tokenizer-model", _as("vocab_file"), str),
-    Row("--merge-file", Depends(_merges, "no effect if it is merges.txt beside --vocab-file, refused elsewhere"), str),
+    Row("--merge-file", Depends(_merges, "no effect if it is merges.txt next to --vocab-file, refused elsewhere"), str),
     Row("--vocab-extra-ids", _as("num_sentinels"), int),
     Row("--mask-prob", _as("noise_density"), float),
     Row("--short-seq-prob", Refused("all samples are full"), float),

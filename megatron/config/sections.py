@@ -106,9 +106,9 @@ class DataConfig(Section):
     data_path: tuple[str, ...] | None = opt(
         None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or several: 0.7 a 0.3 b"
     )
-    train_data_path: tuple[str, ...] | None = opt(None, "pairs for training alone, instead of --data-path")
-    valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation alone")
-    test_data_path: tuple[str, ...] | None = opt(None, "pairs for test alone")
+    train_data_path: tuple[str, ...] | None = opt(None, "pairs for training only, instead of --data-path")
+    valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation only")
+    test_data_path: tuple[str, ...] | None = opt(None, "pairs for test only")
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
     tokenizer_type: str = opt(
@@ -135,7 +135,7 @@ class DataConfig(Section):
     num_sentinels: int = opt(
         100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family="t5"
     )
-    reset_position_ids: bool = opt(False, "count positions anew after each end-of-document token")
+    reset_position_ids: bool = opt(False, "count positions again after each end-of-document token")
     reset_attention_mask: bool = opt(False, "let no token see a document before its own")
     eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
     num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", at_least(0))
@@ -192,7 +192,7 @@ class TrainConfig(Section):
     check_replicas: int = opt(
         0,
         "iterations between two comparisons of the copies of weights on different ranks, which every save begins with; 0 for "
-        "those at saves alone",
+        "only those at saves",
         at_least(0),
     )
     compile: bool = opt(
@@ -206,7 +206,7 @@ class TrainConfig(Section):
     )
     keep_freed_memory: bool = opt(
         True,
-        "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page anew",
+        "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page again",
     )
     deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
 
@@ -247,8 +247,8 @@ class CheckpointConfig(Section):
 
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
     load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
-    finetune: bool = opt(False, "take the weights of --load alone: optimizer, data and iterations start anew")
-    load_optim: bool = opt(True, "without it the optimizer's moments and the loss scale start anew")
+    finetune: bool = opt(False, "take only the weights of --load: optimizer, data and iterations start again")
+    load_optim: bool = opt(True, "without it the optimizer's moments and the loss scale start again")
     load_rng: bool = opt(True, "without it dropout is drawn by this --seed, not by the streams of the checkpoint")
     override_data: bool = opt(False, "go on although data, --split, --seed or lengths of the samples have changed")
     override_tokenizer: bool = opt(False, "go on with another tokenizer of the same vocabulary size")
@@ -256,7 +256,7 @@ class CheckpointConfig(Section):
         False, "write checkpoints while training goes on; needs memory for a copy of what a rank saves"
     )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
-    save_at_end: bool = opt(True, "save behind the last iteration")
+    save_at_end: bool = opt(True, "save after the last iteration")
     failed_saves: int = opt(
         3, "how many saves in a row may fail, for want of space or so, before the run ends; 0 for none", at_least(0)
     )

@@ -2,7 +2,7 @@
 
 80000/mp_rank_00_model_states.pt            CPM-1 (2-way for CPM-1-large), DeepSpeed: weights under "module"
 iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under "model"; mp_rank_00_001 is the second pipeline stage
-1000/layer_03-model_00-model_states.pt      DeepSpeed over a pipeline: a layer's weights; mp_rank_00_* beside it has none
+1000/layer_03-model_00-model_states.pt      DeepSpeed over a pipeline: a layer's weights; mp_rank_00_* next to it has none
 """
 
 import argparse
@@ -41,9 +41,9 @@ class RankFiles:
         self.folder = _newest(folder)
         found = self._files(_LAYER_FILE, lambda m: (int(m[1]), int(m[2] or 0)))
         self.by_layer = bool(found)
-        beside = self._files(_FILES[0], lambda m: (0, int(m[1])))
+        nearby = self._files(_FILES[0], lambda m: (0, int(m[1])))
         if not self.by_layer:
-            found = beside | self._files(_FILES[1], lambda m: (int(m[2] or 0), int(m[1])))
+            found = nearby | self._files(_FILES[1], lambda m: (int(m[2] or 0), int(m[1])))
         if not found:
             raise ValueError(
                 f"{self.folder} holds neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
@@ -67,8 +67,8 @@ class RankFiles:
                     blocks[stage] = top
             if self.by_layer and list(blocks) != list(range(min(blocks, default=0), max(blocks, default=0) + 1)):
                 raise ValueError(f"{self.folder} lacks layers: of its blocks there are only the files {list(blocks)}")
-        # Beside layers stands what DeepSpeed saves once for a rank.
-        tellers = [load_plain(path) for path in list(beside.values())[:1]] if self.by_layer else list(contents.values())
+        # Next to layers stands what DeepSpeed saves once for a rank.
+        tellers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
         known = tellers[0].get("args") if tellers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
         named = self.settings.get("num_layers", layers)
@@ -142,7 +142,7 @@ class RankFiles:
                 )
             layer = re.match(r"layers\.(\d+)\.", ours)
             top = max(top, int(layer[1]) + 1) if layer else top
-            # The last stage has a copy of the embedding for the logits; positions beside it are not used there.
+            # The last stage has a copy of the embedding for the logits; positions next to it are not used there.
             first = self._parts.setdefault(ours, {}).setdefault(rank, tensor)
             if ours == _WORDS and first is not tensor and not _same(first, tensor):
                 raise ValueError(f"{path}: {name} is not the embedding; an output matrix of its own has no place here")

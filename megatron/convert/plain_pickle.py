@@ -1,4 +1,4 @@
-"""Pickled files of others, loaded for tensors and plain values alone: nothing that a file asks for is run."""
+"""Pickled files of others, loaded for tensors and plain values only: nothing that a file asks for is run."""
 
 import argparse
 import pickle
@@ -57,12 +57,12 @@ _NUMPY: list[tuple[Callable[..., Any], str]] = [
 
 
 def load_plain(path: Path) -> Mapping[str, Any]:
-    """Unpickle tensors, plain values, and the settings and generator states that Megatron-LM saves beside them.
+    """Unpickle tensors, plain values, and the settings and generator states that Megatron-LM saves next to them.
 
     Raises ValueError, and runs nothing, where a file asks for more (torch's `weights_only`). What stood for
     numpy's generator is an empty object.
     """
-    refused = "which is not run; save it again with its weights alone, where you trust it"
+    refused = "which is not run; save it again with only its weights, where you trust it"
     with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # a Namespace: names and values
         try:
             content = _load(path)

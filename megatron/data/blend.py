@@ -133,7 +133,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples until the first corpus begins anew."""
+        """Samples until the first corpus begins again."""
         pairs = zip([self.datasets[i] for i in self._common_ones], self.quotas, strict=True)
         common = min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
         if not self._rare:

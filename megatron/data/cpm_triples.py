@@ -1,7 +1,7 @@
 """CPM's corpora for T5, whose spans were masked when they were made: three `.bin/.idx` pairs (cpm_masking.py makes them).
 
     PREFIX_context        a document with one id V + j in place of its span j (V: tokens of the text's vocabulary)
-    PREFIX_target         its spans, each behind its id: V + 0, tokens, V + 1, tokens, ...
+    PREFIX_target         its spans, each after its id: V + 0, tokens, V + 1, tokens, ...
     PREFIX_target_offset  for each span where it begins in the target, its id counted, and its length
 
 Every document ends with a span that ends with the end-of-document token, which stands nowhere else.
@@ -31,7 +31,7 @@ def is_triple(prefix: str) -> bool:
 class CPMTripleDataset(T5Samples):
     """Samples as of `T5Dataset`, of contexts laid end to end: `encoder` tokens a sample, of the decoder as many as are needed.
 
-    A span that the decoder, or the sentinels, have no room for ends the sample: what is behind it
+    A span that the decoder, or the sentinels, have no room for ends the sample: what is after it
     becomes padding on both sides, and no target is cut.
     """
 

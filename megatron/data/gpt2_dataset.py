@@ -15,7 +15,7 @@ from .windows import Windows
 class GPT2Dataset(Dataset[dict[str, Tensor]]):
     """`dataset[n]` is `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
 
-    The last token of a sample is the first of the sample behind it in the text, so that every
+    The last token of a sample is the first of the sample after it in the text, so that every
     token is once a target. A sample with an id outside the vocabulary raises DatasetError.
     """
 

@@ -49,7 +49,7 @@ class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
     Attributes: sizes int32 [S], document_index int64 [D], dtype. Raises DatasetError where the
-    two files do not belong together. Can be pickled (it is opened anew), and arrays it gave out
+    two files do not belong together. Can be pickled (it is opened again), and arrays it gave out
     stay valid for as long as they are kept.
     """
 

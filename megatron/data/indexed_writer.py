@@ -112,7 +112,7 @@ class IndexedDatasetBuilder:
 
     def publish(self) -> None:
         """Give what is prepared its names."""
-        # An old index must not stand beside new data, not even for a moment.
+        # An old index must not stand next to new data, not even for a moment.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         os.replace(self._names["bin"], self.prefix + ".bin")
         os.replace(self._names["idx"], self.prefix + ".idx")

@@ -184,7 +184,7 @@ class SampleOrder:
         return found
 
     def pieces(self, n: int) -> list[Piece]:
-        """(document, first token, token behind the last) of each document that sample n consists of, in order.
+        """(document, first token, token after the last) of each document that sample n consists of, in order.
 
         n is not bounded: epochs follow each other.
         """

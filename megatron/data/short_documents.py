@@ -34,7 +34,7 @@ def _left_out(ends: NDArray[np.int64], plan: SpanPlan) -> float:
     windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
     if not windows:
         return 0.0
-    # Of each window the number of its first end; it is full behind the last one that has a span.
+    # Of each window the number of its first end; it is full after the last one that has a span.
     first = ends.searchsorted(np.arange(windows) * plan.tokens)
     last = first + max(plan.spans, plan.room) - 1
     over = (last + 1 < len(ends)) & (ends[np.minimum(last + 1, len(ends) - 1)] < (np.arange(windows) + 1) * plan.tokens)

@@ -100,7 +100,7 @@ def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) 
         sizes = np.diff(stops, prepend=0)
         must = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(borders):
-            must[-1] = 0  # a document that goes on behind the window
+            must[-1] = 0  # a document that goes on after the window
         spans = _share(sizes // 2, min(max(plan.spans, len(borders)), used), must)
         noise = _share(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
@@ -146,7 +146,7 @@ def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise
 
 
 def splice(text: Ids, masked: Mask, first: Mask, marks: Ids) -> tuple[Ids, Ids, Ids]:
-    """(what is kept, with a mark in place of each span; the spans, each behind its mark; where each begins there)."""
+    """(what is kept, with a mark in place of each span; the spans, each after its mark; where each begins there)."""
     kept = text.copy()
     kept[first] = marks
     repeats = 1 + first[masked]

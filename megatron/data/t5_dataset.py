@@ -120,7 +120,7 @@ class T5Dataset(T5Samples):
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
 
     def window(self, n: int) -> tuple[Ids, Ids]:
-        """(tokens, number of the document of each from 1) of the text behind sample n."""
+        """(tokens, number of the document of each from 1) of the text of sample n."""
         text, sizes = self.windows.read(n)
         return text, np.repeat(np.arange(1, len(sizes) + 1), sizes)
 

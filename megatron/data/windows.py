@@ -1,4 +1,4 @@
-"""The text behind a sample: a window of documents laid end to end, in the order of sample_order.py."""
+"""The text of a sample: a window of documents laid end to end, in the order of sample_order.py."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -108,7 +108,7 @@ class _Stepper:
         raise NotImplementedError
 
     def _run(self, inputs: tuple[Tensor, ...], seen: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, ...]:
-        """The layers `begin` to `end` for new tokens behind `seen` others, each layer with what it keeps."""
+        """The layers `begin` to `end` for new tokens after `seen` others, each layer with what it keeps."""
         end = len(self.model.steps) if end is None else end
         if self.stages is None:
             return _run(self.model, inputs, self.caches, seen, begin, end)
@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Continues a prompt, or several of the same length. Behind the last learned position the window slides, which has to be computed anew each time."""
+    """Continues a prompt, or several of the same length. After the last learned position the window slides, which has to be computed again each time."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ def sample(
 ) -> list[list[int]]:
     """`batch` continuations of each prompt, each ended by the token `end`, which is its last, or after `max_new_tokens`.
 
-    Each prompt has draws of its own, from `seed`: the same ones, whichever prompts it is beside.
+    Each prompt has draws of its own, from `seed`: the same ones, whichever prompts it is next to.
     heard: called with each new token of all continuations, to show a text while it is written.
     """
     logits = stepper.first(batch)
@@ -355,7 +355,7 @@ class _Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # The other prompts go on; what this one's rows do beside them is not looked at.
+            # The other prompts go on; what this one's rows do next to them is not looked at.
             self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
 
     def found(self) -> list[Found]:

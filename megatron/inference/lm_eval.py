@@ -57,7 +57,7 @@ class Harness:
             stops = wishes.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
             if wishes.get("do_sample"):
-                raise ValueError("this task wants sampled texts; greedy decoding alone is done here")
+                raise ValueError("this task wants sampled texts; only greedy decoding is done here")
             ids = [self.tokenizer.eod, *self.tokenizer.encode(context)]
             written: list[int] = []
             text = ""

@@ -35,7 +35,7 @@ def backend(device: torch.device) -> str:
 def fast_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 here for models of any size: on a CPU only with AMX tiles.
 
-    With AVX512_BF16 alone large models gain (docs/benchmarks.md), and without either none does.
+    With only AVX512_BF16 large models gain (docs/benchmarks.md), and without either none does.
     """
     if device.type == "cpu":
         return amx_tiles()
@@ -54,7 +54,7 @@ def precision_note(device: torch.device, precision: str) -> str | None:
 
 
 def slow_blas(device: torch.device) -> bool:
-    """Whether the BLAS of torch leaves half of this CPU idle: MKL has AVX-512 kernels for Intel's alone."""
+    """Whether the BLAS of torch leaves half of this CPU idle: MKL has AVX-512 kernels for Intel's only."""
     if device.type != "cpu" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
     try:

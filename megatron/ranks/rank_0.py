@@ -1,4 +1,4 @@
-"""What rank 0 alone says, for all of them."""
+"""What only rank 0 says, for all of them."""
 
 import torch.distributed as dist
 from tqdm import tqdm

@@ -27,7 +27,7 @@ def library() -> Any:
 
 
 class HFTokenizer(Tokenizer):
-    """A `tokenizer.json`. Documents end with the eos_token of tokenizer_config.json beside it, or a token known for it.
+    """A `tokenizer.json`. Documents end with the eos_token of tokenizer_config.json next to it, or a token known for it.
 
     Names of special tokens in a text are text.
     """
@@ -104,8 +104,8 @@ class HFTokenizer(Tokenizer):
 
 def _settings_beside(path: Path) -> dict[str, Any]:
     """What tokenizer_config.json says, if there is one."""
-    beside = path.with_name(SETTINGS)
-    return read_object(beside) if beside.is_file() else {}
+    nearby = path.with_name(SETTINGS)
+    return read_object(nearby) if nearby.is_file() else {}
 
 
 def _end_beside(path: Path) -> str | None:
@@ -118,24 +118,24 @@ def _end_beside(path: Path) -> str | None:
 
 
 def _check_beside(path: Path, tokenizer: Any) -> None:
-    """Raise TokenizerError for what transformers takes from the files beside, and the tokenizer does not have."""
-    beside, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
+    """Raise TokenizerError for what transformers takes from the files next to it, and the tokenizer does not have."""
+    nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
     settings = _settings_beside(path)
     added = {token: i for token, i in read_object(more).items()} if more.is_file() else {}
     listed = settings.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
-        raise TokenizerError(f"{beside}: added_tokens_decoder must give a token for each id")
+        raise TokenizerError(f"{nearby}: added_tokens_decoder must give a token for each id")
     added |= {token.get("content"): int(i) for i, token in listed.items()}
     for token, i in added.items():
         if tokenizer.token_to_id(str(token)) != i:
             raise TokenizerError(
-                f"{path} has no token {token!r} of id {i}, which a file beside it names: save the tokenizer again, with "
+                f"{path} has no token {token!r} of id {i}, which a file next to it names: save the tokenizer again, with "
                 f"transformers' save_pretrained, as one tokenizer.json"
             )
     prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
     if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
         raise TokenizerError(
-            f"{beside} says add_prefix_space {settings['add_prefix_space']}, but {path.name} does not: say the same in both"
+            f"{nearby} says add_prefix_space {settings['add_prefix_space']}, but {path.name} does not: say the same in both"
         )
 
 
@@ -160,13 +160,13 @@ def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
 
 
 def merges_of(path: Path) -> Path:
-    """The merges that belong to a vocabulary: gpt2-merges.txt to gpt2-vocab.json, else merges.txt beside it."""
+    """The merges that belong to a vocabulary: gpt2-merges.txt to gpt2-vocab.json, else merges.txt next to it."""
     own = path.with_name(path.name.replace("vocab.json", "merges.txt"))
     return own if own != path and own.is_file() else path.with_name("merges.txt")
 
 
 class Gpt2BpeTokenizer(HFTokenizer):
-    """GPT-2's `vocab.json`, with `merges.txt` beside it (see `merges_of`); the ids are those of Hugging Face's GPT2Tokenizer."""
+    """GPT-2's `vocab.json`, with `merges.txt` next to it (see `merges_of`); the ids are those of Hugging Face's GPT2Tokenizer."""
 
     name = "gpt2-bpe"
 

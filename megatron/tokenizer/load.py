@@ -15,8 +15,8 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
     """The tokenizer in `vocab_file`, or in a folder of it. Raises TokenizerError.
 
     kind: `sentencepiece` (X.model), `cpm` (X.model over words of jieba), `cpm-vocab` (X.txt or X.json over words of jieba),
-    these two with `+rjieba` (faster, and another tokenizer: see segment.py), `gpt2-bpe` (vocab.json beside merges.txt, or
-    Megatron-LM's gpt2-vocab.json beside gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
+    these two with `+rjieba` (faster, and another tokenizer: see segment.py), `gpt2-bpe` (vocab.json next to merges.txt, or
+    Megatron-LM's gpt2-vocab.json next to gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
     """
     if kind not in KINDS:
         raise TokenizerError(f"--tokenizer-type {kind!r} must be one of {', '.join(KINDS)}")

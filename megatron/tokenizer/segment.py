@@ -2,12 +2,12 @@
 
 rjieba agrees with jieba on runs of Han characters and has its own mind about what stands between
 them (`package.json` stays whole). So it gets the Han runs only, and the rest is cut by jieba's two
-patterns. Beside letters and digits two things can still make a difference; there jieba itself cuts
+patterns. Apart from letters and digits two things can still make a difference; there jieba itself cuts
 the whole block of Han characters, letters and digits:
 
 - a dictionary word with a letter in it (T恤, C++);
 - single characters that the best path leaves standing. jieba looks at such a row of them again with its
-  HMM, unless together they are a word of the dictionary, and letters beside them make them none.
+  HMM, unless together they are a word of the dictionary, and letters next to them make them none.
   rjieba does not see the letters, and its words do not tell where such a row begins.
 
 What is left are sums of logarithms that differ in their last bit where two ways to cut are equally good. No
@@ -64,7 +64,7 @@ def _load_jieba() -> Any:
     import jieba
 
     # jieba keeps its parsed dictionary under a well-known name in the temporary folder of all users and trusts what
-    # it finds there. In a folder of its own it parses the dictionary anew, which takes a second.
+    # it finds there. In a folder of its own it parses the dictionary again, which takes a second.
     jieba.setLogLevel("WARNING")
     with tempfile.TemporaryDirectory() as folder:
         jieba.dt.tmp_dir = folder

@@ -9,7 +9,7 @@ MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
 
 
 class SentinelTokenizer(Tokenizer):
-    """`tokenizer`'s ids with padding and `count` sentinels: its own, if it has them by name, else behind its last id.
+    """`tokenizer`'s ids with padding and `count` sentinels: its own, if it has them by name, else after its last id.
 
     convention `t5`: the first sentinel has the last id and they descend, as in Hugging Face;
     `cpm`: they ascend. In text they are `<extra_id_0>` or `<s_0>`, and either is understood. The

@@ -61,7 +61,7 @@ def _tell(note: str) -> None:
 
 
 def _complain(error: BaseException, everywhere: bool) -> None:
-    """One sentence (of settings a line each) on stderr, from rank 0 alone if all ranks know of it."""
+    """One sentence (of settings a line each) on stderr, from rank 0 only if all ranks know of it."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0 or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"

@@ -34,7 +34,7 @@ class GradientWatch:
         said = []
         if changed:
             said = [
-                f"warning: training changes the buffers {_some(changed)}, but checkpoints hold parameters alone: after a resume "
+                f"warning: training changes the buffers {_some(changed)}, but checkpoints hold only parameters: after a resume "
                 f"they begin again; let a buffer that is no state have persistent=False"
             ]
         if silent:

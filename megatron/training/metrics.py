@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and TensorBoard on rank 0; does nothing elsewhere.
 
-    A resumed run first drops the rows that lie behind the iteration it resumes from, so that
+    A resumed run first drops the rows that lie after the iteration it resumes from, so that
     every iteration stands in the file once.
     """
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..atomic import write_text
-from ..checkpointing.beside import keep_tokenizer
 from ..checkpointing.files import latest_name
+from ..checkpointing.nearby import keep_tokenizer
 from ..config import Config
 from .run_lock import RunLock
 

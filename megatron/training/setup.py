@@ -13,8 +13,8 @@ from tds.diagnose import Watchdog
 
 from .. import mpu
 from ..checkpointing import PatientSaver, Saver, start_or_resume
-from ..checkpointing.beside import look_of
 from ..checkpointing.files import clear
+from ..checkpointing.nearby import look_of
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved

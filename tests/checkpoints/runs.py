@@ -77,7 +77,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
-    """Every tensor of a checkpoint, put together by the index alone and without this project's reader."""
+    """Every tensor of a checkpoint, put together by nothing but the index and without this project's reader."""
     index: dict[str, Any] = json.loads((checkpoint / "checkpoint.json").read_text())["tensors"]
     files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     whole = {}

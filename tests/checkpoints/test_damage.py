@@ -64,14 +64,14 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         good = path.read_bytes()
         for length in {0, len(good) - 1, *(dice.randrange(len(good)) for _ in range(20))}:
             path.write_bytes(good[:length])
-            # A name alone may stand there, as written by hand; the last newline says nothing.
+            # Only a name may stand there, as written by hand; the last newline says nothing.
             harmless = path.name == "latest" and good[:length].strip() in (b"iter_0000002", good.strip())
             assert (path.name in refusal(folder)) != harmless, f"{path.name} cut to {length}"
         path.unlink()
         assert path.name in refusal(folder)
         path.write_bytes(good)
     shutil.rmtree(folder / "iter_0000002")
-    assert "names iter_0000002, but there is no checkpoint of that name beside it" in refusal(folder)
+    assert "names iter_0000002, but there is no checkpoint of that name next to it" in refusal(folder)
     (folder / "latest").write_text("iter_0000001\n")  # by hand, as the message says
     assert refusal(folder) == ""
 

@@ -81,7 +81,7 @@ def _struck(target: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def _break_saves(folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """By fault, what this rank is told; rank 1 alone is struck, while it saves a second checkpoint."""
+    """By fault, what this rank is told; only rank 1 is struck, while it saves a second checkpoint."""
     told = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         begin()
@@ -161,7 +161,7 @@ PADDED = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
 
 
 def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, torch.Tensor]]:
-    """65 tokens over two ranks, of which one has padding alone. The rows of this rank when it saves, and after loading."""
+    """65 tokens over two ranks, of which one has only padding. The rows of this rank when it saves, and after loading."""
     config = parse(f"{PADDED} --model-parallel-size {ranks}".split())
     text = torch.randint(65, (2, 9), generator=torch.Generator().manual_seed(1))
 

@@ -160,7 +160,7 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
 
 
 def test_a_few_kills(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """One at each kind of moment, with all that a run can have going on beside its steps."""
+    """One at each kind of moment, with all that a run can have going on next to its steps."""
     drill(next(iter(WAYS)), 6, 0, tmp_path, tiny_data, vocab_file)
 
 

@@ -1,4 +1,4 @@
-"""What a save needs beside the model: a tensor at a time, or in the background one copy of what the rank writes."""
+"""What a save needs next to the model: a tensor at a time, or in the background one copy of what the rank writes."""
 
 import resource
 import threading

@@ -345,7 +345,7 @@ def test_a_t5_of_theirs_keeps_its_special_tokens(tmp_path: Path, hf_file: str) -
 
 
 def test_saved_again_by_transformers_it_is_the_same_to_the_bit(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
-    """transformers 5 writes `tie_word_embeddings: true` beside an output matrix of its own."""
+    """transformers 5 writes `tie_word_embeddings: true` next to an output matrix of its own."""
     train_t5(1, tmp_path / "run", *SMALL, *T5, "--data-path", tiny_data, "--vocab-file", hf_file, "--no-tie-embeddings")
     convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--verify")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")

@@ -123,7 +123,7 @@ def save_megatron(
 
 
 def generators() -> dict[str, Any]:
-    """The states of the random generators, as Megatron-LM saves them beside the weights."""
+    """The states of the random generators, as Megatron-LM saves them next to the weights."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),

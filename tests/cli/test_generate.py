@@ -46,7 +46,7 @@ def _write(layout: str) -> list[Any]:
             stepper: Stepper = GPT2Stepper(gpt2, PROMPT, 24, stages=stages)
         else:
             stepper = T5Stepper(T5Model(config, parallel_output=False, own=own).eval(), PROMPT * 3, 1, stages=stages)
-        length = 30 if kind == "gpt2" else 15  # behind the last position of GPT-2
+        length = 30 if kind == "gpt2" else 15  # after the last position of GPT-2
         found += sample(stepper, 2, length, 49, Sampling(0.8, 0, 0.9), seed=3)
         found += [ids for _, ids in beam_search(stepper, 3, 8, 49)]
     return found
@@ -215,7 +215,7 @@ def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
     """`bash scripts/run_t5.sh` as it is: half a nat under the unigram of masked text, and the gaps show that it has read."""
     done = command("bash", "scripts/run_t5.sh", env={"RUN_DIR": str(tmp_path / "t5")}, timeout=1200)
     assert done.returncode == 0, done.stderr
-    text = float(re.findall(r"masked text alone, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])
+    text = float(re.findall(r"masked text only, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])
     unigram = float(re.findall(r"unigram entropy of the masked text +([\d.]+)", done.stdout)[0])
     assert text < unigram - 0.5
     season, question, river = re.findall(r"favoured: (.*)", done.stdout)

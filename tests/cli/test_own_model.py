@@ -238,7 +238,7 @@ class _Counting(_Odd):
 def test_a_buffer_that_changes_is_said(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
     ((said, _),) = on_ranks(1, _losses_of, _Counting, argv)
-    assert said.count("warning: training changes the buffers calls, but checkpoints hold parameters alone") == 1
+    assert said.count("warning: training changes the buffers calls, but checkpoints hold only parameters") == 1
     assert "warning: no gradient" not in said
 
 

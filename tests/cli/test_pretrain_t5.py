@@ -86,7 +86,7 @@ def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], ti
     assert done.returncode == 0, done.stderr
     said = dict(re.split("  +", line, maxsplit=1) for line in done.stdout.splitlines())
     assert said["unigram entropy of the masked text"].startswith(f"{expected:.3f} nats")
-    assert said["masked text alone, first and last"].startswith(
+    assert said["masked text only, first and last"].startswith(
         f"{valid[0]['text_loss']:.3f}, {valid[-1]['text_loss']:.3f}"
     )
     assert float(said["unigram entropy of the targets"].split()[0]) < expected  # sentinels are easier to foretell

@@ -87,7 +87,7 @@ def _sum_of_squares(out: Any, labels: Any) -> Any:
 
 
 def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tuple[int, Tie], ...]]:
-    """A way to build them anew, and their ties."""
+    """A way to build them again, and their ties."""
     count = rng.randint(6, 9)
     style = rng.choice(["tuple", "tuple", "single", "joint", "counting", "table"])
     kinds = {"joint": "grad grad2", "counting": "grad grad2 int64"}.get(style, "grad")

@@ -120,7 +120,7 @@ class Joint(nn.Module):
 
 
 class Table(nn.Module):
-    """(hidden, ...) -> (hidden, ..., weight): hands out a weight, which the layer behind uses."""
+    """(hidden, ...) -> (hidden, ..., weight): hands out a weight, which a later layer uses."""
 
     def __init__(self) -> None:
         super().__init__()

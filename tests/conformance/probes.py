@@ -127,7 +127,7 @@ class _Remembered(nn.Module):
 
 
 def give_additional_losses(model: Any) -> None:
-    """A mean of the outputs beside the loss; before the first step it is nothing but its name."""
+    """A mean of the outputs next to the loss; before the first step it is nothing but its name."""
     remembered = _Remembered()
     remembered.last = torch.zeros(())
     model.loss_fn = remembered

@@ -79,7 +79,7 @@ def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("stages", covering([2, 3], lambda stages: stages == 2))
 def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str) -> None:
-    """In front of, between and behind the embeddings, tables, blocks and norms of a model of 2 + 3 blocks."""
+    """Before, between and after the embeddings, tables, blocks and norms of a model of 2 + 3 blocks."""
     ways = [
         Way(variant, "--partition-method " + ",".join(map(str, (0, *cuts, LAYERS[variant]))))
         for variant in VARIANTS

@@ -98,7 +98,7 @@ IN_CI = ["dp2", "tp2", "pp2"]
 
 
 def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str, list[str]]:
-    """What is said at a save, and between saves, when a bit was flipped on the last rank alone."""
+    """What is said at a save, and between saves, when a bit was flipped on the last rank only."""
     told: dict[str, list[str]] = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name in names:

@@ -136,7 +136,7 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
 
 def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_file: str) -> dict[str, str]:
     """With how it ended. Of each case: flags, where it is spoilt, and from which iteration on. A case + goes on where one
-    without it ended, with gradients that are spoilt up to iteration 5 alone."""
+    without it ended, with gradients that are spoilt up to iteration 5 only."""
     ends = {}
     with remembered_groups() as begin:
         for name, (flags, where, since) in cases.items():

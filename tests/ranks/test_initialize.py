@@ -29,7 +29,7 @@ def _late() -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    """--startup-timeout-minutes holds for the groups of the grid, not for the world alone."""
+    """--startup-timeout-minutes holds for the groups of the grid, not only for the world."""
     waited, _ = on_ranks(2, _late)
     assert 2 < waited < 6
 

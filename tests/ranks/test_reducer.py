@@ -1,4 +1,4 @@
-"""Gradients added up over replicas during the backward pass, against a sum behind it."""
+"""Gradients added up over replicas during the backward pass, against a sum after it."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def _body(bucket_bytes: int, flat: bool = False) -> int:
             buffer.zero_()
         inputs = [torch.randn(4, 6, dtype=torch.float64) + dist.get_rank() for _ in range(3)]
         expected = dict.fromkeys(dict(model.named_parameters()), 0)
-        for x in inputs:  # plain autograd, and a sum behind it
+        for x in inputs:  # plain autograd, and a sum after it
             found = torch.autograd.grad(model(x), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
             for (name, p), grad in zip(
                 [(n, p) for n, p in model.named_parameters() if p.requires_grad], found, strict=True

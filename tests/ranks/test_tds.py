@@ -316,7 +316,7 @@ def _looks_ahead() -> int:
 
 
 def test_data_are_read_when_the_schedule_wants_them() -> None:
-    """Of ten micro-batches, at most the depth of the pipeline is there beside the one that is computed."""
+    """Of ten micro-batches, at most the depth of the pipeline is there next to the one that is computed."""
     assert on_ranks(2, _looks_ahead)[0] == 3
 
 
@@ -477,7 +477,7 @@ for step in range(10):
 
 
 def _alone(folder: Path, script: str, *argv: str) -> str:
-    """Run a script beside a copy of tds/ and nothing else of the project."""
+    """Run a script next to a copy of tds/ and nothing else of the project."""
     if not (folder / "tds").exists():
         shutil.copytree(ROOT / "tds", folder / "tds")
     (folder / "train.py").write_text(script)

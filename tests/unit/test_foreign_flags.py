@@ -118,7 +118,7 @@ def test_megatrons_line_is_ours() -> None:
     )
     assert found == ours and none == []
     assert "--global-batch-size 16 taken for --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
-    assert "--merge-file v/merges.txt has no effect: it is read where it is, beside --vocab-file" in notes
+    assert "--merge-file v/merges.txt has no effect: it is read where it is, next to --vocab-file" in notes
     for vocab in ("v", "v/gpt2-vocab.json"):
         assert "has no effect" in taken(f"--vocab-file {vocab} --merge-file v/gpt2-merges.txt")[1][0]
     assert "--tokenizer-type GPT2BPETokenizer taken for --tokenizer-type auto" in notes

@@ -108,7 +108,7 @@ def test_null_is_no_for_the_scale_of_logits() -> None:
 
 
 def bpe(folder: Path, **settings: Any) -> str:
-    """A byte-level tokenizer.json, and tokenizer_config.json with `settings` beside it."""
+    """A byte-level tokenizer.json, and tokenizer_config.json with `settings` next to it."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -152,7 +152,7 @@ def test_tokens_added_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
-    """vocab.json and merges.txt do not say it, only the settings beside them."""
+    """vocab.json and merges.txt do not say it, only the settings next to them."""
     transformers = pytest.importorskip("transformers")
     library = tokenizers.Tokenizer.from_file(str(Path(bpe(tmp_path / "json")) / "tokenizer.json"))
     fingerprints = set()

@@ -54,7 +54,7 @@ def test_loglikelihood() -> None:
     found = harness().loglikelihood([ask("abc", "def"), ask("", "a"), ask("ab ", "cd"), ask("abcabcabcabc", "a")])
     wanted = [log_probability("abcdef", 4), log_probability("a"), log_probability("ab cd", 3)]
     assert [total for total, _ in found[:3]] == pytest.approx(wanted, rel=1e-5)
-    assert found[3][0] == pytest.approx(log_probability("ca", 2), rel=1e-5), "what lies behind the window is forgotten"
+    assert found[3][0] == pytest.approx(log_probability("ca", 2), rel=1e-5), "what lies before the window is forgotten"
 
 
 def test_greedy_is_said_of_greedy_continuations_alone() -> None:

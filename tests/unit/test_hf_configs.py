@@ -47,7 +47,7 @@ def tied_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def only(name: str) -> Edit:
-    """The embedding under another of its names alone."""
+    """The embedding under another of its names only."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for key in ("transformer.wte.weight", "shared.weight"):

@@ -89,7 +89,7 @@ MAY_IMPORT = {
     },
     "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here
 }
-# Package -> which of the outside world it may import beside the standard library.
+# Package -> which of the outside world it may import besides the standard library.
 OUTSIDE = {
     "megatron.atomic": set(),
     "tds": {"torch", "deepspeed"},

@@ -10,7 +10,7 @@ from tds.split_backward import backward_input
 
 
 class Odd(nn.Module):
-    """Weights used twice, squared, unused, beside the way from the input, and an output that needs no input."""
+    """Weights used twice, squared, unused, next to the way from the input, and an output that needs no input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ def test_borders_of_any_density_fit(every: int, length: int, density: float) -> 
         assert noise + spans <= plan.decoder
         assert masked[:used][ends[:used]].all()
         assert (masked | ~first).all()
-        after = np.flatnonzero(ends[: used - 1]) + 1  # behind an end a span may begin, but none goes on
+        after = np.flatnonzero(ends[: used - 1]) + 1  # after an end a span may begin, but none goes on
         assert (~masked[after] | first[after]).all()
 
 
@@ -292,7 +292,7 @@ def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path
 
 @pytest.mark.parametrize("decoder", [20, 60])
 def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
-    """Sentinels numbered anew in each sample, a closing one, padding where a span finds no room, no span in part."""
+    """Sentinels numbered again in each sample, a closing one, padding where a span finds no room, no span in part."""
     path = write_triple(prefix, tmp_path)
     (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
     assert data is not None

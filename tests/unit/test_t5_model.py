@@ -113,7 +113,7 @@ def test_padding_changes_nothing_and_makes_no_nan() -> None:
 
 
 def test_documents_do_not_see_each_other() -> None:
-    """Two documents in one sample give what each gives alone, with learned positions counted anew."""
+    """Two documents in one sample give what each gives alone, with learned positions counted again."""
     flags = (
         "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 16 "
         "--reset-position-ids"

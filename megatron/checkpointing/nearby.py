@@ -1,4 +1,4 @@
-"""What lies beside checkpoints, so that a run directory can be moved, copied, and used from anywhere: its tokenizer, its data."""
+"""What lies next to checkpoints, so that a run directory can be moved, copied, and used from anywhere: its tokenizer, its data."""
 
 import hashlib
 import os
@@ -38,7 +38,7 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
 
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
-    """The settings of a checkpoint, with the tokenizer that lies beside it."""
+    """The settings of a checkpoint, with the tokenizer that lies next to it."""
     given, checkpoint = config.data.vocab_file, checkpoint.absolute()
     homes = (checkpoint.parent, checkpoint.parent.parent)
     found = next((path for home in homes if (path := kept_tokenizer(home, given))), given)

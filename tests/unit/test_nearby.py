@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from megatron.checkpointing.beside import ENDS, keep_tokenizer, kept_tokenizer, look_of, relocated, with_kept_tokenizer
+from megatron.checkpointing.nearby import ENDS, keep_tokenizer, kept_tokenizer, look_of, relocated, with_kept_tokenizer
 from megatron.config.command_line import parse
 
 
