@@ -37,7 +37,7 @@ def write_text(path: str | Path, text: str, synced: bool = False, temporary: Pat
 def whole_folder(folder: Path) -> Iterator[Path]:
     """The same for a folder, which must not be there yet, or be empty. Raises FileExistsError."""
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} exists and is not empty; choose another --output")
+        raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
     there = temporary_name(folder)
     there.mkdir(parents=True)
     try:

@@ -47,9 +47,13 @@ def start_or_resume(
     config, note = settled(config, plain_config(CheckpointReader(path)))
     if note and state.iteration:
         print_rank_0(f"note: {note}")
-    found, by_places = on_all_ranks(lambda: [extend(h, dataset, 0, state.consumed_samples) for h in (begin, 0)])
-    # Until checkpoints knew the corpora, the hash began with 0.
-    if state.sample_hash not in (found, by_places) and wanted.same_data:
+    found = on_all_ranks(lambda: extend(begin, dataset, 0, state.consumed_samples))
+
+    def of_old() -> int:
+        """Until checkpoints knew the corpora, the hash began with 0."""
+        return on_all_ranks(lambda: extend(0, dataset, 0, state.consumed_samples))
+
+    if wanted.same_data and state.sample_hash != found and state.sample_hash != of_old():
         raise RunError(
             f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "
             f"--seed give, so what follows may have been seen before; --override-data goes on"

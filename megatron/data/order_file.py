@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..atomic import whole_file
+
 AT_ONCE = 1 << 20  # numbers handled at once outside of a map
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
 
@@ -101,13 +103,8 @@ def _made(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[st
                 file=sys.stderr,
             )
             continue
-        try:
-            views = _views(temporary, arrays, "r+")
-            make(views)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with whole_file(path, temporary) as there:
+            make(_views(there, arrays, "r+"))
         return path
     raise AssertionError("unreachable")
 

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "megatron.mpu": {"megatron._torch"},
     "megatron.mpu.grads": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
-    "megatron.data": set(),
+    "megatron.data": {"megatron.atomic"},
     "megatron.kernels": {"megatron.config", "megatron.ranks.device"},
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
