@@ -1,0 +1,57 @@
+"""Installed, and run from a folder that knows nothing of the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", "benchmarks", "__pycache__")
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment of its own, in which this one's packages are found after what is installed there."""
+    folder = tmp_path_factory.mktemp("installed")
+    shutil.copytree(ROOT, folder / "source", ignore=LEFT_OUT)
+    venv.create(folder / "env")
+    (packages,) = (folder / "env/lib").glob("python3*/site-packages")
+    (packages / "more.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--python", str(folder / "env/bin/python"), "install"]
+    own = [*pip, "--no-deps", "--no-index", "--no-build-isolation", str(folder / "source")]
+    subprocess.run(own, check=True, capture_output=True, text=True, timeout=300)
+    shutil.rmtree(folder / "source")
+    return folder / "env/bin"
+
+
+def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
+    """Each step by its command: tokenizer, corpus, two pipeline stages, one process that goes on, and text from the checkpoint."""
+    shutil.copy(ROOT / "corpus/sample.jsonl", tmp_path / "text.jsonl")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(name: str, *argv: str) -> str:
+        done = subprocess.run(
+            [str(commands / name), *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("train-tokenizer", "--input", "text.jsonl", "--vocab-size", "2000", "--output", "tokenizer.model", "--quiet")
+    corpus = ["--vocab-file", "tokenizer.model", "--output-prefix", "data", "--workers", "1", "--quiet"]
+    run("preprocess-data", "--input", "text.jsonl", *corpus)
+    model = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
+    given = ["--data-path", "data_text_document", "--vocab-file", "tokenizer.model", "--run-dir", "run"]
+    ranks = ["--standalone", "--nproc-per-node", "2", "-m", "pretrain_gpt2", "--pipe-parallel-size", "2"]
+    said = run("megatron-launch", *ranks, *model, *given, "--train-iters", "2", "--eval-iters", "1")
+    assert "saved run/checkpoints/iter_0000002" in said
+    assert "iteration       3/3" in run("pretrain-gpt2", *model, *given, "--train-iters", "3", "--log-interval", "1")
+    assert run("megatron-generate", "--load", "run", "--prompt", "春", "--max-new-tokens", "3").startswith("春")
+    files = {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("[a-z]*.py")} - {"result-table"}
+    there = {path.name.removeprefix("megatron-") for path in commands.iterdir()}
+    assert files | {"pretrain-gpt2", "pretrain-t5"} <= there
