@@ -50,6 +50,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         default_to_non_reentrant(**kwargs)
         refuse_idle_stages(**kwargs)
         super().__init__(*args, **kwargs)
+        # What stays as it is; DeepSpeed finds it out again each time that it is asked.
+        self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
+        self._wrapped = self._is_wrapped()
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
@@ -107,7 +110,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             self._at("in the optimizer step")
             self._exec_optimizer_step()
         self.agg_additional_losses = self._losses.additional or None
-        self.total_loss = self._losses.sum if self.is_last_stage() else None
+        self.total_loss = self._losses.sum if self._is_last else None
 
     def eval_batch(
         self,
@@ -319,13 +322,13 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Make ready for the micro-batches of a step, and find the scale of the loss."""
         self.fwd_outputs, self.outputs = [], None
-        first, last, replicas = self.is_first_stage(), self.is_last_stage(), self.dp_world_size
+        first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros * replicas)
         count = getattr(self.module.loss_fn, "count_targets", None) if last else None
-        group = self.grid.get_data_parallel_group()
+        group = self._replicas
         if first or count:
             self._at("reading its first micro-batch")
             end = batches.end_of_any(group if replicas > 1 else None)
@@ -343,7 +346,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """The data ended before a step had begun: so say all stages, and nobody waits."""
-        if not self.is_last_stage():
+        if not self._is_last:
             self._borders.to_next.send_end()
             self._borders.to_next.flush()
         end.everywhere = True
@@ -351,11 +354,11 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
     def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:
         """The loss over the global batch, told to all stages; what each rank gives to the norm is added up on the way."""
         self._at("sharing the loss")
-        if self.is_last_stage():
-            self._losses.reduce(self.grid.get_data_parallel_group())
+        if self._is_last:
+            self._losses.reduce(self._replicas)
         if self.num_stages > 1:
             source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
-            speaks = self.is_last_stage() and self.grid.get_slice_parallel_rank() == 0
+            speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
             model = (speaks, squared_norm, self.grid.get_model_parallel_group()) if squared_norm is not None else None
             self._squared_norm = self._losses.tell(source, self.grid.get_pipe_parallel_group(), model)
         return self._losses.total

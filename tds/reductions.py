@@ -66,11 +66,12 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
 class Reductions:
     """What the engine does otherwise than DeepSpeed's between the last backward pass and the optimizer's step."""
 
+    _wrapped: bool  # see `_is_wrapped`
     _squared_norm: Tensor | None = None  # of this step, over all ranks, where it came with the loss
 
     def _squared_norm_here(self: Any) -> Tensor | None:
         """What this rank gives to the norm that `clip_fp32_gradients` wants; None where others take it, or a scale is still on it."""
-        if self._is_wrapped() or self.num_stages == 1 or getattr(self, "torch_autocast_z0_gradscaler", None):
+        if self._wrapped or self.num_stages == 1 or getattr(self, "torch_autocast_z0_gradscaler", None):
             return None
         square: Tensor = self._square_of_this_rank()
         return square
@@ -103,7 +104,7 @@ class Reductions:
 
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
         if (
-            not self._is_wrapped() and not self.gradient_clipping()
+            not self._wrapped and not self.gradient_clipping()
         ):  # else DeepSpeed asks for the norm, or its own optimizer does
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)  # type: ignore[misc]
@@ -115,7 +116,7 @@ class Reductions:
         if self.using_bf16_optimizer:  # which keeps sums of its own, for all weights
             reduce(*args, **kwargs)
             return
-        with no_zeros_for_nothing(self.module, self.grid.get_data_parallel_group()):
+        with no_zeros_for_nothing(self.module, self._replicas):
             reduce(*args, **kwargs)
 
     def _exec_reduce_tied_grads(self: Any) -> None:

@@ -1,0 +1,49 @@
+"""What a run leaves on disk, and where it begins: a part of the settings, see sections.py."""
+
+from dataclasses import dataclass
+
+from .fields import ConfigError, Section, at_least, opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """What is saved when, and where a run begins."""
+
+    save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
+    load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
+    finetune: bool = opt(False, "take only the weights of --load: optimizer, data and iterations start again")
+    load_optim: bool = opt(True, "without it the optimizer's moments and the loss scale start again")
+    load_rng: bool = opt(True, "without it dropout is drawn by this --seed, not by the streams of the checkpoint")
+    override_data: bool = opt(False, "go on although data, --split, --seed or lengths of the samples have changed")
+    override_tokenizer: bool = opt(False, "go on with another tokenizer of the same vocabulary size")
+    async_save: bool = opt(
+        False, "write checkpoints while training goes on; needs memory for a copy of what a rank saves"
+    )
+    save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
+    save_at_end: bool = opt(True, "save after the last iteration")
+    failed_saves: int = opt(
+        3, "how many saves in a row may fail, for want of space or so, before the run ends; 0 for none", at_least(0)
+    )
+    keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
+    keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
+    exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
+    exit_interval: int | None = opt(None, "save and end after every so many iterations of the run", at_least(1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_every and self.keep_last is None:
+            raise ConfigError("--keep-every needs --keep-last: without it all checkpoints stay")
+        if self.finetune and not self.load:
+            raise ConfigError("--finetune needs --load, which names the checkpoint to take the weights of")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    """What a run writes for people."""
+
+    run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
+    override_lock: bool = opt(
+        False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
+    )
+    log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
+    tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
