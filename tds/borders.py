@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .channel import Channel
+from .groups import of_lines
 from .memory import Pool
 from .queues import POSTED_AHEAD, colour, in_queues, one_hardware_queue
 from .schedule import At, Instruction, RecvActivation, RecvGrad
@@ -105,9 +106,7 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
 def _groups_of_pipelines(grid: Any) -> list[Any]:
     """Two groups over the ranks of this rank's pipeline, one for each direction."""
     pipes = grid._topo.get_axis_comm_lists("pipe")
-    made = [[dist.new_group(ranks) for ranks in pipes] for _ in range(2)]
-    mine = next(i for i, ranks in enumerate(pipes) if dist.get_rank() in ranks)
-    return [groups[mine] for groups in made]
+    return [of_lines(pipes) for _ in range(2)]
 
 
 def _meet(borders: Borders, device: torch.device, colours: int) -> None:

@@ -22,6 +22,7 @@ from ._deepspeed import (
     quietly,
     this_device,
 )
+from .groups import for_deepspeed
 from .layer_times import cut_by_time, layer_times
 from .nested import as_tuple, unwrap
 
@@ -43,7 +44,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         self.chunks, self._example = chunks, example
         if chunks > 1 and kwargs.get("seed_layers"):
             raise ValueError("seed_layers numbers the layers of one stretch: leave it out, or use chunks=1")
-        with quietly():
+        with quietly(), for_deepspeed(lambda: self._topo):
             super().__init__(layers, *args, **kwargs)
         del self._example
 

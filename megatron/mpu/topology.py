@@ -72,9 +72,13 @@ class Topology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
 
     def filter_match(self, **wanted: int) -> list[int]:
-        """Ranks standing at every wanted coordinate: `filter_match(pipe=0)` is the first stage."""
-        coords = ((rank, self.get_coord(rank)) for rank in range(self.world_size()))
-        return [rank for rank, coord in coords if all(getattr(coord, axis) == at for axis, at in wanted.items())]
+        """Ranks standing at every wanted coordinate, rising: `filter_match(pipe=0)` is the first stage."""
+        ranges = [(wanted[axis],) if axis in wanted else range(getattr(self, axis)) for axis in AXES]
+        if unknown := wanted.keys() - set(AXES):
+            raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {', '.join(AXES)}")
+        if any(not 0 <= at < getattr(self, axis) for axis, at in wanted.items()):
+            return []
+        return [(pipe * self.data + data) * self.model + model for pipe, data, model in product(*ranges)]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks whose coordinate on `axis` is `idx`."""

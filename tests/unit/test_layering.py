@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "megatron.config.ds_config": {"tds"},
     "megatron.mpu": {"megatron._torch"},
     "megatron.mpu.grads": {"tds", "megatron.mpu"},
+    "megatron.mpu.mesh": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
     "megatron.data": {"megatron.atomic"},
     "megatron.kernels": {"megatron.config", "megatron.ranks.device"},

@@ -1,0 +1,88 @@
+"""Process groups for large worlds: all groups of one axis of the grid are made at once, and only once.
+
+torch's usual way is a group at a time, in whose making every rank of the world takes part. Where NCCL makes it by
+splitting the world's communicator, that is a collective of all ranks for each of the 784 groups of a grid of
+pipe 16 x data 8 x model 8. One `split_group` makes all groups of an axis; the grid, the layers and DeepSpeed share them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+
+from ._deepspeed import deepspeed
+
+Lines = Sequence[Sequence[int]]
+AXES = ("pipe", "data", "model")
+
+
+class _Made:
+    """What `shared` has made in this process's world."""
+
+    world: Any = None
+    groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+
+
+def splits() -> bool:
+    """Whether groups come of splitting the communicator of the world, which is there already as a device is bound to it."""
+    world: Any = dist.group.WORLD
+    device = getattr(world, "bound_device_id", None)
+    return device is not None and bool(world._get_backend(device).supports_splitting)
+
+
+def of_lines(lines: Lines) -> Any:
+    """This rank's group of these, which have no rank in common; None if it is in none. Every rank of the world calls it."""
+    if splits():
+        return dist.split_group(split_ranks=[list(line) for line in lines])
+    made = [dist.new_group(list(line)) for line in lines]
+    return next((group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line), None)
+
+
+def shared(lines: Lines) -> Any:
+    """The same, but made only once: who asks for the same lines again gets the same group."""
+    if _Made.world is not dist.group.WORLD:
+        _Made.world, _Made.groups = dist.group.WORLD, {}
+    key = tuple(sorted(tuple(sorted(line)) for line in lines))
+    if key not in _Made.groups:
+        _Made.groups[key] = of_lines(key)
+    return _Made.groups[key]
+
+
+def lines_like(line: Sequence[int], topology: Any) -> list[list[int]]:
+    """`line` and all that lie like it in the grid: where it has one coordinate on an axis, there is one for each of them.
+
+    topology: DeepSpeed's, or one with its methods.
+    """
+    coords = [topology.get_coord(rank) for rank in line]
+    there = [axis for axis in AXES if axis in topology.get_axis_names()]
+    kept = {axis: sorted({getattr(coord, axis) for coord in coords}) for axis in there}
+    fixed = [axis for axis in there if len(kept[axis]) == 1]
+    found = []
+    for place in product(*(range(topology.get_dim(axis)) for axis in fixed)):
+        at = {**kept, **{axis: [value] for axis, value in zip(fixed, place, strict=True)}}
+        found.append(sorted(topology.get_rank(**dict(zip(there, p, strict=True))) for p in product(*at.values())))
+    return found
+
+
+@contextmanager
+def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
+    """Around DeepSpeed's making of the groups of a grid: it asks for one line at a time, and gets what `shared` has.
+
+    topology: gives that of the grid; it is not asked for a group of the whole world, which comes first.
+    """
+    honest = deepspeed.comm.new_group
+
+    def new_group(ranks: Sequence[int]) -> Any:
+        lines = [list(ranks)] if len(ranks) == dist.get_world_size() else lines_like(ranks, topology())
+        if sorted(ranks) not in lines:
+            return honest(ranks)  # no stretch of the grid
+        group = shared(lines)
+        return group if dist.get_rank() in ranks else None
+
+    deepspeed.comm.new_group = new_group
+    try:
+        yield
+    finally:
+        deepspeed.comm.new_group = honest

@@ -1,0 +1,100 @@
+"""Process groups: how many a start makes, and that they are the ones which DeepSpeed would have made."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tds
+from megatron.config.command_line import parse
+from megatron.model import GPT2ModelPipe
+from megatron.mpu import Topology
+from megatron.ranks.initialize import initialize_megatron
+from tds import groups
+from tests.support import on_ranks
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --batch-size 2 --gas 2 "
+    "--precision fp32 --pipe-parallel-size {} --model-parallel-size {}"
+)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2), (4, 1, 2), (1, 4, 1), (3, 2, 1)])
+def test_lines_like_one(shape: tuple[int, int, int]) -> None:
+    """Every line of an axis, and the ranks of the stages that share a weight, are found from any one of them."""
+    grid = Topology(*shape)
+    for varying in (("pipe",), ("data",), ("model",), ("pipe", "model"), ()):
+        lines = grid.lines(*varying)
+        assert sorted(rank for line in lines for rank in line) == list(range(grid.world_size()))
+        for line in lines:
+            assert sorted(groups.lines_like(line, grid)) == sorted(lines)
+    if shape[0] > 2:
+        ends = [[grid.get_rank(pipe=p, data=d, model=m) for p in (0, shape[0] - 1)]
+                for d in range(shape[1]) for m in range(shape[2])]  # fmt: skip
+        assert sorted(groups.lines_like(ends[-1], grid)) == sorted(ends)
+
+
+def test_lines_of_a_large_grid_are_arithmetic() -> None:
+    grid = Topology(16, 64, 8)
+    assert len(grid.lines("pipe")) == 512 and len(grid.lines("model")) == 1024
+    assert grid.lines("data")[9] == grid.filter_match(pipe=1, model=1)
+    assert grid.filter_match(pipe=16) == []
+    with pytest.raises(ValueError, match="the grid has no axis pipes; its axes are pipe, data, model"):
+        grid.filter_match(pipes=1)
+
+
+def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
+    """(groups made one by one, axes made at once, the ranks of DeepSpeed's groups and the sums over them)."""
+    one_by_one, at_once, honest = [0], [0], dist.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        one_by_one[0] += 1
+        return honest(*args, **kwargs)
+
+    def split_group(split_ranks: list[list[int]]) -> Any:
+        """As NCCL's: each rank is in one of the lists at the most."""
+        at_once[0] += 1
+        assert len({rank for line in split_ranks for rank in line}) == sum(map(len, split_ranks))
+        made = [honest(line) for line in split_ranks]
+        return next((group for group, line in zip(made, split_ranks, strict=True) if dist.get_rank() in line), None)
+
+    config = parse(FLAGS.format(stages, model).split())
+    tds.init_distributed()
+    dist.new_group = new_group
+    if splitting:
+        dist.split_group, groups.splits = split_group, lambda: True
+    initialize_megatron(config)
+    pipe = GPT2ModelPipe(config)
+    engine, *_ = tds.initialize(
+        model=pipe, optimizer=torch.optim.SGD(pipe.parameters(), 0.1),
+        config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": 4 * (
+            dist.get_world_size() // stages // model), "steps_per_print": 10**9},
+    )  # fmt: skip
+    grid, found = engine.grid, []
+    for group in (grid.ds_model_proc_group, grid.dp_proc_group, grid.pp_proc_group, grid.slice_proc_group):
+        number = torch.tensor([float(1 << dist.get_rank())])
+        dist.all_reduce(number, group=group)
+        found.append((dist.get_process_group_ranks(group), number.item()))
+    ties = [dist.get_process_group_ranks(each["group"]) for each in pipe.tied_comms.values()]
+    return one_by_one[0], at_once[0], (found, ties)
+
+
+@pytest.mark.parametrize(("stages", "model"), [(2, 2), (4, 1)])
+def test_one_collective_an_axis(stages: int, model: int) -> None:
+    """Where groups come of splitting, a start makes them in a few calls; they hold the ranks that they should."""
+    world = 2 * stages * model
+    plain, split = (on_ranks(world, _start, stages, model, splitting) for splitting in (False, True))
+    grid = Topology(stages, 2, model)
+    for rank, (by_hand, cut) in enumerate(zip(plain, split, strict=True)):
+        assert by_hand[2] == cut[2]
+        assert by_hand[1] == 0 and cut[1] <= 12 and cut[0] <= 2, (by_hand[:2], cut[:2])
+        at = grid.get_coord(rank)
+        ranks, sums = zip(*cut[2][0], strict=True)
+        assert list(ranks) == [
+            grid.filter_match(data=at.data), grid.filter_match(pipe=at.pipe, model=at.model),
+            grid.filter_match(data=at.data, model=at.model), grid.filter_match(pipe=at.pipe, data=at.data),
+        ]  # fmt: skip
+        assert list(sums) == [sum(1 << each for each in line) for line in ranks]
+        ends = [grid.get_rank(pipe=p, data=at.data, model=at.model) for p in (0, stages - 1)]
+        assert cut[2][1] == ([ends] if at.pipe in (0, stages - 1) else [])
