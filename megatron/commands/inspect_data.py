@@ -231,3 +231,7 @@ def build_parser() -> Parser:
 
 def cli() -> None:
     run(lambda args: args.function(args), build_parser())
+
+
+if __name__ == "__main__":
+    cli()

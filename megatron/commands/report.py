@@ -63,7 +63,7 @@ def draw(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
         if chosen:
             x, y = [row["iteration"] for row in chosen], [row[key] for row in chosen]
             axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.8, label=label)
-    for (of, nats), style in zip(baselines.items(), (":", "--") if len(baselines) > 1 else ("--",), strict=True):
+    for (of, nats), style in zip(baselines.items(), (":", "--") if len(baselines) > 1 else ("--",), strict=False):
         axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {of}")
     axes.set_xlabel("iteration")
     axes.set_ylabel("nats per token")
@@ -134,3 +134,7 @@ def build_parser() -> Parser:
 
 def cli() -> None:
     run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

@@ -44,6 +44,22 @@ class ConsecutiveSampler(Sampler[list[int]]):
             start += share * self.data_size
 
 
+class _Endless(Dataset[Any]):
+    """A data set that says what is wrong where it ends."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, n: int) -> Any:
+        try:
+            return self.dataset[n]
+        except IndexError as error:
+            raise ValueError(
+                f"the data set {type(self.dataset).__name__} has no sample {n} ({error}): it must answer [n] for any n >= 0, as "
+                f"epochs follow each other"
+            ) from error
+
+
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         with sheltered():  # here the workers are started
@@ -55,7 +71,7 @@ def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers
     if num_workers:
         end_all_at_exit()
     return _Loader(
-        dataset,
+        _Endless(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
         # Started without the parent's threads and accelerator state, and as its own children, so that

@@ -21,7 +21,7 @@ from .compiling import compile_layers
 from .engine import Engine, PipeEngine, PlainEngine
 from .global_vars import start
 from .metrics import Timers
-from .task import Task
+from .task import Task, check_task, checked_model
 
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = None) -> Engine:
     """On the ranks of these settings, for a loop of one's own. tokenizer: where the task's model or batches ask for one."""
+    check_task(task, "model", "batch")
     device = initialize_megatron(config)
     timers = Timers(device)
     start(config, tokenizer, timers)
@@ -39,7 +40,7 @@ def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = Non
 def build_model(task: Task, config: Config, tokenizer: "Tokenizer | None") -> nn.Module:
     """With the same weights in every layout. Raises RunError alike on every rank."""
     with tds.pipe.seeded_layers(config.train.seed):
-        return on_all_ranks(lambda: task.model(config, tokenizer))
+        return on_all_ranks(lambda: checked_model(task, config, tokenizer))
 
 
 def build_engine(
@@ -66,11 +67,16 @@ def build_engine(
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1:
         zero_state.heed_copies(engine)
-    batch_of = partial(task.batch, config=config, tokenizer=tokenizer)
+    batch_of = partial(task.checked_batch, config=config, tokenizer=tokenizer)
     if not pipeline:
         return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)
     if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_of)
+        if (task.count_targets is None) != (getattr(model.loss_fn, "count_targets", None) is None):
+            raise ValueError(
+                f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or of neither: "
+                f"with it a loss is the sum over targets, None or without it the mean"
+            )
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
 
 
@@ -80,18 +86,18 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     wanted = config.parallel.pipe_parallel_size
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
         raise ValueError(
-            f"model_provider gives a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
+            f"the model is a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
             f"build it with topology=mpu.get_topology(), and a plain module for 0"
         )
     ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
     if topology and max(topology().get_dim("model"), 1) != ranks:
         raise ValueError(
-            f"model_provider gives a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
+            f"the model is a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
             f"topology=mpu.get_topology(), not num_stages"
         )
     if not pipeline and wanted > 0:
         raise ValueError(
-            f"--pipe-parallel-size is {wanted}, but model_provider gives a {type(model).__name__}, not a PipelineModule: "
+            f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
             f"build one of a list of layers, or say --pipe-parallel-size 0"
         )
     return pipeline

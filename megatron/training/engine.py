@@ -18,7 +18,7 @@ from tds import optimizer_state as zero_state
 from .. import mpu
 from ..config.ds_config import Resolved
 from .metrics import Timers
-from .task import Task
+from .task import Task, what
 
 if TYPE_CHECKING:
     pass
@@ -60,6 +60,12 @@ class Engine(Protocol):
     def times(self) -> dict[str, float]:
         """Seconds, since this was last asked, of the parts of a step that the timers do not know."""
         ...
+
+
+def _scalar(found: Any, function: str) -> Any:
+    if isinstance(found, Tensor) and not found.dim() or isinstance(found, (int, float)):
+        return found
+    raise ValueError(f"{function} returns {what(found)}: return one number")
 
 
 def _set_lr(engine: Any, lr: float) -> None:
@@ -137,7 +143,7 @@ class PlainEngine:
         timers: Timers,
     ) -> None:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
-        self.loss, self.count_targets, self.batch_of = task.loss, task.count_targets, batch_of
+        self.loss, self.count_targets, self.batch_of = task.checked_loss, task.count_targets, batch_of
         self.data = mpu.get_mesh().data
         # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
@@ -164,6 +170,8 @@ class PlainEngine:
             last = micro == self.gas - 1
             with self.timers("forward"):
                 loss = self.loss(ds, batch)
+            if not loss.requires_grad:
+                raise ValueError("the loss does not depend on the model's parameters, or was detached from them")
             total += loss.detach().double()
             with self.timers("backward"):
                 if self.reducer and last:
@@ -203,12 +211,11 @@ class PlainEngine:
             read = [next(batches) if batches is not None else None for _ in range(self.gas)]
         with self.timers("targets"):
             made = [self.batch_of(data) for data in read]
-            counts = [self.count_targets(batch) for batch in made]
+            if self.count_targets is None:
+                return made, torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
             total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
-            for count in counts:
-                if count is None:
-                    return made, torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
-                total += count
+            for batch in made:
+                total += _scalar(self.count_targets(batch), "count_targets")
             return made, self._sum(total).clamp(min=1.0)
 
     def _sum(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ..ranks.initialize import world_size
 from ..ranks.signals import INTERRUPTED, signals_as_before
 from .loop import train
 from .setup import set_up
-from .task import Task
+from .task import Task, check_task
 
 
 def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> None:
@@ -35,6 +35,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
     code = 2
     with signals_as_before():
         try:
+            check_task(task, "datasets", "model", "batch")
             config = parse(argv, task.defaults, world_size(), _tell)
             resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
             code = 1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..config import Config
 from ..tokenizer import Tokenizer
 from .entry import run
-from .task import Batch, Datasets, Task
+from .task import Batch, Datasets, Task, what
 
 ForwardStep = Callable[[Iterator[Batch] | None, Any], tuple[Tensor, Any]]
 CountTargets = Callable[[Batch | None], Tensor]
@@ -59,7 +59,8 @@ class FunctionsTask(Task):
         name: str,
     ) -> None:
         self.datasets_provider, self.model_provider, self.forward_step = datasets_provider, model_provider, forward_step
-        self.counts, self.tokenizer_provider = count_targets, tokenizer_provider
+        self.count_targets = count_targets  # type: ignore[assignment,method-assign]
+        self.tokenizer_provider = tokenizer_provider
         self.defaults, self.name = defaults, name
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
@@ -75,21 +76,14 @@ class FunctionsTask(Task):
         """As it was read: the script's own functions make something of it."""
         return data
 
-    def count_targets(self, batch: Any) -> Tensor | None:
-        return self.counts(batch) if self.counts else None
+    checked_batch = batch
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Raises TypeError if what `forward_step` returns is no loss."""
+        """Raises ValueError if what `forward_step` returns is no loss."""
         found: Any = self.forward_step(None if batch is None else iter([batch]), model)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise TypeError(f"forward_step returns {_what(found)}: return (loss, anything), as `return loss, {{}}`")
+            raise ValueError(f"forward_step returns {what(found)}: return (loss, anything), as `return loss, {{}}`")
         loss = found[0]
         if not isinstance(loss, Tensor) or loss.dim():
-            raise TypeError(f"forward_step returns {_what(loss)} as the loss: return a tensor of one number")
+            raise ValueError(f"forward_step returns {what(loss)} as the loss: return a tensor of one number")
         return loss
-
-
-def _what(found: Any) -> str:
-    if isinstance(found, Tensor):
-        return f"a tensor of shape {list(found.shape)}"
-    return f"{len(found)} things" if isinstance(found, (tuple, list)) else type(found).__name__

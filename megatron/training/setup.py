@@ -32,7 +32,7 @@ from .global_vars import start
 from .loop import Run
 from .metrics import MetricsWriter, Timers
 from .run_lock import RunLock
-from .task import Datasets, Task
+from .task import Datasets, Task, checked_datasets, what
 from .watch import memory_advice, watched
 
 
@@ -102,6 +102,8 @@ def _prepare(task: Task, config: Config) -> tuple[Config, Tokenizer, Path]:
     if config.data.vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
+    if not hasattr(tokenizer, "vocab_size"):
+        raise ValueError(f"{type(task).__name__}.extended returns {what(tokenizer)}: return a tokenizer")
     given = config.model.vocab_size
     if given is not None and given < tokenizer.vocab_size:
         raise ValueError(
@@ -129,7 +131,7 @@ def _datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
                     f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
                     f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
                 )
-    datasets, notes = task.datasets(config, tokenizer)
+    datasets, notes = checked_datasets(task, config, tokenizer)
     for note in notes:
         print_rank_0(f"note: {note}")
     return datasets

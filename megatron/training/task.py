@@ -1,7 +1,7 @@
 """What a run trains: its data, its model and its loss, as one object."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ class Task:
     config: all settings. tokenizer: that of --vocab-file, or what `extended` made of it.
     name: of the default run directory, runs/<name>-<time>.
     defaults: settings whose default is another for this task; flags still win. `family` says which model it is.
+    `count_targets = None` says that `loss`, and the loss function of the pipeline, are means, and not sums over targets.
     """
 
     name: str = "model"
@@ -52,12 +53,74 @@ class Task:
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """The sum of the loss over the targets of a micro-batch, a scalar; used without a pipeline.
 
-        This one is for a model that takes `labels` [b, s] and gives the loss [b, s] of each.
+        This one is for a model that takes `labels` [b, s] and gives the loss [b, s] of each; write your own for another.
+        Under a pipeline the `loss_fn` of the PipelineModule computes it.
         """
         inputs, (labels, loss_mask) = batch
         total: Tensor = (model(*inputs, labels=labels) * loss_mask).sum()
         return total
 
-    def count_targets(self, batch: tuple[Any, Any]) -> Tensor | None:
-        """How many targets a micro-batch has, a scalar in fp64. None: `loss` gives a mean, and all micro-batches weigh the same."""
+    def count_targets(self, batch: Any) -> Tensor:
+        """How many targets a micro-batch has, a scalar in fp64; of labels and their loss mask."""
         return count_targets(batch[1])
+
+    def checked_batch(self, data: Batch | None, config: Config, tokenizer: "Tokenizer | None") -> Any:
+        """What `batch` gives. Raises ValueError if that is not a pair."""
+        made: Any = self.batch(data, config, tokenizer)
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            raise ValueError(f"{_name(self)}.batch returns {what(made)}: return (inputs of the first layer, targets)")
+        return made
+
+    def checked_loss(self, model: Any, batch: Any) -> Tensor:
+        """What `loss` gives. Raises ValueError if nothing can be learned from that."""
+        found: Any = self.loss(model, batch)
+        if not isinstance(found, Tensor) or found.dim():
+            raise ValueError(f"{_name(self)}.loss returns {what(found)}: return a tensor of one number")
+        return found
+
+
+def _name(task: Task) -> str:
+    return type(task).__name__
+
+
+def what(found: Any) -> str:
+    """Of an object that is not what was asked for, in a few words."""
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)}"
+    return f"{len(found)} things" if isinstance(found, (tuple, list)) else type(found).__name__
+
+
+def check_task(task: Any, *methods: str) -> None:
+    """Raise ValueError unless `task` is one, with these methods."""
+    if not isinstance(task, Task):
+        given = f"the class {task.__name__}: run({task.__name__}())" if isinstance(task, type) else what(task)
+        raise ValueError(f"a task is an object of a subclass of megatron.training.Task, not {given}")
+    for method in methods:
+        if getattr(type(task), method) is getattr(Task, method):
+            raise ValueError(f"{_name(task)} has no {method}(); docs/own_model.md shows what a task needs")
+
+
+def checked_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> tuple[Datasets, list[str]]:
+    """What `datasets` gives. Raises ValueError if that is not three data sets and notes."""
+    made: Any = task.datasets(config, tokenizer)
+    pair = isinstance(made, (tuple, list)) and len(made) == 2
+    if not pair or not isinstance(made[1], (tuple, list)):
+        raise ValueError(
+            f"{_name(task)}.datasets returns {what(made)}: return the three data sets as a tuple, and a list of notes"
+        )
+    if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
+        raise ValueError(
+            f"there are {what(made[0])} where three data sets are wanted, of training, validation and test: None for one that "
+            f"is empty"
+        )
+    if made[0][0] is None and config.train.train_iters:
+        raise ValueError("there is no data set of training, but --train-iters asks for training")
+    return cast(Datasets, tuple(made[0])), list(made[1])
+
+
+def checked_model(task: Task, config: Config, tokenizer: "Tokenizer | None") -> nn.Module:
+    """What `model` gives. Raises ValueError if that is no module."""
+    made: Any = task.model(config, tokenizer)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"the model is {what(made)}: {_name(task)}.model must return an nn.Module")
+    return made

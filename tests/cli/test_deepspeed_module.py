@@ -95,6 +95,6 @@ def test_a_pipeline_without_stages_is_refused(tmp_path: Path, tiny_data: str, vo
     code, words, _ = _run(tmp_path, "none", 0, 8, tiny_data, vocab_file)
     assert code == 1
     assert words == (
-        "own.py: model_provider gives a PipelineModule of 1 stages, but --pipe-parallel-size is 0: build it with "
+        "own.py: the model is a PipelineModule of 1 stages, but --pipe-parallel-size is 0: build it with "
         "topology=mpu.get_topology(), and a plain module for 0\n"
     )

@@ -272,10 +272,10 @@ MISTAKES = {
         0, 1, r"^own.py: not enough values to unpack \(expected 3, got 2\) \(.*own.py, line \d+, in <genexpr>\)$",
     ),
     "forward_step = lambda batches, model: torch.zeros(())": (
-        0, 1, r"TypeError: forward_step returns a tensor of shape \[\]: return \(loss, anything\), as `return loss, \{\}`",
+        0, 1, r"forward_step returns a tensor of shape \[\]: return \(loss, anything\), as `return loss, \{\}`",
     ),
     "forward_step = lambda batches, model: (torch.zeros(3), None)": (
-        0, 1, r"TypeError: forward_step returns a tensor of shape \[3\] as the loss: return a tensor of one number",
+        0, 1, r"forward_step returns a tensor of shape \[3\] as the loss: return a tensor of one number",
     ),
     "inner = get_batch_pipe; get_batch_pipe = lambda data: (*inner(data), None)": (
         1, 1, r"a batch is \(inputs, labels\), each one thing or a tuple, not 3 things; let model._megatron_batch_fn",
