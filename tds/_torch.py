@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
 
 def users(tensor: Tensor) -> int:
     """How many tensors look into the memory of `tensor`, autograd's own and this one included. Raises RuntimeError if torch does not tell.
 
     Nothing public counts them, and a buffer that is handed out too early is a wrong number somewhere else.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
+    if _use_count is None:
         raise RuntimeError(
             f"torch {torch.__version__} does not tell who uses a tensor's memory: use a version that tds is tested with"
         )
-    return int(count(tensor.untyped_storage()._cdata)) - 1
+    return int(_use_count(tensor.untyped_storage()._cdata)) - 1
 
 
 def default_store() -> Any:

@@ -57,6 +57,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
+        self._planned: tuple[Any, list[Instruction]] | None = (
+            None  # what a training step does, as long as nothing changes
+        )
         self._borders = open_borders(self.grid, self.device, self._chunks)
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
@@ -100,7 +103,10 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
                 f"stage {self.stage_id} has no optimizer: give each rank one, over its frozen weights if need be"
             )
         self._begin(self.micro_batches)
-        self._run(list(self.schedule(self.stage_id, self.num_stages, self.micro_batches)), self.micro_batches)
+        known = self.schedule, self.micro_batches
+        if self._planned is None or self._planned[0] != known:
+            self._planned = known, list(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
+        self._run(self._planned[1], self.micro_batches)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
             self._exec_reduce_tied_grads()

@@ -10,7 +10,7 @@ virtual stages that a micro-batch goes through one after another.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class Instruction:
     micro: int
     chunk: int = 0
 
-    @property
+    @cached_property
     def at(self) -> At:
         """(micro-batch, chunk)."""
         return At(self.micro, self.chunk)

@@ -32,8 +32,8 @@ class Microbatch:
     @property
     def is_empty(self) -> bool:
         """Whether nothing of it is kept any more."""
-        lists = (self.received, self.to_send, self.edges, self.grads)
-        return not any(lists) and self.loss is None and self.deferred is None
+        kept = self.received or self.to_send or self.edges or self.grads
+        return not kept and self.loss is None and self.deferred is None
 
     @property
     def inputs_that_learn(self) -> list[BoundaryTensor]:
@@ -70,9 +70,13 @@ class Step:
 
     def of(self, at: At) -> Microbatch:
         """What is kept of a micro-batch on a chunk; nothing at first."""
-        return self.microbatches.setdefault(at, Microbatch())
+        found = self.microbatches.get(at)
+        if found is None:
+            found = self.microbatches[at] = Microbatch()
+        return found
 
     def forget_if_done(self, at: At) -> None:
         """After an instruction: let go of what nothing is kept of."""
-        if at in self.microbatches and self.microbatches[at].is_empty:
+        found = self.microbatches.get(at)
+        if found is not None and found.is_empty:
             del self.microbatches[at]

@@ -1,0 +1,119 @@
+"""What the start of a large run costs one rank, before the first step: process groups, seconds, memory. No other rank is needed.
+
+    python benchmarks/many_ranks.py --ranks 1024 8192
+    python benchmarks/many_ranks.py --ranks 1024 --rank 517 --stages 16 --model 8
+
+The process is one rank of a world that torch pretends (its fake process group): all is done that a rank does
+until its engine stands, and no message is sent. "At once" are calls that make all groups of an axis together, as NCCL
+does it; "one by one" are calls that make a single group, in which every rank of the world would take part.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+from _alternate import ROOT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024], help="of the world (default: 1024)")
+    parser.add_argument("--rank", type=int, default=0, help="which of them this is (default: 0)")
+    parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--model", type=int, default=8, help="ranks that share every layer")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--json", action="store_true", help="only this, of the first number of ranks, for a program")
+    return parser
+
+
+def measure(ranks: int, rank: int, stages: int, model: int, layers: int) -> dict[str, Any]:
+    """In this process, which can do it once."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import tds
+    from megatron import mpu
+    from megatron.config.command_line import parse
+    from megatron.model import GPT2ModelPipe
+
+    calls = {"at once": 0, "one by one": 0}
+    honest = dist.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        calls["one by one"] += 1
+        return honest(*args, **kwargs)
+
+    def split_group(split_ranks: list[list[int]]) -> Any:
+        """As NCCL's, which makes this rank's only."""
+        calls["at once"] += 1
+        mine = next((line for line in split_ranks if rank in line), None)
+        return honest(mine) if mine else None
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    tds.init_distributed("fake")
+    dist.new_group = new_group
+    try:
+        from tds import groups
+    except ImportError:  # of a checkout that makes them one by one
+        pass
+    else:
+        dist.split_group, groups.splits = split_group, lambda: True
+    config = parse(
+        f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 --precision fp32 "
+        f"--pipe-parallel-size {stages} --model-parallel-size {model} --batch-size 1 --gas {stages}".split()
+    )
+    seconds = {}
+    begin = time.perf_counter()
+    mpu.initialize_model_parallel(model, stages, 1)
+    seconds["grid"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    pipe = GPT2ModelPipe(config)
+    seconds["model"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": stages, "steps_per_print": 10**9}
+    settings["train_batch_size"] = stages * ranks // stages // model
+    tds.initialize(model=pipe, optimizer=torch.optim.SGD(pipe.parameters(), 0.1), config=settings)
+    seconds["engine"] = time.perf_counter() - begin
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "ranks": ranks, **calls, **{name: round(value, 2) for name, value in seconds.items()},
+        "megabytes": round(held / 1024), "stage": pipe.stage_id, "layers": len(pipe.forward_funcs),
+        "parameters": sum(p.numel() for p in pipe.parameters()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    sizes = args.rank, args.stages, args.model, args.layers
+    if args.json:
+        print(json.dumps(measure(args.ranks[0], *sizes)), flush=True)
+        os._exit(0)
+    print(
+        "| ranks | groups at once | one by one | grid | model | engine | memory | this stage holds |\n"
+        + "| --- " * 8
+        + "|"
+    )
+    for ranks in args.ranks:
+        argv = [sys.executable, __file__, "--json", "--ranks", str(ranks)]
+        for name, value in zip(("--rank", "--stages", "--model", "--layers"), sizes, strict=True):
+            argv += [name, str(value)]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stderr)
+        f = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"| {f['ranks']:,} | {f['at once']} | {f['one by one']} | {f['grid']} s | {f['model']} s | {f['engine']} s | "
+            f"{f['megabytes']} MB | stage {f['stage']}: {f['layers']} layers, {f['parameters']:,} parameters |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
