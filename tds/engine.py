@@ -178,8 +178,10 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         self._borders.begin_step(instructions, micros)
         for instruction in instructions:
             self._at(instruction)
-            with self.progress.timed(type(instruction).__name__):
-                getattr(self, self._HANDLERS[type(instruction)])(instruction)
+            kind = type(instruction)
+            begun = self.progress.begin(kind.__name__)
+            getattr(self, self._HANDLERS[kind])(instruction)
+            self.progress.end(kind.__name__, begun)
             self._step.forget_if_done(instruction.at)
         left = self._step.microbatches
         assert not left, (

@@ -26,22 +26,32 @@ class Progress:
         self._on_cpu = device.type == "cpu"
         self.busy = 0.0
 
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Around an instruction."""
-        computes = self._on_cpu and what in COMPUTING
-        if not self.breakdown and not computes:
-            yield
+    def begin(self, what: str) -> float | None:
+        """Before an instruction: when it began, if that is measured."""
+        if not self.breakdown and not (self._on_cpu and what in COMPUTING):
+            return None
+        if not self._on_cpu:
+            finish(self.device)
+        return time.perf_counter()
+
+    def end(self, what: str, begun: float | None) -> None:
+        """After it. begun: what `begin` gave."""
+        if begun is None:
             return
-        finish(self.device)
-        begin = time.perf_counter()
-        yield
-        finish(self.device)
-        took = time.perf_counter() - begin
-        if computes:
+        if not self._on_cpu:
+            finish(self.device)
+        took = time.perf_counter() - begun
+        if self._on_cpu and what in COMPUTING:
             self.busy += took
         if self.breakdown:
             self._seconds[what] += took
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Around another part of a step."""
+        begun = self.begin(what)
+        yield
+        self.end(what, begun)
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
         """After each step: the line to print, if it is time for one. samples: of a step."""
