@@ -58,6 +58,7 @@ SECTIONS = {
     "engine-4": "pipeline.py --stages 4 --megabytes 1 --schedules all",
     "cost": "cost.py --sections linear",
     "startup": "cost.py --sections startup",
+    "many-ranks": "many_ranks.py --ranks 1024 8192",
     "data": "data.py",
     "checkpoint": "checkpoint.py",
     "checkpoint-2": "checkpoint.py --ranks 2",

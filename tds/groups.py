@@ -73,13 +73,16 @@ def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
     topology: gives that of the grid; it is not asked for a group of the whole world, which comes first.
     """
     honest = deepspeed.comm.new_group
+    known: dict[tuple[int, ...], Any] = {}  # line -> the group of this rank among those that lie like it
 
     def new_group(ranks: Sequence[int]) -> Any:
-        lines = [list(ranks)] if len(ranks) == dist.get_world_size() else lines_like(ranks, topology())
-        if sorted(ranks) not in lines:
-            return honest(ranks)  # no stretch of the grid
-        group = shared(lines)
-        return group if dist.get_rank() in ranks else None
+        line = tuple(sorted(ranks))
+        if line not in known:
+            lines = [line] if len(line) == dist.get_world_size() else [*map(tuple, lines_like(line, topology()))]
+            if line not in lines:
+                return honest(ranks)  # no stretch of the grid
+            known.update(dict.fromkeys(lines, shared(lines)))
+        return known[line] if dist.get_rank() in line else None
 
     deepspeed.comm.new_group = new_group
     try:

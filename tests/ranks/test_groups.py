@@ -1,5 +1,6 @@
 """Process groups: how many a start makes, and that they are the ones which DeepSpeed would have made."""
 
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megatron.model import GPT2ModelPipe
 from megatron.mpu import Topology
 from megatron.ranks.initialize import initialize_megatron
 from tds import groups
-from tests.support import on_ranks
+from tests.support import command, on_ranks
 
 FLAGS = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --batch-size 2 --gas 2 "
@@ -98,3 +99,14 @@ def test_one_collective_an_axis(stages: int, model: int) -> None:
         assert list(sums) == [sum(1 << each for each in line) for line in ranks]
         ends = [grid.get_rank(pipe=p, data=at.data, model=at.model) for p in (0, stages - 1)]
         assert cut[2][1] == ([ends] if at.pipe in (0, stages - 1) else [])
+
+
+def test_the_start_of_a_thousand_ranks() -> None:
+    """One of 1,024 ranks, which are pretended: the groups of a run in a few calls, and seconds of its own."""
+    flags = ["--json", "--ranks", "1024", "--rank", "517", "--stages", "16", "--model", "8"]
+    done = command("python", "benchmarks/many_ranks.py", *flags, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["one by one"], found["stage"], found["layers"]) == (0, 8, 2)
+    assert found["at once"] <= 10
+    assert found["grid"] + found["model"] + found["engine"] < 60
