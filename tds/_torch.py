@@ -38,6 +38,12 @@ def default_store() -> Any:
     return found()
 
 
+def can_split(group: Any, device: torch.device) -> bool:
+    """Whether groups may be cut out of the communicator that `group` has on `device`. False where torch does not tell."""
+    backend = getattr(group, "_get_backend", None)
+    return bool(backend and getattr(backend(device), "supports_splitting", False))
+
+
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each, scalars; in one kernel for all where torch has it, as public functions do it one by one."""
     at_once = getattr(torch, "_foreach_norm", None)

@@ -22,7 +22,7 @@ from .boundary import check
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
 from .losses import Losses
-from .memory import alias, handed, plain
+from .memory import alias, given_up_grad, handed
 from .nested import as_tuple, unwrap
 from .progress import Progress
 from .reductions import Reductions
@@ -307,7 +307,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         due = of.inputs_that_learn
         of.received = []
         if due:
-            self._borders.to_previous.send([BoundaryTensor(_given_up(each.tensor), split=each.split) for each in due])
+            self._borders.to_previous.send(
+                [BoundaryTensor(given_up_grad(each.tensor), split=each.split) for each in due]
+            )
 
     def _recv_grad(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
@@ -396,9 +398,3 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         if self.global_rank == 0 and self.monitor.enabled:
             named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
             self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])
-
-
-def _given_up(tensor: Tensor) -> Tensor:
-    """The gradient of a tensor, which forgets it: nobody else looks at it, so it needs no copy to be sent."""
-    grad, tensor.grad = tensor.grad, None
-    return torch.zeros_like(tensor) if grad is None else plain(grad)

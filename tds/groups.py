@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ._deepspeed import deepspeed
+from ._torch import can_split
 
 Lines = Sequence[Sequence[int]]
 AXES = ("pipe", "data", "model")
@@ -29,7 +30,7 @@ def splits() -> bool:
     """Whether groups come of splitting the communicator of the world, which is there already as a device is bound to it."""
     world: Any = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
-    return device is not None and bool(world._get_backend(device).supports_splitting)
+    return device is not None and can_split(world, device)
 
 
 def of_lines(lines: Lines) -> Any:

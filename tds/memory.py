@@ -47,6 +47,12 @@ def handed(tensor: Tensor) -> Tensor:
     return _Handed.apply(tensor) if tensor.requires_grad else alias(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def given_up_grad(tensor: Tensor) -> Tensor:
+    """The gradient of a tensor, which forgets it: nobody else looks at it, so it needs no copy to be sent."""
+    grad, tensor.grad = tensor.grad, None
+    return torch.zeros_like(tensor) if grad is None else plain(grad)
+
+
 class Pool:
     """Buffers by size, handed out again only when no tensor looks into them any more.
 

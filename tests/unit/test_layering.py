@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "megatron.config": set(),
     "megatron.config.ds_config": {"tds"},
     "megatron.mpu": {"megatron._torch"},
-    "megatron.mpu.grads": {"tds", "megatron.mpu"},
+    "megatron.mpu.grads": {"tds", "megatron.mpu", "megatron.mpu.mesh"},
     "megatron.mpu.mesh": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
     "megatron.data": {"megatron.atomic"},
@@ -215,7 +215,7 @@ PRIVATE = {
         "_non_persistent_buffers_set", "_set_pg_timeout", "_softmax_backward_data", "_version", "_will_engine_execute_node",
         "_world",
     },
-    "tds/_torch.py": {"_C", "_cdata", "_foreach_mul_", "_foreach_norm", "_get_default_store", "_storage_Use_Count"},
+    "tds/_torch.py": {"_C", "_cdata", "_foreach_mul_", "_foreach_norm", "_get_backend", "_get_default_store", "_storage_Use_Count"},
     "tds/diagnose.py": {"_current_frames"},  # of sys: there is no other way to another thread's stack
     "megatron/commands/launch.py": {"_monitor_workers", "_remaining_restarts"},  # of torchrun's agent
     # Of a parameter that DeepSpeed has tied or cut up; mpu stands below tds, and reads them as it reads Megatron's.
