@@ -1,4 +1,4 @@
-"""`pip install .`: the packages, the commands of `tools/` under their names, and extras for what is optional.
+"""`pip install .`: the packages, the commands of `tools/` (see the README for their names), and extras for what is optional.
 
 NVIDIA's apex is not on the package index (the package of that name there is something else):
 it is not needed, and where it was built from source it may stay.

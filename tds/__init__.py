@@ -4,6 +4,7 @@ schedule.py   when each stage computes and talks, as data
 boundary.py   which tensors cross from one stage to the next
 channel.py    how they travel
 borders.py    to whom, over which process groups
+groups.py     how these are made in a large world
 queues.py     that no message waits for ever
 batches.py    the micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step

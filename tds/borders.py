@@ -4,8 +4,8 @@ NCCL runs all messages of a group one after the other, in the order in which a r
 send ends only when it was received. So a stage that receives and sends over the same group may wait for a
 message that stands after one of its own, and with three stages does. Here neither the two directions of a
 border share a group, nor any two borders of one stage: borders take turns with two colours, and with a third
-where an odd number of stages stands in a ring. All chunks and all pipelines of a colour share one group each
-way, so that a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever. On gloo, where
+where an odd number of stages stands in a ring. All chunks of a pipeline share one group of a colour each
+way, so a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever. On gloo, where
 messages do not wait for each other, all borders share the two groups.
 """
 

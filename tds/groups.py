@@ -1,8 +1,9 @@
-"""Process groups for large worlds: all groups of one axis of the grid are made at once, and only once.
+"""Process groups for large worlds: where NCCL splits the world's communicator, all groups of an axis are made at once.
 
-torch's usual way is a group at a time, in whose making every rank of the world takes part. Where NCCL makes it by
-splitting the world's communicator, that is a collective of all ranks for each of the 784 groups of a grid of
-pipe 16 x data 8 x model 8. One `split_group` makes all groups of an axis; the grid, the layers and DeepSpeed share them.
+torch's usual way is a group at a time, in whose making every rank of the world takes part: with NCCL a collective of
+all ranks for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all groups of an
+axis. Elsewhere they are made one by one, but once: the mesh and DeepSpeed's grid share them. The borders of a
+pipeline have groups of their own (borders.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +21,14 @@ AXES = ("pipe", "data", "model")
 
 
 class _Made:
-    """What `shared` has made in this process's world."""
+    """What this process has made in its world."""
 
     world: Any = None
-    groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+    groups: dict[tuple[Any, ...], Any] = {}
 
 
 def splits() -> bool:
-    """Whether groups come of splitting the communicator of the world, which is there already as a device is bound to it."""
+    """Whether groups come of splitting the communicator of the world, which exists from the start where a device is bound to it."""
     world: Any = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
     return device is not None and can_split(world, device)
@@ -43,16 +44,39 @@ def of_lines(lines: Lines) -> Any:
 
 def shared(lines: Lines) -> Any:
     """The same, but made only once: who asks for the same lines again gets the same group."""
+    key = tuple(sorted(tuple(sorted(line)) for line in lines))
+    return _made_once(key, lambda: of_lines(key))
+
+
+def of_members(ranks: Sequence[int]) -> Any:
+    """The group of these ranks, made when they first ask for it; no other rank takes part."""
+    return _made_once(("members", *ranks), lambda: _of_members(ranks))
+
+
+def _of_members(ranks: Sequence[int]) -> Any:
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None:
+        world.bound_device_id = (
+            None  # or it would be split off the world's communicator, for which all ranks have to ask
+        )
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
+
+
+def _made_once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     if _Made.world is not dist.group.WORLD:
         _Made.world, _Made.groups = dist.group.WORLD, {}
-    key = tuple(sorted(tuple(sorted(line)) for line in lines))
     if key not in _Made.groups:
-        _Made.groups[key] = of_lines(key)
+        _Made.groups[key] = make()
     return _Made.groups[key]
 
 
 def lines_like(line: Sequence[int], topology: Any) -> list[list[int]]:
-    """`line` and all that lie like it in the grid: where it has one coordinate on an axis, there is one for each of them.
+    """`line` and all that lie like it in the grid: an axis on which it has one coordinate runs over all its values.
 
     topology: DeepSpeed's, or one with its methods.
     """
@@ -71,7 +95,7 @@ def lines_like(line: Sequence[int], topology: Any) -> list[list[int]]:
 def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
     """Around DeepSpeed's making of the groups of a grid: it asks for one line at a time, and gets what `shared` has.
 
-    topology: gives that of the grid; it is not asked for a group of the whole world, which comes first.
+    topology: gives that of the grid, which is not there yet when the first group, that of the whole world, is made.
     """
     honest = deepspeed.comm.new_group
     known: dict[tuple[int, ...], Any] = {}  # line -> the group of this rank among those that lie like it

@@ -25,6 +25,7 @@ from ._deepspeed import (
 from .groups import for_deepspeed
 from .layer_times import cut_by_time, layer_times
 from .nested import as_tuple, unwrap
+from .start import tell_error
 
 
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
@@ -129,9 +130,15 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         )
 
     def _build(self) -> None:
-        for bounds in self.bounds:
-            self._set_bounds(*bounds)
-            super()._build()
+        """Raises alike on every rank: those of other stages would wait for one whose layer cannot be built."""
+        try:
+            for bounds in self.bounds:
+                self._set_bounds(*bounds)
+                super()._build()
+        except Exception as error:
+            tell_error(error)
+            raise
+        tell_error(None)
         self._set_bounds(*self.bounds[0])
 
 

@@ -14,9 +14,9 @@ COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
 class Progress:
-    """every: steps between two lines; none without. breakdown: measure each kind of instruction, which waits for the device.
+    """every: steps between two lines; None: no lines. breakdown: measure each kind of instruction, which waits for the device.
 
-    On a CPU `busy` are the seconds that this rank itself computed, waiting for no other stage, since it was last set to 0.
+    On a CPU `busy` are the seconds that this rank computed, waiting for no other stage (but for model-parallel ranks), since it was last set to 0.
     """
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:

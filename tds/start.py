@@ -21,6 +21,17 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
     return schedule
 
 
+def tell_error(error: Exception | None) -> None:
+    """While layers are built, on every rank: raise ValueError here if another rank has failed, so that nobody waits for it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else str(error) or type(error).__name__)
+    failed = next((rank for rank, text in enumerate(told) if text is not None), None)
+    if failed is not None and error is None:
+        raise ValueError(f"rank {failed} could not build its layers: {told[failed]}")
+
+
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Prove that training and evaluation end, by the rules by which messages move here."""
     narrow = one_hardware_queue(engine.device)

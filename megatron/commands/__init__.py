@@ -1,1 +1,1 @@
-"""What is run by hand: each file is one command, `tools/` has them under the same names."""
+"""What is run by hand: a file for each command, which `tools/` starts, and what they share (cli, journal, sample_view, unigram)."""

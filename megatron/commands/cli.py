@@ -1,6 +1,7 @@
 """What all command-line tools share: usage errors exit 2, failures exit 1, each in one sentence on stderr."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -56,10 +57,10 @@ def worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _megabytes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a positive number")
 
 
 def largest(args: argparse.Namespace) -> int:

@@ -168,9 +168,6 @@ def get_io_parallel_group() -> dist.ProcessGroup:
     return _of_these(tuple(ranks))
 
 
-_MADE: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
 def _group(axis: Axis) -> dist.ProcessGroup:
     """The process group of `axis`; DeepSpeed wants one even where a rank is alone."""
     if axis.group is not None:
@@ -182,9 +179,7 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 def _of_these(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A group made when it is first asked for, without the others, so that only ranks that ask for it take part."""
-    if ranks not in _MADE:
-        _MADE[ranks] = dist.new_group(ranks, use_local_synchronization=True)
-    return _MADE[ranks]
+    return _mesh.group_of_members(ranks)
 
 
 __all__ = [

@@ -28,7 +28,8 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
 
     mesh, parameters = mesh or current(), list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    total = squared_norm_here(parameters, mesh.model.rank, grads[0].device if grads else torch.device("cpu"))
+    device = parameters[0].device if parameters else torch.device("cpu")
+    total = squared_norm_here(parameters, mesh.model.rank, device)
     if mesh.replica.size > 1:
         dist.all_reduce(total, group=mesh.replica.group)
     return total.sqrt().to(torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32)

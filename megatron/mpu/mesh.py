@@ -107,6 +107,13 @@ class Surroundings:
         return self.options.sequence_axis(self.mesh.model)
 
 
+def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these ranks, in whose making no other takes part."""
+    from tds.groups import of_members
+
+    return of_members(ranks)  # type: ignore[no-any-return]
+
+
 class _Current:
     here: Surroundings | None = None
 

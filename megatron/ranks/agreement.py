@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import megatron
+import tds
 from tds.optimizer_state import local_piece
 from tds.pipe import tied_weights
 
@@ -31,13 +33,17 @@ def settings_and_versions(config: Config) -> dict[str, str]:
     path = config.train.deepspeed_config
     if path:
         found[f"the SHA-256 of --deepspeed-config {path}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-    here = Path(__file__).resolve().parent
     source = hashlib.sha256()
-    for file in sorted([*here.rglob("*.py"), *(here.parent / "tds").rglob("*.py")]):
+    for file in source_files():
         source.update(file.read_bytes())
     found["the SHA-256 of the source of megatron and tds"] = source.hexdigest()[:12]
     found["the version of Python"] = platform.python_version()
     return found | {f"the version of {name}": metadata.version(name) for name in PACKAGES}
+
+
+def source_files() -> list[Path]:
+    """All Python files of megatron and tds, as this process has imported them."""
+    return sorted(file for package in (megatron, tds) for file in Path(str(package.__file__)).parent.rglob("*.py"))
 
 
 def same_everywhere(values: Mapping[str, str]) -> None:

@@ -28,6 +28,7 @@ class RunError(RuntimeError):
 def on_all_ranks(action: Callable[[], T]) -> T:
     """Run `action` on every rank; if it fails on any, raise on all, so that nobody waits for the dead.
 
+    `action` makes no collective that a rank could miss by failing before it.
     Raises RunError with the message of the lowest rank that failed, for errors in what a user
     gave (ValueError, OSError); other exceptions are bugs and pass through.
     """

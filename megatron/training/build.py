@@ -19,7 +19,7 @@ from ..ranks.errors import on_all_ranks
 from ..ranks.initialize import initialize_megatron
 from .compiling import compile_layers
 from .engine import Engine, PipeEngine, PlainEngine
-from .global_vars import start
+from .global_vars import publish
 from .metrics import Timers
 from .task import Task, check_task, checked_model
 
@@ -32,7 +32,7 @@ def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = Non
     check_task(task, "model", "batch")
     device = initialize_megatron(config)
     timers = Timers(device)
-    start(config, tokenizer, timers)
+    publish(config, tokenizer, timers)
     resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device))
     return build_engine(build_model(task, config, tokenizer), task, config, resolved, tokenizer, timers)
 
@@ -53,13 +53,8 @@ def build_engine(
 ) -> Engine:
     """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
     compile_layers(model, config)
-    for name, parameter in global_parameters(model):
-        if not parameter.dim():
-            raise ValueError(
-                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
-            )
+    pipeline = on_all_ranks(lambda: _checked(model, task, config))
     optimizer = build_optimizer(model, config.optim, config.model.kernels)
-    pipeline = _is_pipeline(model, config)
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
@@ -72,12 +67,25 @@ def build_engine(
         return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)
     if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_of)
-        if (task.count_targets is None) != (getattr(model.loss_fn, "count_targets", None) is None):
+    return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
+
+
+def _checked(model: nn.Module, task: Task, config: Config) -> bool:
+    """Whether `model` is a PipelineModule. Raises ValueError if it cannot be trained as it is."""
+    for name, parameter in global_parameters(model):
+        if not parameter.dim():
+            raise ValueError(
+                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
+            )
+    pipeline = _is_pipeline(model, config)
+    if pipeline and not hasattr(model, "_megatron_batch_fn"):
+        counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
+        if counts != (task.count_targets is not None):
             raise ValueError(
                 f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or of neither: "
                 f"with it a loss is the sum over targets, None or without it the mean"
             )
-    return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
+    return pipeline
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:

@@ -7,7 +7,7 @@ That number is counted before the first backward pass, so gradients come out rig
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from .. import mpu
 from ..config.ds_config import Resolved
 from .metrics import Timers
 from .task import Task, what
-
-if TYPE_CHECKING:
-    pass
 
 Batches = Iterator[dict[str, Tensor]]
 

@@ -64,7 +64,10 @@ def _tell(note: str) -> None:
 def _complain(error: BaseException, everywhere: bool) -> None:
     """One sentence (of settings a line each) on stderr, from rank 0 only if all ranks know of it."""
     rank = int(os.environ.get("RANK", "0"))
-    if rank == 0 or not everywhere:
+    if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
+        # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
+        time.sleep(10)  # who is still here was alone with its error
+    if rank == 0 or not isinstance(error, KeyboardInterrupt) or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
         text = str(error) if isinstance(error, ConfigError) else complaint(error)
         if isinstance(error, KeyboardInterrupt):
@@ -72,6 +75,3 @@ def _complain(error: BaseException, everywhere: bool) -> None:
         elif lack := out_of_memory(error):
             text = f"{lack}; {Watchdog.advice}"
         print(f"{Path(sys.argv[0]).name}{where}: {text}", file=sys.stderr)
-    elif not isinstance(error, KeyboardInterrupt):
-        # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
-        time.sleep(10)

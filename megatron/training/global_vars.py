@@ -19,7 +19,7 @@ class _Current:
     timers: Timers | None = None
 
 
-def start(config: Config, tokenizer: Tokenizer | None, timers: Timers) -> None:
+def publish(config: Config, tokenizer: Tokenizer | None, timers: Timers) -> None:
     """Make these the ones that `get_args()` and its kin answer with."""
     _Current.args, _Current.tokenizer, _Current.timers = Args(config), tokenizer, timers
 

@@ -213,8 +213,10 @@ class _Window:
         self.restart()
 
     def restart(self) -> None:
-        """Leave what happened between two lines (an evaluation, a save) out of the speed."""
+        """Leave what happened between two lines (an evaluation, a save) out of the speed, and out of where the time went."""
         self.begin, self.timed = time.perf_counter(), 0
+        self.run.engine.busy(self.run.timers.take())
+        self.run.engine.times()
 
     def forget(self) -> None:
         """What follows belongs to the next line."""

@@ -28,7 +28,7 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder
 from .build import build_engine, build_model
-from .global_vars import start
+from .global_vars import publish
 from .loop import Run
 from .metrics import MetricsWriter, Timers
 from .run_lock import RunLock
@@ -44,9 +44,10 @@ def set_up(
     """The run of `task` by these settings, begun or continued. Raises RunError alike on every rank if it cannot start."""
     device = initialize_megatron(config)
     timers = Timers(device)
-    config, tokenizer, run_dir = on_all_ranks(lambda: _prepare(task, config))
+    default_run_dir = _default_run_dir(task.name)  # here, as it is a message, which no `on_all_ranks` may hold
+    config, tokenizer, run_dir = on_all_ranks(lambda: _prepare(task, config, default_run_dir))
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
-    start(config, tokenizer, timers)
+    publish(config, tokenizer, timers)
     locks = on_all_ranks(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
     try:
         _say_what_runs(config, resolved, device, locks)
@@ -63,7 +64,7 @@ def set_up(
     except BaseException:
         run_folder.release(locks)
         raise
-    start(config, tokenizer, timers)
+    publish(config, tokenizer, timers)  # once more: a resumed run has its checkpoint's schedule
     steps_begin(config)
     print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
@@ -97,7 +98,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
     return MetricsWriter(str(run_dir), iteration, is_rank_0(), config.log.tensorboard)
 
 
-def _prepare(task: Task, config: Config) -> tuple[Config, Tokenizer, Path]:
+def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:
     """Load the tokenizer, settle the vocabulary size and the run directory."""
     if config.data.vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
@@ -110,7 +111,7 @@ def _prepare(task: Task, config: Config) -> tuple[Config, Tokenizer, Path]:
             f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}"
         )
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
-    run_dir = config.log.run_dir or _default_run_dir(task.name)
+    run_dir = config.log.run_dir or default_run_dir
     return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
 
 

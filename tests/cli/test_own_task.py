@@ -155,3 +155,29 @@ def test_what_is_no_task() -> None:
             run(task, [], exit=False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Empty has no model\(\)"):
         start_engine(Empty(), parse([]))
+
+
+class _Broken(nn.Module):
+    def __init__(self) -> None:
+        raise ValueError("a layer of 7 heads cannot be split over 2 ranks")
+
+
+class _Stage(Own):
+    def model(self, config: Any, tokenizer: Any) -> nn.Module:
+        layers = [LayerSpec(Words, 50, 8), LayerSpec(nn.Tanh), LayerSpec(_Broken), LayerSpec(nn.Linear, 8, 50)]
+        return PipelineModule(layers, topology=mpu.get_topology(), loss_fn=Sum(), partition_method="uniform")
+
+
+def _ends(argv: list[str]) -> str:
+    try:
+        run(_Stage(), argv, exit=False)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_that_one_stage_cannot_build_ends_all(tmp_path: Path, vocab_file: str) -> None:
+    """The other stages do not wait for it in the making of groups."""
+    argv = [*FLAGS.split(), "--pipe-parallel-size", "2", "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
+    said = on_ranks(2, _ends, argv, timeout=90)
+    assert all("a layer of 7 heads cannot be split over 2 ranks" in each for each in said), said

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model.layers import global_parameters
-from megatron.ranks.agreement import check_replicas, fingerprint
+from megatron.ranks.agreement import check_replicas, fingerprint, source_files
 from megatron.ranks.errors import RunError
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.stragglers import Straggler, slowest
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, make
 from tests.conformance.engines import remembered_groups
-from tests.support import covering, on_ranks
+from tests.support import ROOT, covering, on_ranks
 
 DIFFERENT = {
     "--lr 1e-3": ("--lr 2e-3", "--lr is 0.001 on rank 0 and 0.002 on rank 2"),
@@ -198,3 +198,10 @@ def test_who_is_far_behind() -> None:
     assert slowest([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages has more layers, so nothing is wrong"
     assert slowest([(1.0, 0), (1.1, 1), (2.2, 2)], 3.0) == Straggler(2, 2.0)
     assert slowest([(0.0, 0), (0.0, 1), (0.0, 2)], 3.0) is None
+
+
+def test_the_source_is_all_of_it() -> None:
+    """Of both packages, wherever this file stands."""
+    found = {str(path.relative_to(ROOT)) for path in source_files()}
+    assert {"tds/engine.py", "megatron/model/gpt2.py", "megatron/ranks/agreement.py", "megatron/__init__.py"} <= found
+    assert len(found) == sum(1 for package in ("megatron", "tds") for _ in (ROOT / package).rglob("*.py"))

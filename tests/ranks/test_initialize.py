@@ -61,9 +61,9 @@ class _Slow:
     deepspeed = None
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.forward_step = kind, self.forward
+        self.kind, self.loss = kind, self.forward
 
-    def forward(self, batches: Any, model: Any) -> None:
+    def forward(self, model: Any, batch: Any) -> None:
         if dist.get_rank() == 1 and self.kind == "sleep":
             time.sleep(30)
         if dist.get_rank() == 1 and self.kind == "raise":
@@ -72,7 +72,7 @@ class _Slow:
 
     def train_batch(self, batches: Any, lr: float) -> None:
         for _ in range(2):
-            self.forward_step(None, None)
+            self.loss(None, None)
 
 
 def _watched(kind: str) -> None:
