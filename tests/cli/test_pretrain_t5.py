@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import pretrain_t5
 from megatron.config.command_line import from_file
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tasks import T5
 from megatron.tokenizer import load_tokenizer
 from tests.support import FULL, command, losses, train_t5
 
@@ -73,8 +73,8 @@ def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], ti
     valid = [row for row in train_t5(1, tmp_path, *flags) if row["split"] == "valid"]
     assert all(row["text_loss"] > 0 and 0 <= row["text_accuracy"] <= 1 for row in valid)
     config = from_file(str(tmp_path / "config.json"))
-    tokenizer = pretrain_t5.tokenizer_provider(config, load_tokenizer(vocab_file))
-    (_, dataset, _), _ = pretrain_t5.datasets_of(config, tokenizer)
+    tokenizer = T5().extended(config, load_tokenizer(vocab_file))
+    (_, dataset, _), _ = T5().datasets(config, tokenizer)
     assert dataset is not None
     indexed = IndexedDataset(tiny_data)
     shown = Counter(indexed.tokens[: indexed.document_ends()[round(0.8 * indexed.num_documents) - 1]].tolist())
