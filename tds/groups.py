@@ -56,10 +56,8 @@ def of_members(ranks: Sequence[int]) -> Any:
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
-    if bound is not None:
-        world.bound_device_id = (
-            None  # or it would be split off the world's communicator, for which all ranks have to ask
-        )
+    if bound is not None:  # or it would be split off the world's communicator, for which all ranks have to ask
+        world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:

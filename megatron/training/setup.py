@@ -36,11 +36,7 @@ from .task import Datasets, Task, checked_datasets, what
 from .watch import memory_advice, watched
 
 
-def set_up(
-    task: Task,
-    config: Config,
-    resolved: Resolved,
-) -> Run:
+def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     """The run of `task` by these settings, begun or continued. Raises RunError alike on every rank if it cannot start."""
     device = initialize_megatron(config)
     timers = Timers(device)
