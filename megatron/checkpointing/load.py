@@ -1,20 +1,23 @@
 """Loading into an engine: the layout may be any other, the model and the data must be the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import Config
 from megatron.config.fields import flag
+from megatron.model.layers import global_parameters
 from megatron.ranks.errors import on_all_ranks
 from tds import optimizer_state as zero_state
 
-from .files import CheckpointError
-from .reader import CheckpointReader, each_weight, plain_config
+from .files import WEIGHT, CheckpointError
+from .reader import CheckpointReader, plain_config
 from .state import TrainState
 
 # What the samples are made of, next to the corpus and the seed.
@@ -118,13 +121,58 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wante
             )
         if moments:
             zero_state.make_moments(engine, moments, reader.optimizer["step"])
-        for name, parameter, value in each_weight(reader, engine.module):
-            zero_state.set_weight(parameter, value.to(engine.device))
-            for moment in moments if zero_state.has_moments(engine, parameter) else []:
-                key = f"{moment}.{name}"
-                if key in reader.tensors:  # it is not where the parameter was frozen or never had a gradient
-                    zero_state.set_moment(engine, parameter, moment, reader.local(key, parameter).to(engine.device))
+        keys = list(_wanted_keys(reader, engine, moments))
+        for kind, parameter, value in _read_once(reader, keys, engine.device):
+            if kind == WEIGHT:
+                zero_state.set_weight(parameter, value)
+            else:
+                zero_state.set_moment(engine, parameter, kind, value)
         if wanted.optimizer:
             zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
 
     return load
+
+
+Key = tuple[str, str, nn.Parameter]  # kind (weight or a moment), global name, parameter
+
+
+def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[Key]:
+    """All that this rank holds; its data-parallel copies hold the same."""
+    for name, parameter in global_parameters(engine.module):
+        yield WEIGHT, name, parameter
+        for moment in moments if zero_state.has_moments(engine, parameter) else []:
+            if f"{moment}.{name}" in reader.tensors:  # it is not where the parameter was frozen or never had a gradient
+                yield moment, name, parameter
+
+
+def _read_once(
+    reader: CheckpointReader, keys: Sequence[Key], device: torch.device
+) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """(kind, parameter, value [local] in fp32 or fp64 on `device`) of each of `keys`; of the data-parallel ranks one reads it and sends it to the others.
+
+    As many are read at a time as there are such ranks. Who cannot read goes on, so that nobody waits for it, and raises at
+    the end, a CheckpointError or OSError; what the others got in that case is of no use.
+    """
+    axis, problem = mpu.get_mesh().data, None
+    for at in range(0, len(keys), axis.size):
+        mine: Tensor | None = None
+        if at + axis.rank < len(keys) and problem is None:
+            kind, name, parameter = keys[at + axis.rank]
+            try:
+                mine = reader.local(f"{kind}.{name}", parameter).to(device, _dtype(parameter)).contiguous()
+            except (ValueError, OSError) as error:
+                problem = error
+        for turn, (kind, _, parameter) in enumerate(keys[at : at + axis.size]):
+            value = mine if turn == axis.rank else None
+            if value is None:
+                value = torch.zeros(mpu.spec_of(parameter).local_shape, dtype=_dtype(parameter), device=device)
+            if axis.group is not None:
+                dist.broadcast(value, axis.ranks[turn], group=axis.group)
+            yield kind, parameter, value
+    if problem is not None:
+        raise problem
+
+
+def _dtype(parameter: nn.Parameter) -> torch.dtype:
+    """What the values of a parameter, and its moments, are kept in by the optimizer."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -2,32 +2,31 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
 from megatron.data.sample_hash import extend
 from megatron.optim import settled
-from megatron.ranks.errors import RunError, on_all_ranks
+from megatron.ranks.errors import on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
-from .files import find_checkpoint, latest_checkpoint, recover
+from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint
 from .nearby import look_of
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
 
 
-def start_or_resume(
-    config: Config, engine: Any, save_dir: str, fingerprint: str, dataset: Any
-) -> tuple[TrainState, Config]:
-    """Load the newest checkpoint of this run; else what --load names, as its flags say; else nothing.
+class Start(NamedTuple):
+    """The checkpoint to start from, None for none, and what to take from it."""
 
-    Returns where the run is, and its settings with the learning rate's schedule that it goes on by.
+    path: Path | None
+    wanted: Wanted
 
-    dataset: that of training; the samples that it gives are compared with those that the checkpoint has seen.
-    Raises RunError alike on every rank.
-    """
+
+def find_start(config: Config, save_dir: str) -> Start:
+    """The newest checkpoint of this run; else what --load names, as its flags say; else nothing. Raises RunError alike on every rank."""
     on_all_ranks(lambda: recover(Path(save_dir)) if is_rank_0() else None)
     load, wanted = config.checkpoint.load, Wanted.by(config)
     path = on_all_ranks(lambda: latest_checkpoint(Path(save_dir)))
@@ -35,7 +34,21 @@ def start_or_resume(
         wanted = Wanted()  # the flags were for --load
     elif load:
         path = on_all_ranks(lambda: find_checkpoint(load))
-    begin = on_all_ranks(lambda: _corpora(config))
+    return Start(path, wanted)
+
+
+def start_or_resume(
+    start: Start, config: Config, engine: Any, fingerprint: str, dataset: Any
+) -> tuple[TrainState, Config]:
+    """Load what `find_start` has found.
+
+    Returns where the run is, and its settings with the learning rate's schedule that it goes on by.
+
+    dataset: that of training; rank 0 compares the samples that it gives with those that the checkpoint has seen.
+    Raises RunError alike on every rank.
+    """
+    path, wanted = start
+    begin = on_all_ranks(lambda: _corpora(config) if is_rank_0() else 0)
     if path is None:
         return TrainState(sample_hash=begin), config
     state = load_checkpoint(path, engine, config, fingerprint, wanted)
@@ -47,18 +60,21 @@ def start_or_resume(
     config, note = settled(config, plain_config(CheckpointReader(path)))
     if note and state.iteration:
         print_rank_0(f"note: {note}")
-    found = on_all_ranks(lambda: extend(begin, dataset, 0, state.consumed_samples))
 
-    def of_old() -> int:
-        """Until checkpoints knew the corpora, the hash began with 0."""
-        return on_all_ranks(lambda: extend(0, dataset, 0, state.consumed_samples))
+    def sample_hash() -> int:
+        found = extend(begin, dataset, 0, state.consumed_samples)
 
-    if wanted.same_data and state.sample_hash != found and state.sample_hash != of_old():
-        raise RunError(
-            f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "
-            f"--seed give, so what follows may have been seen before; --override-data goes on"
-        )
-    state.sample_hash = found
+        def known() -> bool:  # until checkpoints knew the corpora, the hash began with 0
+            return state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
+
+        if wanted.same_data and not known():
+            raise CheckpointError(
+                f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "
+                f"--seed give, so what follows may have been seen before; --override-data goes on"
+            )
+        return found
+
+    state.sample_hash = on_all_ranks(lambda: sample_hash() if is_rank_0() else 0)
     return state, config
 
 

@@ -158,7 +158,7 @@ class Saver:
                 raise self._problem
 
         self._guard(settle, temporary)
-        told = _gather((self._report, self._expected))
+        told = _gather_to_0((self._report, self._expected))
         reports = [report for report, _ in told if report]
         expected = {key: shape for _, each in told for key, shape in each.items()}
 
@@ -355,3 +355,13 @@ def _gather(report: Any) -> list[Any]:
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     return reports
+
+
+def _gather_to_0(report: Any) -> list[Any]:
+    """Those of all ranks on rank 0, which writes the index; on the others nothing."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return [report]
+    reports: list[Any] = [None] * ranks
+    dist.gather_object(report, reports if is_rank_0() else None)
+    return reports if is_rank_0() else []

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from data_utils.documents import texts
+from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.inference.lm_eval import Harness, evaluate_tasks
 from megatron.inference.scoring import Logits, Score, completes, nats_of
@@ -45,7 +46,8 @@ def ours(args: argparse.Namespace) -> Subject:
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
-    model = GPT2Model(config, parallel_output=False)
+    with mpu.undrawn():
+        model = GPT2Model(config, parallel_output=False)
     load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     here = device.current()
     return Subject(model.eval().to(here), tokenizer, config.positions, here)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config import Config
 from megatron.convert.hf_config import check_tokenizer
@@ -195,7 +196,8 @@ def load(args: argparse.Namespace) -> Writer:
     layers = (t5_layers if config.is_t5 else gpt2_layers)(config, vocab_size_of(config))
     stages = Stages(layers) if args.pipe_parallel_size > 1 else None
     own = stages.own if stages else None
-    model = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False, own=own).eval()
+    with mpu.undrawn():
+        model = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False, own=own).eval()
     if path:
         load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     elif theirs:

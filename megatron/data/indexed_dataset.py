@@ -17,6 +17,9 @@ indexed_writer.py writes such pairs.
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,22 @@ def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
+_checked: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=None)
+
+
+@contextmanager
+def checked_once(found: dict[str, bool]) -> Iterator[None]:
+    """Pairs opened inside are checked from end to end only if they are not in `found`, where they then are.
+
+    found: prefix -> whether each document of it is one sequence. One process looks through a large index, others take its word.
+    """
+    token = _checked.set(found)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
 def _entries(path: str, at: int, count: int) -> NDArray[np.int64]:
     return np.fromfile(path, "<i8", max(count, 0), offset=at)
 
@@ -54,7 +73,10 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        self.prefix = os.fspath(prefix)
+        self._open(os.fspath(prefix), _checked.get())
+
+    def _open(self, prefix: str, checked: dict[str, bool] | None) -> None:
+        self.prefix = prefix
         index_path, data_path = self.prefix + ".idx", self.prefix + ".bin"
         for path in (index_path, data_path):
             if not os.path.isfile(path):
@@ -74,7 +96,12 @@ class IndexedDataset:
         self.sizes: NDArray[np.int32] = np.frombuffer(raw, np.int32, sequences, at)
         self.pointers: NDArray[np.int64] = np.frombuffer(raw, np.int64, sequences, at + 4 * sequences)
         self.document_index: NDArray[np.int64] = np.frombuffer(raw, np.int64, documents, at + 12 * sequences)
-        self._check_against(data_path)
+        if checked is not None and prefix in checked:
+            self._one_each = checked[prefix]
+        else:
+            self._check_against(data_path)
+        if checked is not None:
+            checked[prefix] = self._one_each
         # numpy keeps the map alive as long as any array needs it, so nothing is ever closed by hand.
         empty = os.path.getsize(data_path) == 0
         self.tokens: NDArray[Any] = (
@@ -117,11 +144,12 @@ class IndexedDataset:
             begin = int(ends[-1]) if len(ends) else begin
         forget(self.sizes)
 
-    def __getstate__(self) -> str:
-        return self.prefix
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.prefix, self._one_each
 
-    def __setstate__(self, prefix: str) -> None:
-        self.__init__(prefix)  # type: ignore[misc]
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        prefix, one_each = state
+        self._open(prefix, {prefix: one_each})
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -31,7 +31,7 @@ from .original import (
     set_model_parallel_world_size,
     split_tensor_along_last_dim,
 )
-from .parameters import InitMethod, ParamSpec, declare, filled_later, is_split, normal, ones, spec_of, zeros
+from .parameters import InitMethod, ParamSpec, declare, filled_later, is_split, normal, ones, spec_of, undrawn, zeros
 from .random import RngStreams, derive_seed, seeded
 from .reducer import GradReducer
 from .sequence import (
@@ -248,6 +248,7 @@ __all__ = [
     "set_model_parallel_world_size",
     "spec_of",
     "split_tensor_along_last_dim",
+    "undrawn",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_right",
     "whole_length",

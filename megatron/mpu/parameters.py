@@ -24,6 +24,7 @@ zeros: InitMethod = nn.init.zeros_
 ones: InitMethod = nn.init.ones_
 
 _filled_later: ContextVar[bool] = ContextVar("filled later", default=False)
+_undrawn: ContextVar[bool] = ContextVar("undrawn", default=False)
 
 
 def normal(std: float) -> InitMethod:
@@ -104,9 +105,9 @@ class ParamSpec:
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
         """Draw the first values into `parameter` [local]; with a seed from that, leaving torch's generator as it is.
 
-        Nothing where nobody declared any, and where the parameter is on the meta device.
+        Nothing where nobody declared any, where the parameter is on the meta device, and inside `undrawn`.
         """
-        if self.init_method is None or parameter.is_meta:
+        if self.init_method is None or parameter.is_meta or _undrawn.get():
             return
         whole = torch.empty(self.full_shape, dtype=parameter.dtype, device="cpu")
         with torch.no_grad(), nullcontext() if seed is None else seeded(seed):
@@ -167,3 +168,13 @@ def filled_later() -> Iterator[None]:
         yield
     finally:
         _filled_later.reset(token)
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Declared parameters get no first values inside: for a model whose weights are all read from a file next."""
+    token = _undrawn.set(True)
+    try:
+        yield
+    finally:
+        _undrawn.reset(token)

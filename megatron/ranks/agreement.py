@@ -46,23 +46,26 @@ def source_files() -> list[Path]:
     return sorted(file for package in (megatron, tds) for file in Path(str(package.__file__)).parent.rglob("*.py"))
 
 
-def same_everywhere(values: Mapping[str, str]) -> None:
+def same_everywhere(values: Mapping[str, str] | None) -> None:
     """Raise RunError on all ranks, with the name and the values, if any rank has another value of anything. A collective.
 
-    What crosses the ranks is a hash, unless it differs.
+    What crosses the ranks is a hash, unless it differs. values: None where a rank has nothing to compare.
     """
     if dist.get_world_size() == 1:
         return
-    digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
-    if len(set(_gather(digest))) == 1:
+    digest = None if values is None else hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
+    if len({each for each in _gather(digest) if each}) <= 1:
         return
-    everywhere: list[Mapping[str, str]] = _gather(dict(values))
+    told = enumerate(_gather(None if values is None else dict(values)))
+    everywhere: dict[int, Mapping[str, str]] = {rank: each for rank, each in told if each is not None}
     said = []
-    for name in dict.fromkeys(name for each in everywhere for name in each):
-        here = [each.get(name, "not known") for each in everywhere]
+    for name in dict.fromkeys(name for each in everywhere.values() for name in each):
+        here = [each.get(name, "not known") for each in everywhere.values()]
         if len(set(here)) > 1:
-            usual, other = _usual_and_others(here)
-            said.append(f"{name} is {usual} on rank {here.index(usual)} and {here[other[0]]} on {_ranks(other)}")
+            usual, at = _usual_and_others(here)
+            ranks = list(everywhere)
+            first, other = ranks[here.index(usual)], [ranks[i] for i in at]
+            said.append(f"{name} is {usual} on rank {first} and {here[at[0]]} on {_ranks(other)}")
     more = f"; {len(said) - 3} more differ" if len(said) > 3 else ""
     raise RunError(f"{'; '.join(said[:3])}{more}: start all ranks with the same settings and versions")
 

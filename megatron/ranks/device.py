@@ -4,8 +4,10 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from .._torch import amx_tiles
 
@@ -69,6 +71,24 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def sent(values: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [n], on its way to the device; the host does not wait."""
+    return torch.tensor(values, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+
+
+def read_later(x: Tensor) -> Callable[[], list[int]]:
+    """What gives the numbers of x [n] as they are now, on an accelerator; it waits only until the device has got this far."""
+    host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    event = torch.Event(x.device)
+    event.record()
+
+    def read() -> list[int]:
+        event.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def peak_memory_mb(device: torch.device) -> float:

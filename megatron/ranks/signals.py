@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType, TracebackType
@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+from . import device as device_module
 from .errors import exit_now
 
 BEGIN = time.monotonic()
@@ -59,15 +60,14 @@ class StopSignals:
 
     When the loop has ended well, signals are still heard, so that none ends the process while it saves for the last time.
 
-    minutes: stop when the process has run so long; None for never.
+    minutes: stop when the process has run so long; None for never. device: where the ranks' messages are.
     """
 
-    def __init__(self, minutes: float | None) -> None:
-        self._minutes = minutes
+    def __init__(self, minutes: float | None, device: torch.device) -> None:
+        self._minutes, self._device = minutes, device
         self._asked = StopSignal.NOTHING
         self._interrupted: float | None = None  # when Ctrl-C was
-        self._group: dist.ProcessGroup | None = None
-        self._told: tuple[dist.Work, torch.Tensor] | None = None
+        self._told: Callable[[], list[int]] | None = None
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -75,15 +75,13 @@ class StopSignals:
             signal.signal(signal.SIGUSR1, lambda *_: self._ask(StopSignal.SAVE))
             if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a launcher hears it for all ranks
                 signal.signal(signal.SIGINT, self._interrupt)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")  # of the processes, whatever device they compute on
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._told is not None:  # after an error the others may not be there any more
-            self._told[0].wait()
+            self._told()
 
     def _ask(self, asked: StopSignal) -> None:
         self._asked = max(self._asked, asked)
@@ -101,19 +99,31 @@ class StopSignals:
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
         """(what any rank was asked for, whether all ranks are `done`), alike on all ranks.
 
-        Of several ranks it is what they said one call ago: what they say now is on its way while they
-        compute, so that no iteration waits for it.
+        Of several ranks it is what they said one call ago: what they say now is on its way, among the world's other
+        messages, while they compute, so that no iteration waits for it. (On an accelerator the host waits until the iteration
+        before the last is done.)
         """
         asked, self._asked = self._asked, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
             asked = StopSignal.SAVE_AND_STOP
-        if self._group is None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return asked, done
-        mine = torch.tensor([int(asked), int(not done)])
-        work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        before, self._told = self._told, (work, mine)
+        before, self._told = self._told, self._tell([int(asked), int(not done)])
         if before is None:
             return StopSignal.NOTHING, False
-        before[0].wait()
-        most, any_not_done = before[1].tolist()
+        most, any_not_done = before()
         return StopSignal(most), not any_not_done
+
+    def _tell(self, mine: list[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of what each rank says; what is returned waits for it."""
+        sent = device_module.sent(mine, self._device)
+        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, async_op=True)
+        if self._device.type == "cpu":
+
+            def received() -> list[int]:
+                work.wait()
+                return sent.tolist()
+
+            return received
+        work.wait()  # it is the device that waits
+        return device_module.read_later(sent)

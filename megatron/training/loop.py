@@ -19,7 +19,6 @@ from ..checkpointing import PatientSaver, TrainState
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..data.sample_hash import extend
-from ..data.sampler import ConsecutiveSampler, build_loader
 from ..data.skips import Skips, parse_ranges
 from ..optim import lr_at
 from ..ranks import device as device_module
@@ -30,10 +29,11 @@ from ..ranks.signals import StopSignal, StopSignals
 from ..ranks.stragglers import straggler
 from ..tokenizer import Tokenizer
 from . import culprit
-from .engine import Batches, Engine, Step
+from .engine import Engine, Step
 from .gradient_watch import GradientWatch
 from .health import Fault, Health, Taken
 from .metrics import MetricsWriter, Timers, flops_per_token
+from .reading import read
 from .run_folder import release
 from .run_lock import RunLock
 from .task import Datasets
@@ -68,26 +68,13 @@ class Run:
     @property
     def sample_shape(self) -> tuple[int, int]:
         """Tokens of a sample: (of the encoder or of the whole, of the decoder)."""
-        plan = getattr(self.datasets[0], "plan", None)
+        plan = getattr(self.datasets[0], "plan", None)  # T5's
         return (plan.encoder, plan.decoder) if plan else (self.config.data.seq_length, 0)
 
     @property
     def global_batch(self) -> int:
         """Samples of an iteration."""
         return self.config.train_batch_size(dist.get_world_size())
-
-
-def data_iterator(
-    run: Run, dataset: Any, consumed_samples: int, passed_over: Callable[[int], bool] | None = None
-) -> Batches | None:
-    """Micro-batches for this rank; None where it gets its data from another rank or needs none. passed_over: see the sampler."""
-    mesh = mpu.get_mesh()
-    reads = mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
-    if not reads:
-        return None
-    t = run.config.train
-    sampler = ConsecutiveSampler(t.batch_size, t.gas, mesh.data.rank, mesh.data.size, consumed_samples, passed_over)
-    return iter(build_loader(dataset, sampler, run.config.data.num_workers))
 
 
 def train(run: Run) -> None:
@@ -97,14 +84,12 @@ def train(run: Run) -> None:
     if state.iteration >= last:
         print_rank_0(f"trained {state.iteration} of --train-iters {last} iterations already; raise it to go on")
     passed_over = _passed_over(run)
-    batches = (
-        data_iterator(run, run.datasets[0], state.consumed_samples, passed_over) if state.iteration < last else None
-    )
+    batches = read(run.datasets[0], config, state.consumed_samples, passed_over) if state.iteration < last else None
     window = _Window(run)
-    saved = state.iteration
+    saved = began = state.iteration  # of the newest save; when the newest one began
     watch: GradientWatch | None = GradientWatch(run.engine.deepspeed.module)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
-    with bar, StopSignals(config.checkpoint.exit_duration_in_mins) as signals:
+    with bar, StopSignals(config.checkpoint.exit_duration_in_mins, run.device) as signals:
         asked = StopSignal.NOTHING
         while state.iteration < last and asked is not StopSignal.SAVE_AND_STOP:
             if passed_over and passed_over(state.consumed_samples):
@@ -128,10 +113,10 @@ def train(run: Run) -> None:
             asked, written = signals.agree(run.saver.pending and not run.saver.busy)
             if due(state.iteration, config.checkpoint.exit_interval or 0):
                 asked = StopSignal.SAVE_AND_STOP
-            if run.saver.pending and written:
+            if run.saver.pending and written and state.iteration > began + 1:  # or it was said of the save before
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or asked is not StopSignal.NOTHING:
-                saved = window.save(saved, must=asked is StopSignal.SAVE_AND_STOP)
+                began, saved = state.iteration, window.save(saved, must=asked is StopSignal.SAVE_AND_STOP)
     if run.saver.pending:
         run.saver.finish()
     if state.iteration < last:
@@ -148,7 +133,8 @@ def _advance(run: Run) -> Taken:
     state, count = run.state, run.global_batch
     state.iteration += 1
     taken = Taken(state.iteration, state.consumed_samples, count)
-    state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
+    if is_rank_0():  # which writes the index of checkpoints
+        state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
     state.consumed_samples += count
     state.consumed_tokens += count * sum(run.sample_shape)
     return taken
@@ -185,7 +171,7 @@ def evaluate(run: Run, part: str) -> float | None:
     iterations = run.config.train.eval_iters
     if dataset is None or not iterations:
         return None
-    batches = data_iterator(run, dataset, 0)
+    batches = read(dataset, run.config, 0)
     sums: defaultdict[str, float] = defaultdict(float)
     for _ in range(iterations):
         for name, value in run.engine.eval_batch(batches).items():
@@ -321,7 +307,7 @@ def _sentence(run: Run, fault: Fault) -> str:
 
     def again() -> None:
         mpu.get_rng().begin(taken.iteration - 1)
-        run.engine.train_batch(data_iterator(run, run.datasets[0], taken.first_sample), 0.0)
+        run.engine.train_batch(read(run.datasets[0], run.config, taken.first_sample), 0.0)
 
     if not fault.streak:
         return f"the loss became {fault.loss} at {taken}, its gradient did not; {GENTLER} may help"

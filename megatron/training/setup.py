@@ -1,8 +1,8 @@
 """From settings to a run that is ready to train: ranks, data, model, engine, checkpoint."""
 
-import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,11 @@ import torch.distributed as dist
 from tds.diagnose import Watchdog
 
 from .. import mpu
-from ..checkpointing import PatientSaver, Saver, start_or_resume
+from ..checkpointing import PatientSaver, Saver, find_start, start_or_resume
 from ..checkpointing.files import clear
-from ..checkpointing.nearby import look_of
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
-from ..data.corpora import prefixes_of
 from ..model.layers import count_parameters
 from ..ranks import device as device_module
 from ..ranks.agreement import same_everywhere
@@ -31,8 +29,9 @@ from .build import build_engine, build_model
 from .global_vars import publish
 from .loop import Run
 from .metrics import MetricsWriter, Timers
+from .reading import open_datasets
 from .run_lock import RunLock
-from .task import Datasets, Task, checked_datasets, what
+from .task import Task, what
 from .watch import memory_advice, watched
 
 
@@ -47,15 +46,16 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     locks = on_all_ranks(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
     try:
         _say_what_runs(config, resolved, device, locks)
-        datasets = on_all_ranks(lambda: _datasets(task, config, tokenizer))
-        same_everywhere(on_all_ranks(lambda: _looks(config)))
-        model = build_model(task, config, tokenizer)
+        datasets = open_datasets(task, config, tokenizer)
+        save_dir = str(run_folder.save_dir_of(config, run_dir))
+        start = find_start(config, save_dir)
+        with mpu.undrawn() if start.path else nullcontext():
+            model = build_model(task, config, tokenizer)
         parameters = count_parameters(model)
         engine = build_engine(model, task, config, resolved, tokenizer, timers)
         engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)
-        save_dir = str(run_folder.save_dir_of(config, run_dir))
-        state, config = start_or_resume(config, engine.deepspeed, save_dir, tokenizer.fingerprint, datasets[0])
+        state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         metrics = on_all_ranks(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
     except BaseException:
         run_folder.release(locks)
@@ -117,27 +117,6 @@ def _default_run_dir(name: str) -> str:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(stamp)
     return f"runs/{name}-{stamp[0]}"
-
-
-def _datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
-    for path in prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []:
-        if Path(f"{path}.json").is_file():
-            about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-            if about.get("fingerprint") != tokenizer.fingerprint:
-                raise ValueError(
-                    f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
-                    f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
-                )
-    datasets, notes = checked_datasets(task, config, tokenizer)
-    for note in notes:
-        print_rank_0(f"note: {note}")
-    return datasets
-
-
-def _looks(config: Config) -> dict[str, str]:
-    """What tells the corpora of one node from those of another, where each has its own disk."""
-    paths = prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
-    return {f"the look of {path}": look_of(path) for path in paths}
 
 
 def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:

@@ -57,7 +57,7 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
 
     if kill.rank in (None, int(os.environ["RANK"])):
         if kill.moment == "read":  # a batch has been read, no step was made
-            honest = loop.data_iterator
+            honest = loop.read
 
             def broken(*args: Any) -> Any:
                 batches = honest(*args)
@@ -66,9 +66,9 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
                 reads = enumerate(batches)
                 return (os.kill(os.getpid(), signal.SIGKILL) if n == kill.count else batch for n, batch in reads)
 
-            loop.data_iterator = broken  # type: ignore[assignment]
+            loop.read = broken  # type: ignore[assignment]
         elif kill.moment == "step":  # the step was made, nobody has counted it
-            _die_at(kill.count, loop, "extend")
+            _die_at(kill.count, loop, "_advance")
         elif kill.moment == "write":  # in the middle of a file
             _die_at(kill.count * 7, stream.StreamWriter, "add")
         elif kill.moment == "files":  # between any two changes of the folder

@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import tds
@@ -123,7 +124,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with signals_as_before():
         os.kill(os.getpid(), signal.SIGUSR1)  # nothing to save yet
-        with StopSignals(None) as heard:
+        with StopSignals(None, torch.device("cpu")) as heard:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)  # the same request, by the terminal and by a launcher
             assert heard.agree() == (StopSignal.SAVE_AND_STOP, False)

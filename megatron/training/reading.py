@@ -1,0 +1,104 @@
+"""Which ranks read the data: the first and the last stage of each replica, one of their model-parallel ranks. The others open nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+
+from .. import mpu
+from ..checkpointing.nearby import look_of
+from ..config import Config
+from ..data.corpora import prefixes_of
+from ..data.indexed_dataset import checked_once
+from ..data.sampler import ConsecutiveSampler, build_loader
+from ..ranks.agreement import same_everywhere
+from ..ranks.errors import on_all_ranks
+from ..ranks.rank_0 import is_rank_0, print_rank_0
+from .engine import Batches
+from .task import Datasets, Task, checked_datasets
+
+if TYPE_CHECKING:
+    from ..tokenizer import Tokenizer
+
+
+class Elsewhere:
+    """A data set that other ranks read. plan: the lengths of its samples, where they have two."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+
+
+def reads() -> bool:
+    """Whether this rank reads data."""
+    mesh = mpu.get_mesh()
+    return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
+
+
+def open_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> Datasets:
+    """Those of the task on ranks that read; on the others what is known of them. Raises RunError alike on every rank.
+
+    Rank 0 looks through the corpora first; the others take its word, and compare the ends of theirs with its.
+    """
+    checked: dict[str, bool] = {}
+
+    def opened() -> tuple[Datasets, list[str]] | None:
+        with checked_once(checked):
+            return checked_datasets(task, config, tokenizer)
+
+    def first() -> tuple[Datasets, list[str]] | None:
+        if not is_rank_0():
+            return None
+        _check_tokenizer(config, tokenizer)
+        return opened()
+
+    made = on_all_ranks(first)
+    told: list[Any] = [None]
+    if made is not None:
+        told = [(checked, [dataset is not None and Elsewhere(getattr(dataset, "plan", None)) for dataset in made[0]])]
+        for note in made[1]:
+            print_rank_0(f"note: {note}")
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(told)
+    found, parts = told[0]
+    checked.update(found)
+    mine = on_all_ranks(lambda: opened() if reads() and not is_rank_0() else made)
+    same_everywhere(on_all_ranks(lambda: _looks(config) if reads() else None))
+    return mine[0] if mine else cast(Datasets, tuple(part or None for part in parts))
+
+
+def read(
+    dataset: Any, config: Config, consumed_samples: int, passed_over: Callable[[int], bool] | None = None
+) -> Batches | None:
+    """Micro-batches for this rank from a sample on; None where it gets its data from another rank or needs none.
+
+    passed_over: see the sampler.
+    """
+    if not reads():
+        return None
+    t, data = config.train, mpu.get_mesh().data
+    sampler = ConsecutiveSampler(t.batch_size, t.gas, data.rank, data.size, consumed_samples, passed_over)
+    return iter(build_loader(dataset, sampler, config.data.num_workers))
+
+
+def _corpora(config: Config) -> list[str]:
+    """Prefixes of `.bin/.idx` pairs; none of a task that reads something else."""
+    return prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
+
+
+def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
+    """Raise ValueError if a corpus was made with another tokenizer, as far as that is known."""
+    for path in _corpora(config):
+        if Path(f"{path}.json").is_file():
+            about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+            if about.get("fingerprint") != tokenizer.fingerprint:
+                raise ValueError(
+                    f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
+                    f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
+                )
+
+
+def _looks(config: Config) -> dict[str, str]:
+    """What tells the corpora of one node from those of another, where each has its own disk."""
+    return {f"the look of {path}": look_of(path) for path in _corpora(config)}

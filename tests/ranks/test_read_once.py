@@ -1,0 +1,114 @@
+"""What a large run reads, it reads once: corpora on ranks that train on them, checkpoints on one of all copies, weights that follow from a file never drawn."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron import mpu
+from megatron.checkpointing import CheckpointReader
+from megatron.data.indexed_dataset import IndexedDataset, checked_once
+from megatron.mpu.parameters import ParamSpec
+from megatron.training.loop import train
+from megatron.training.reading import Elsewhere, reads
+from tests.checkpoints.runs import Start, losses_of, make, whole_tensors
+from tests.conformance.engines import remembered_groups
+from tests.support import on_ranks
+
+FLAGS = "--batch-size 1 --gas 4 --train-iters {} --precision {} --zero-stage {} --pipe-parallel-size {} --model-parallel-size {}"
+
+
+def _count(calls: Counter[str], owner: Any, name: str, key: Any) -> None:
+    """Let every call of a method be counted under what `key` makes of its arguments."""
+    honest = getattr(owner, name)
+
+    def counted(*args: Any) -> Any:
+        calls[key(*args)] += 1
+        return honest(*args)
+
+    setattr(owner, name, counted)
+
+
+def _trains(
+    model: str, layout: tuple[int, int], folder: str, data: str, vocab_file: str
+) -> tuple[bool, Counter[str], bool]:
+    """(whether this rank reads, what it did, whether it has a real data set for evaluation)."""
+    calls: Counter[str] = Counter()
+    _count(calls, IndexedDataset, "_open", lambda *_: "opened")
+    _count(calls, IndexedDataset, "_check_against", lambda *_: "checked")
+    flags = FLAGS.format(2, "fp32", 0, *layout) + " --split 8,2 --eval-iters 1 --num-workers 1"
+    with make(Start(model, Path(folder), flags), data, vocab_file) as run:
+        train(run)
+        return reads(), calls, isinstance(run.datasets[1], Elsewhere)
+
+
+@pytest.mark.parametrize(("model", "layout"), [("gpt2", (3, 2)), ("t5-cpm", (3, 2)), ("gpt2", (0, 2))])
+def test_only_ranks_that_read_open_the_corpus(
+    model: str, layout: tuple[int, int], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """And one of them has looked through its index."""
+    told = on_ranks(6, _trains, model, layout, str(tmp_path), tiny_data, vocab_file)
+    for rank, (read_here, calls, elsewhere) in enumerate(told):
+        stage, last = (rank // 2, 2) if layout[0] else (0, 0)
+        assert read_here == (rank % 2 == 0 and stage in (0, last))
+        assert elsewhere != read_here
+        assert bool(calls["opened"]) == read_here
+        assert calls["checked"] == (rank == 0)
+    assert len(losses_of(tmp_path)) == 2
+
+
+def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:
+    found: dict[str, bool] = {}
+    with checked_once(found):
+        first = IndexedDataset(tiny_data)
+    assert found == {tiny_data: True}
+    with checked_once({tiny_data: False}):
+        other = IndexedDataset(tiny_data)
+    assert not other._one_each and other.document_sizes(range(5)).tolist() == first.document_sizes(range(5)).tolist()
+
+
+def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[int, int, int]:
+    """(numbers that this rank read, weights that it drew at the start, and when it went on)."""
+    calls: Counter[str] = Counter()
+    numbers = [0]
+    honest = CheckpointReader._piece
+
+    def piece(reader: CheckpointReader, key: str, each: dict[str, Any]) -> Any:
+        numbers[0] += math.prod(honest(reader, key, each).get_shape())
+        return honest(reader, key, each)
+
+    def spec_of(seed: Any) -> str:
+        return "drawn" if not mpu.parameters._undrawn.get() else "left as it was"  # type: ignore[attr-defined]
+
+    _count(calls, ParamSpec, "fill", lambda spec, parameter, seed=None: spec_of(seed))
+    with remembered_groups() as begin:
+        begin()
+        with make(first, data, vocab_file) as run:
+            train(run)
+        drawn = calls["drawn"]
+        CheckpointReader._piece = piece  # type: ignore[method-assign]
+        begin()
+        with make(second, data, vocab_file) as run:
+            again, read = calls["drawn"] - drawn, numbers[0]
+            train(run)
+    return read, drawn, again
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "zero", "pipe"), [("gpt2", "fp32", 0, 2), ("t5-cpm", "bf16", 1, 0), ("gpt2", "fp32", 3, 0)]
+)
+def test_each_number_of_a_checkpoint_is_read_once(
+    model: str, precision: str, zero: int, pipe: int, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """Over all data-parallel ranks; what is loaded is what was saved; and no weight is drawn to be overwritten."""
+    first, second = (Start(model, tmp_path, FLAGS.format(n, precision, zero, pipe, 1), n == 3) for n in (2, 3))
+    told = on_ranks(4, _resumes, first, second, tiny_data, vocab_file)
+    whole = whole_tensors(tmp_path / "checkpoints" / "iter_0000002")
+    held = sum(tensor.size for tensor in whole.values())
+    tied = sum(tensor.size for key, tensor in whole.items() if "word_embeddings" in key) if pipe else 0
+    assert held <= sum(read for read, _, _ in told) <= held + tied, "embedding and output are on two stages"
+    assert all(drawn and not again for _, drawn, again in told)
+    assert all(torch.tensor(losses_of(tmp_path)).isfinite())
