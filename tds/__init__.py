@@ -23,6 +23,7 @@ from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
 from .engine import PipelineEngine
 from .launched import end_with_launcher, meet_again
+from .recorder import record_collectives
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -42,6 +43,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
     """`deepspeed.init_distributed` with the backend of the device at hand (gloo on a CPU)."""
     end_with_launcher()
+    record_collectives()
     _deepspeed.prepare()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()

@@ -3,6 +3,7 @@
 What has another way goes that way where the name is missing; what has none says so in a sentence.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,22 @@ def can_split(group: Any, device: torch.device) -> bool:
     """Whether groups may be cut out of the communicator that `group` has on `device`. False where torch does not tell."""
     backend = getattr(group, "_get_backend", None)
     return bool(backend and getattr(backend(device), "supports_splitting", False))
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """What torch's flight recorder holds, the oldest first; nothing where it is off or torch does not tell.
+
+    The public way is a file that a process writes as it dies.
+    """
+    module = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of torch 2.13; of NCCL's own before
+        dump = getattr(module, name, None)
+        if dump is not None:
+            try:
+                return list(json.loads(dump(includeCollectives=True)).get("entries", []))
+            except (RuntimeError, TypeError, ValueError):
+                return []
+    return []
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from . import schedule
 from ._torch import default_store
+from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the others
@@ -86,6 +87,27 @@ def _callers(error: BaseException) -> list[str]:
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
 
+def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
+    """Lines of a report: all ranks, those with one stack together, and that once.
+
+    reports: by rank; one that is not there has not answered.
+    """
+    alike: dict[str, list[int]] = {}
+    for rank in range(world):
+        alike.setdefault(reports[rank]["stack"] if rank in reports else "", []).append(rank)
+    lines = []
+    for stack, ranks in alike.items():
+        for rank in ranks:
+            if rank not in reports:
+                lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
+                continue
+            report = reports[rank]
+            lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s")
+            lines += [f"    {line}" for line in report.get("more", [])]
+        lines += [stack] if stack else []
+    return lines
+
+
 def _exit(code: int) -> None:
     """Leave at once: what C++ would do on the way out may fail for want of the other ranks, and say so."""
     for stream in (sys.stdout, sys.stderr):
@@ -105,7 +127,7 @@ class Watchdog:
 
     timeout: seconds that one thing may take. describe: turns what was given to `at` into words,
     called only for a report; it is not kept alive. name: of what is watched and its timeout, for reports. Of several in one process, e.g. of two engines,
-    the one that was told something last is the one that looks out.
+    the one that was told something last is the one that looks out. device: an accelerator, of which a report says how far it is.
     """
 
     _latest: "Watchdog | None" = None
@@ -114,10 +136,17 @@ class Watchdog:
         "model-parallel ranks need less"
     )
 
-    def __init__(self, timeout: float, describe: Callable[[Any], str], name: str = "pipeline") -> None:
+    def __init__(
+        self,
+        timeout: float,
+        describe: Callable[[Any], str],
+        name: str = "pipeline",
+        device: torch.device | None = None,
+    ) -> None:
         self.timeout, self._describe, self._name = timeout, weakref.WeakMethod(describe), name
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._doing: tuple[Any, float] | None = None
+        self._finished = Finished(device) if device is not None and device.type != "cpu" else None
         self._main = threading.main_thread().ident or 0
         self._store = _store()
         self._ending = threading.Lock()
@@ -133,6 +162,8 @@ class Watchdog:
 
     def at(self, what: Any) -> None:
         """From now on this rank does `what`; None: nothing that others could wait for."""
+        if self._finished and self._doing:
+            self._finished.asked(self._doing[0])
         self._doing = None if what is None else (what, time.monotonic())
         if what is not None:
             Watchdog._latest = self
@@ -213,6 +244,14 @@ class Watchdog:
         doing, describe = self._doing, self._describe()
         return "between two steps" if doing is None or describe is None else describe(doing[0])
 
+    def _more(self) -> list[str]:
+        """What else there is to say of this rank, a line each."""
+        with contextlib.suppress(Exception):  # nothing of it is worth the report
+            lines = [f"begun and not ended: {words}" for words in not_ended()]
+            done, describe = self._finished and self._finished.last(), self._describe()
+            return [*([f"its device has finished: {describe(done)}"] if done and describe else []), *lines]
+        return []
+
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
@@ -223,7 +262,8 @@ class Watchdog:
         since = 0.0 if doing is None else time.monotonic() - doing[1]
         try:
             fault, code = json.loads(self._store.get(FAULT))
-            self._store.set(f"tds/report/{self.rank}", json.dumps({"what": what, "since": since, "stack": stack}))
+            report = {"what": what, "since": since, "stack": stack, "more": self._more()}
+            self._store.set(f"tds/report/{self.rank}", json.dumps(report))
             if self.rank == 0:
                 self._print(fault, with_stacks=not code)
             else:
@@ -236,12 +276,9 @@ class Watchdog:
     def _print(self, fault: str, with_stacks: bool) -> None:
         answered = self._collect("tds/report", set(range(self.world)))
         lines = [f"{self._name} stopped: {fault}"]
-        for rank in range(self.world if with_stacks else 0):
-            if rank not in answered:
-                lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
-                continue
-            report = json.loads(self._store.get(f"tds/report/{rank}"))
-            lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s\n{report['stack']}")
+        if with_stacks:
+            found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
+            lines += where_ranks_stand(found, self.world)
         print("\n".join(lines), file=sys.stderr, flush=True)
         self._store.set(PRINTED, "1")
         self._collect("tds/left", answered - {0})  # the store may live in this process, and others still read it

@@ -63,7 +63,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         self._borders = open_borders(self.grid, self.device, self._chunks)
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
-        self.watchdog = Watchdog(timeout, self._describe) if dist.get_world_size() > 1 else None
+        self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())

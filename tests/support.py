@@ -71,8 +71,10 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
         import torch.distributed as dist
 
         import tds
+        from tds.recorder import record_collectives
 
         torch.set_num_threads(1)
+        record_collectives()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
         tds.init_distributed("gloo", auto_mpi_discovery=False)
         result = body(*args)

@@ -25,7 +25,7 @@ class WatchedEngine:
 
     def __init__(self, engine: PlainEngine, seconds: float) -> None:
         self.engine, self.deepspeed = engine, engine.deepspeed
-        self.watchdog = Watchdog(seconds, self._describe, "run")
+        self.watchdog = Watchdog(seconds, self._describe, "run", engine.deepspeed.device)
         self._step, self._micro, self._part = 0, 0, "training"
         self._loss = engine.loss
         engine.loss = self._noted

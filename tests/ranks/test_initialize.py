@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_steps_have_a_timeout_of_their_own() -> None:
 class _Slow:
     """As much of an engine as a watchdog looks at."""
 
-    deepspeed = None
+    deepspeed = SimpleNamespace(device=torch.device("cpu"))
 
     def __init__(self, kind: str) -> None:
         self.kind, self.loss = kind, self.forward
@@ -76,6 +77,7 @@ class _Slow:
 
 
 def _watched(kind: str) -> None:
+    dist.barrier()  # one that has ended
     WatchedEngine(_Slow(kind), 2.0).train_batch(None, 0.0)  # type: ignore[arg-type]
 
 
@@ -88,6 +90,8 @@ def test_a_run_without_a_pipeline_says_where_each_rank_stands(kind: str) -> None
     for rank in range(2):
         assert f"--- rank {rank}, training, micro-batch 0 of the step number 1 since the start, for" in report
     assert "in forward" in report
+    waits = "    begun and not ended: gloo:all_reduce number 2 of the group default_pg (float [1])\n"
+    assert report.count("begun and not ended") == report.count(waits) == 1, report
     assert ("ArithmeticError: the layer broke" in report) == (kind == "raise")
 
 

@@ -215,7 +215,10 @@ PRIVATE = {
         "_non_persistent_buffers_set", "_set_pg_timeout", "_softmax_backward_data", "_version", "_will_engine_execute_node",
         "_world",
     },
-    "tds/_torch.py": {"_C", "_cdata", "_foreach_mul_", "_foreach_norm", "_get_backend", "_get_default_store", "_storage_Use_Count"},
+    "tds/_torch.py": {
+        "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm",
+        "_get_backend", "_get_default_store", "_storage_Use_Count",
+    },
     "tds/diagnose.py": {"_current_frames"},  # of sys: there is no other way to another thread's stack
     "megatron/commands/launch.py": {"_monitor_workers", "_remaining_restarts"},  # of torchrun's agent
     # Of a parameter that DeepSpeed has tied or cut up; mpu stands below tds, and reads them as it reads Megatron's.

@@ -1,0 +1,57 @@
+"""What the report of a rank that hangs knows beyond its stack: the collectives it has begun and not ended, what its device has finished.
+
+On an accelerator the host is far ahead: its stack says what it has asked for last, not what the device waits for. The
+first is told by torch's flight recorder, the second by an event after each instruction.
+"""
+
+import os
+from collections import deque
+from typing import Any
+
+import torch
+
+from ._torch import recorded_collectives
+
+ENTRIES = "2000"  # of the flight recorder: several steps
+REMEMBERED = 1024  # instructions
+SHOWN = 4  # collectives
+
+
+def record_collectives() -> None:
+    """Before the ranks meet: torch's flight recorder is on, unless the environment says something else of it."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", ENTRIES)
+
+
+def not_ended() -> list[str]:
+    """The collectives that this rank has begun and that have not ended, the oldest first, in words."""
+    begun = [each for each in recorded_collectives() if not each.get("retired") and each.get("state") != "completed"]
+    return [_words(each) for each in begun[:SHOWN]] + ([f"and {len(begun) - SHOWN} more"] if len(begun) > SHOWN else [])
+
+
+def _words(entry: dict[str, Any]) -> str:
+    count = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
+    tensors = ", ".join(
+        f"{dtype} {shape}".lower()
+        for dtype, shape in zip(entry.get("input_dtypes", []), entry.get("input_sizes", []), strict=False)
+    )
+    group = (entry.get("process_group") or ["?"])[-1]
+    return f"{entry.get('profiling_name')} number {count} of the group {group} ({tensors})"
+
+
+class Finished:
+    """How far the device has come with what the host has asked of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._asked: deque[tuple[Any, torch.Event]] = deque(maxlen=REMEMBERED)
+
+    def asked(self, what: Any) -> None:
+        """The host has asked the device for all that belongs to `what`."""
+        event = torch.Event(self._device)
+        event.record()
+        self._asked.append((what, event))
+
+    def last(self) -> Any:
+        """The newest of these that the device has finished; None if there is none."""
+        return next((what for what, event in reversed(list(self._asked)) if event.query()), None)

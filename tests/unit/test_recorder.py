@@ -1,0 +1,78 @@
+"""What a report says of ranks beyond their stacks."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tds import recorder
+from tds.diagnose import where_ranks_stand
+from tds.recorder import Finished, not_ended
+
+
+def _report(stack: str, **more: Any) -> dict[str, Any]:
+    return {"what": "stage 0, in Forward", "since": 1.0, "stack": stack, **more}
+
+
+def test_a_stack_that_many_ranks_share_stands_there_once() -> None:
+    reports = {rank: _report("waits" if rank % 2 else f"stack {rank}") for rank in range(6) if rank != 3}
+    lines = where_ranks_stand(reports, 6)
+    assert [line for line in lines if not line.startswith("---")] == ["stack 0", "waits", "stack 2", "stack 4"]
+    assert lines.index("waits") == lines.index("--- rank 5, stage 0, in Forward, for 1.0 s") + 1
+    assert "--- rank 3 does not answer: its process is dead or was stopped" in lines
+    assert sum(line.startswith("--- rank") for line in lines) == 6
+
+
+def test_what_a_rank_adds_stands_below_it() -> None:
+    lines = where_ranks_stand({0: _report("s", more=["begun and not ended: all_reduce"]), 1: _report("s")}, 2)
+    assert lines[1] == "    begun and not ended: all_reduce" and lines[3] == "s"
+
+
+class _Event:
+    """As an accelerator's: done some time after it was recorded."""
+
+    done = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.number = 0
+
+    def record(self) -> None:
+        _Event.made = self.number = getattr(_Event, "made", 0) + 1
+
+    def query(self) -> bool:
+        return self.number <= _Event.done
+
+
+def test_how_far_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", _Event)
+    finished = Finished(torch.device("meta"))
+    assert finished.last() is None
+    for what in "abcd":
+        finished.asked(what)
+    assert finished.last() is None
+    _Event.done = 3
+    assert finished.last() == "c"
+
+
+def test_collectives_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(number: int, state: str, **more: Any) -> dict[str, Any]:
+        return {
+            "profiling_name": "nccl:all_reduce", "collective_seq_id": number, "p2p_seq_id": 0, "is_p2p": False, "state": state,
+            "input_dtypes": ["BFloat16"], "input_sizes": [[2, 4]], "process_group": ["3", "data"], "retired": False, **more,
+        }  # fmt: skip
+
+    entries = [entry(1, "completed"), entry(2, "scheduled", retired=True), *(entry(n, "started") for n in range(3, 9))]
+    monkeypatch.setattr(recorder, "recorded_collectives", lambda: entries)
+    said = not_ended()
+    assert said[0] == "nccl:all_reduce number 3 of the group data (bfloat16 [2, 4])"
+    assert len(said) == 5 and said[-1] == "and 2 more"
+    sent = entry(0, "started", is_p2p=True, p2p_seq_id=7, profiling_name="nccl:send 0->1")
+    monkeypatch.setattr(recorder, "recorded_collectives", lambda: [sent])
+    assert not_ended() == ["nccl:send 0->1 number 7 of the group data (bfloat16 [2, 4])"]
+
+
+def test_a_dump_that_is_off_costs_no_report() -> None:
+    begin = time.monotonic()
+    assert not_ended() == []
+    assert time.monotonic() - begin < 1
