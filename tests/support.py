@@ -1,6 +1,5 @@
 """Real gloo ranks for tests: a hang is a failure that shows every rank's stack, never a stuck suite."""
 
-import atexit
 import contextlib
 import faulthandler
 import functools
@@ -16,12 +15,13 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from .forked_ranks import fork_ranks, run_script
 
 FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ TIMEOUT = 120.0
 
 # Ranks are forked from one process that has imported the heavy libraries already.
 _context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch", "tds", "megatron.training", "tests.support"]
+_preloaded = ["torch", "tds", "megatron.training", "megatron.tasks", "torch.distributed.run", "tests.support"]
 _context.set_forkserver_preload(_preloaded)
 
 
@@ -238,27 +238,12 @@ def _script_main(argv: list[str], env: dict[str, str], folder: str) -> None:
     """Be `python argv...`, with output into two files of `folder`."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for number, name in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
-        file = os.open(name, os.O_RDWR | os.O_CREAT)
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
     os.environ.clear()
     os.environ.update(env)
     os.chdir(ROOT)
-    sys.argv, sys.path[0:0] = argv, [str(Path(argv[0]).absolute().parent)]
-    code = 1
-    try:
-        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-        main.__file__ = argv[0]
-        exec(compile(Path(argv[0]).read_text(), argv[0], "exec"), main.__dict__)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _end(code)
+    if Path(argv[0]).name == "launch.py":
+        fork_ranks()
+    _end(run_script(argv))

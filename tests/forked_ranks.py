@@ -1,0 +1,100 @@
+"""Ranks that a launcher under test forks from itself, as it has imported torch already: a new interpreter each would take most of a test's time.
+
+What starts real processes stays tested by the README's commands, by two nodes, and by the launcher's own tests.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_filters = list(warnings.filters)  # before a launcher changes them
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+class ForkedRank:
+    """As much of a `subprocess.Popen` as torchrun asks of a rank."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            _be(list(argv), env)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0)
+            time.sleep(0.01)
+        return self.returncode or 0
+
+
+def fork_ranks() -> None:
+    """From now on torchrun, in this process, starts ranks so."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    honest = SubprocessHandler._popen
+
+    def popen(handler: Any, argv: Sequence[str], env: Mapping[str, str]) -> Any:
+        return honest(handler, argv, env) if "-m" in argv[:4] else ForkedRank(argv, env)  # type: ignore[arg-type]
+
+    SubprocessHandler._popen = popen  # type: ignore[method-assign,assignment]
+
+
+def _be(argv: list[str], env: Mapping[str, str]) -> None:
+    """Be `python [-u] script.py ...`, a process of its own session; does not return."""
+    os.setsid()
+    atexit._clear()
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    warnings.filters[:] = _filters  # type: ignore[index]
+    for name in ("torch.distributed", *logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os._exit(run_script([word for word in argv[1:] if word != "-u"]))
+
+
+def run_script(argv: list[str]) -> int:
+    """What `python argv...` does in this process, up to its exit functions; the code it would end with."""
+    code = 1
+    try:
+        sys.argv, sys.path[0:0] = argv, [str(Path(argv[0]).absolute().parent)]
+        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+        main.__file__ = argv[0]
+        exec(compile(Path(argv[0]).read_text(), argv[0], "exec"), main.__dict__)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
