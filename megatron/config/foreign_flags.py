@@ -189,6 +189,7 @@ ROWS = (
     ),
     Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", _SAME_LOSS),
     Row("--empty-unused-memory-level", NoEffect("freed memory stays with the process"), int),
+    Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval says when garbage is collected")),
     Row("--lazy-mpu-init", Refused("groups are made when the ranks are there; leave it out"), str),
     Row("--use-cpu-initialization", NoEffect("initial weights follow from --seed and their names on any device")),
     Row("--deepspeed --deepscale", NoEffect("every run is DeepSpeed's")),

@@ -196,6 +196,11 @@ class TrainConfig(Section):
         "only those at saves",
         at_least(0),
     )
+    manual_gc_interval: int = opt(
+        100,
+        "iterations between two collections of Python's garbage, on all ranks at once; 0 leaves it to Python",
+        at_least(0),
+    )
     compile: bool = opt(
         False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
     )

@@ -30,6 +30,7 @@ from ..ranks.stragglers import straggler
 from ..tokenizer import Tokenizer
 from . import culprit
 from .engine import Engine, Step
+from .garbage import Garbage
 from .gradient_watch import GradientWatch
 from .health import Fault, Health, Taken
 from .metrics import MetricsWriter, Timers, flops_per_token
@@ -89,7 +90,8 @@ def train(run: Run) -> None:
     saved = began = state.iteration  # of the newest save; when the newest one began
     watch: GradientWatch | None = GradientWatch(run.engine.deepspeed.module)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
-    with bar, StopSignals(config.checkpoint.exit_duration_in_mins, run.device) as signals:
+    garbage = Garbage(config.train.manual_gc_interval)
+    with bar, garbage, StopSignals(config.checkpoint.exit_duration_in_mins, run.device) as signals:
         asked = StopSignal.NOTHING
         while state.iteration < last and asked is not StopSignal.SAVE_AND_STOP:
             if passed_over and passed_over(state.consumed_samples):
@@ -102,6 +104,7 @@ def train(run: Run) -> None:
                     watch = None
                 window.add(step, _advance(run))
             bar.update()
+            garbage.after(state.iteration)
             if due(state.iteration, config.train.check_replicas):
                 check_replicas(run.engine.deepspeed)
             if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
