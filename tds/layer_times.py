@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -58,16 +58,23 @@ def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
 
 
 def cut_by_time(seconds: Sequence[float], stretches: int) -> list[int]:
-    """The cuts for which the slowest of `stretches` stretches is as fast as can be; none is empty."""
+    """The cuts for which the slowest of `stretches` stretches is as fast as can be, and of these the evenest; none is empty."""
+    slowest = _cut(seconds, stretches, lambda most, took: max(most, took))[0]
+    limit = slowest * (1 + 1e-9)
+    return _cut(seconds, stretches, lambda total, took: total + (took * took if took <= limit else float("inf")))[1]
+
+
+def _cut(seconds: Sequence[float], stretches: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
+    """The least cost there is, and its cuts. join: the cost of some stretches, seconds of one more -> the cost of all of them."""
     count, total = len(seconds), [0.0, *accumulate(seconds)]
-    best = {0: (0.0, [0])}  # by where the next stretch begins: the slowest stretch so far, and the cuts
+    best = {0: (0.0, [0])}  # by where the next stretch begins: the cost so far, and the cuts
     for left in reversed(range(stretches)):
         best = {
             end: min(
-                (max(slowest, total[end] - total[start]), [*cuts, end])
-                for start, (slowest, cuts) in best.items()
+                (join(cost, total[end] - total[start]), [*cuts, end])
+                for start, (cost, cuts) in best.items()
                 if start < end
             )
             for end in range(stretches - left, count - left + 1)
         }
-    return best[count][1]
+    return best[count]

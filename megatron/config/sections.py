@@ -26,8 +26,9 @@ class ParallelConfig(Section):
     )
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(
-        "type:Block",
-        "how layers are cut into stages: type:REGEX, uniform, parameters, balanced (by measured time), or the cuts, e.g. 0,4,8",
+        "balanced",
+        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by time, at the "
+        "start), type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8",
     )
     pipeline_schedule: str = opt(
         "1f1b",

@@ -18,6 +18,7 @@ from .embedding import FinalNorm, PositionEmbedding, WordEmbedding
 from .layers import Layer, LayerStack
 from .loss import TokenLoss
 from .masks import no_documents
+from .work import block_work, lengths
 
 
 def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
@@ -27,6 +28,7 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         raise ValueError("a GPT-2 cannot be built from settings of family t5: pretrain_t5.py trains them")
     if m.position_embedding != "learned":
         raise ValueError("--position-embedding relative is for T5; GPT-2 has learned positions")
+    work = block_work(m, config.data.seq_length)
     return [
         Layer(
             "embedding",
@@ -36,7 +38,7 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
             puts_out=("hidden", "position_ids", "document_ids"),
         ),
         Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding")),
-        *(Layer(f"layers.{i}", Block, (m, f"layers.{i}"), repeated=True) for i in range(m.num_layers)),
+        *(Layer(f"layers.{i}", Block, (m, f"layers.{i}"), repeated=True, work=work) for i in range(m.num_layers)),
         Layer("final_norm", FinalNorm, (m,)),
         output_layer(config, vocab_size, WordEmbedding.logits),
     ]
@@ -44,8 +46,9 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
 
 def output_layer(config: Config, vocab_size: int, call: Callable[[Any, Any], Any]) -> Layer:
     """The last layer of a model: logits by the matrix of the embedding, or (--no-tie-embeddings) by one of its own."""
-    tied = "embedding" if config.model.tie_embeddings else None
-    return Layer("head", WordEmbedding, (config.model, vocab_size), tied=tied, call=call, puts_out=("logits",))
+    m, (encoder, decoder) = config.model, lengths(config)
+    tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
+    return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, puts_out=("logits",), work=work)
 
 
 def vocab_size_of(config: Config) -> int:

@@ -23,7 +23,8 @@ class Layer:
     share one module, which carries the name of the first. call: what to do with the module
     instead of calling it, `call(module, inputs)`. puts_out: names of the tensors it returns,
     for the boundary after it. repeated: part of the stack of equal layers, whose activations
-    may be computed again. prelude: not counted, but computed again with the layer after it.
+    may be computed again. prelude: not counted, but computed again with the layer after it. work: multiply-adds of its
+    forward pass over a sample, see work.py.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Layer:
     puts_out: tuple[str, ...] = ("hidden", "document_ids")
     repeated: bool = False
     prelude: bool = False
+    work: int = 0
 
     def build(self, seed: int) -> nn.Module:
         """The module. What it draws while it is built depends on (seed, name); `init_weights` fills what is declared."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config
 from tds.boundary import Boundary
+from tds.layer_times import cut_by_time
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
@@ -18,6 +19,8 @@ from .layers import Layer, init_weights, run
 from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
+
+FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4  # times the work of a forward pass
 
 # Hidden states are the same on all model-parallel ranks, so each carries its share of them. With sequence
 # parallelism each rank has only its own stretch, and carries all of it.
@@ -40,12 +43,16 @@ class LayerStackPipe(PipelineModule):
         self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any, example: Any
     ) -> None:
         """tied_weights: for each tie, the path of the shared weight in its module. example: inputs of the first layer."""
+        p = config.parallel
+        method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)  # tds' name
+        if p.partition_method == "balanced" and len(layers) >= p.stages * p.virtual_pipeline_size:
+            method = balanced_cuts(layers, p.stages * p.virtual_pipeline_size, bool(config.recomputed_layers))
         super().__init__(
             layers=[_spec(layer, tied_weights, config.train.seed) for layer in layers],
             topology=mpu.get_topology(),
             loss_fn=loss_fn,
-            partition_method=config.parallel.partition_method,
-            chunks=config.parallel.virtual_pipeline_size,
+            partition_method=method,
+            chunks=p.virtual_pipeline_size,
             example=example,
         )
         self._chunk, self._rng = config.recomputed_layers, mpu.get_rng()
@@ -74,6 +81,20 @@ class LayerStackPipe(PipelineModule):
         # The engine hands over a bare tensor where a boundary has one; our layers want tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return run(steps, inputs, self._chunk if self.training else 0, self._rng)
+
+
+def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:
+    """Where each stretch begins, and the number of layers, so that the one with the most work has as little as can be.
+
+    What is not counted (an embedding, a norm, a table of positions) stays with the layer after it, unless there are more
+    stretches than layers that count.
+    """
+    ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
+    if len(ends) < stretches or ends[-1] < len(layers):
+        ends = list(range(1, len(layers) + 1))
+    times = {True: RECOMPUTED, False: FORWARD_AND_BACKWARD}
+    costs = [float(layer.work * times[recomputed and layer.repeated]) for layer in (layers[end - 1] for end in ends)]
+    return [0, *(ends[cut - 1] for cut in cut_by_time(costs, stretches)[1:])]
 
 
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:

@@ -26,6 +26,7 @@ from .loss import IsText, TokenLoss
 from .masks import document_mask, no_documents, positions_in_documents
 from .norm import build_norm
 from .relative import RelativePositions, position_bias
+from .work import block_work, lengths
 
 ENCODING = ("hidden", "decoder_tokens", "encoder_document_ids", "decoder_document_ids")
 DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
@@ -148,7 +149,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
             f"a T5 cannot be built from settings of family {m.family}: give args_defaults={{'family': 't5'}}"
         )
 
-    def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...]) -> list[Layer]:
+    def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...], work: int) -> list[Layer]:
         layers = []
         for i in range(count):
             at = f"{name}.layers.{i}"
@@ -164,20 +165,21 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
                         prelude=True,
                     )
                 )
-            layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True))
+            layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True, work=work))
         return layers
 
     def embedding(name: str, call: Any, puts_out: tuple[str, ...]) -> Layer:
         return Layer(name, WordEmbedding, (m, vocab_size), tied="embedding", call=call, puts_out=puts_out)
 
+    encoder, decoder = lengths(config)
     return [
         embedding("embedding", embed_encoder, ENCODING),
         Layer("encoder.start", StackStart, (config, "encoder.start", 2), puts_out=ENCODING),
-        *stack("encoder", EncoderBlock, m.num_layers, ENCODING),
+        *stack("encoder", EncoderBlock, m.num_layers, ENCODING, block_work(m, encoder)),
         Layer("encoder.final_norm", StackNorm, (m,), puts_out=("encoded", *ENCODING[1:])),
         embedding("decoder.embedding", embed_decoder, DECODING),
         Layer("decoder.start", StackStart, (config, "decoder.start", 3), puts_out=DECODING),
-        *stack("decoder", DecoderBlock, m.decoder_layers, DECODING),
+        *stack("decoder", DecoderBlock, m.decoder_layers, DECODING, block_work(m, decoder, encoder)),
         Layer("decoder.final_norm", DecoderNorm, (m,), puts_out=("hidden",)),
         output_layer(config, vocab_size, Head(m)),
     ]

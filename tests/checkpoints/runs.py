@@ -22,7 +22,8 @@ from tests.support import losses
 
 COMMON = (
     "--split 1 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --lr-decay-style constant --warmup 0 --log-interval 1 "
-    "--eval-iters 0 --save-interval 0 --make-vocab-size-divisible-by 64 --no-tensorboard --hidden-size 16 --num-attention-heads 4"
+    "--eval-iters 0 --save-interval 0 --make-vocab-size-divisible-by 64 --no-tensorboard --hidden-size 16 --num-attention-heads 4 "
+    "--partition-method type:Block"
 )
 T5 = "--num-layers 2 --num-decoder-layers 3 --ff-hidden-size 24 --family t5 --enc-seq-length 32 --seq-length 32"
 MODELS = {

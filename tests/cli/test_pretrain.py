@@ -20,6 +20,7 @@ def flags(tiny_data: str, vocab_file: str) -> list[str]:
         "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "2", "--hidden-size", "16",
         "--num-attention-heads", "2", "--seq-length", "16", "--batch-size", "2", "--log-interval", "1", "--eval-iters", "2",
         "--precision", "fp32", "--no-tensorboard", "--train-iters", "6", "--save-interval", "2", "--lr", "1e-2",
+        "--partition-method", "type:Block",
     ]  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def flags(request: pytest.FixtureRequest, tiny_data: str, vocab_file: str) -> li
         "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "1", "--num-decoder-layers", "2",
         "--hidden-size", "16", "--num-attention-heads", "2", "--enc-seq-length", "24", "--seq-length", "24", "--batch-size", "2",
         "--log-interval", "1", "--eval-iters", "2", "--precision", "fp32", "--no-tensorboard", "--train-iters", "4",
-        "--save-interval", "2", "--eval-interval", "1", "--lr", "1e-2", "--lr-decay-iters", "4", *VARIANTS[request.param],
+        "--save-interval", "2", "--eval-interval", "1", "--lr", "1e-2", "--lr-decay-iters", "4",
+        "--partition-method", "type:Block", *VARIANTS[request.param],
     ]  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def ours(
         "--lr": LR[optimizer], "--lr-decay-style": "constant", "--warmup": 0, "--optimizer": optimizer,
         "--seed": SEED, "--precision": precision, "--log-interval": 1, "--eval-iters": 0, "--save-interval": 0,
         "--pipe-parallel-size": layout.pp, "--model-parallel-size": layout.tp, "--zero-stage": layout.zero,
-        "--make-vocab-size-divisible-by": 64,
+        "--make-vocab-size-divisible-by": 64, "--partition-method": "type:Block",
     }  # fmt: skip
     argv = [str(part) for pair in flags.items() for part in pair]
     rows = train_gpt2(layout.world, run_dir, *argv, "--no-tensorboard", *(PER_DOCUMENT if by_document else ()), *more)

@@ -25,7 +25,8 @@ LAYERS = {"cpm": 12, "t5": 17}  # of the list, with 2 blocks in the encoder and 
 COMMON = (
     f"--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 --enc-seq-length {ENCODER} "
     f"--seq-length {ENCODER} --hidden-dropout 0 --attention-dropout 0 --batch-size 2 --train-iters {STEPS} --lr 0.1 --optimizer sgd "
-    f"--lr-decay-style constant --warmup 0 --seed {SEED} --make-vocab-size-divisible-by 64 --clip-grad 1.0"
+    f"--lr-decay-style constant --warmup 0 --seed {SEED} --make-vocab-size-divisible-by 64 --clip-grad 1.0 "
+    "--partition-method type:Block"
 )
 VARIANTS = {
     "cpm": "--span-convention cpm --reset-attention-mask",

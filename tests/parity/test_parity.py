@@ -104,7 +104,9 @@ def test_dropout_does_not_depend_on_stages_nor_on_recomputing(tmp_path: Path, ti
         (4, "--pipeline-schedule zb-h1"),
         (4, "--pipeline-extra-warmup 1"),
         (2, "--pipeline-schedule interleaved --virtual-pipeline-size 2"),
-        (2, "--partition-method balanced"),
+        (2, "--partition-method measured"),
+        (3, "--partition-method balanced"),
+        (2, "--partition-method balanced --pipeline-schedule interleaved --virtual-pipeline-size 2"),
     ],
 )
 def test_every_schedule(

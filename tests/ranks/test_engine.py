@@ -17,7 +17,7 @@ from tests.text_task import TextTask
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --hidden-dropout 0 "
-    "--attention-dropout 0 --batch-size 2 --gas 2 --precision fp32"
+    "--attention-dropout 0 --batch-size 2 --gas 2 --precision fp32 --partition-method type:Block"
 )
 
 

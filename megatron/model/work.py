@@ -1,0 +1,29 @@
+"""How much each layer has to do, counted: multiply-adds of its forward pass over a sample. Stages are cut by it (pipe.py).
+
+Attention products are counted as if nothing were masked. Norms, activations and look-ups are not counted.
+"""
+
+from megatron.config import Config, ModelConfig
+
+
+def block_work(m: ModelConfig, tokens: int, encoded: int = 0) -> int:
+    """Of a transformer layer over `tokens` tokens. encoded: tokens of the encoder that a decoder's layer looks at, too."""
+    inner = m.num_attention_heads * m.head_size
+    projection, mlp = m.hidden_size * inner, m.hidden_size * m.ff_size * (3 if m.activation == "gated-gelu" else 2)
+    own = tokens * (4 * projection + mlp) + 2 * tokens * tokens * inner
+    cross = 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
+    return own + (cross if encoded else 0)
+
+
+def lengths(config: Config) -> tuple[int, int]:
+    """Tokens of a sample: of the encoder or of the whole, of the decoder. Where the objective says how long a decoder is, about that."""
+    data = config.data
+    if not config.is_t5:
+        return data.seq_length, 0
+    encoder = data.enc_seq_length or data.seq_length
+    if data.dec_seq_length:
+        return encoder, data.dec_seq_length
+    if data.objective == "prefix-lm":
+        return encoder, max(encoder // 4, 1)
+    noise, spans = data.noise_density, data.noise_density / data.mean_span_length
+    return encoder, max(round(encoder * (noise + spans) / (1 - noise + spans)), 1)

@@ -1,0 +1,81 @@
+"""The counted work of layers, against what torch counts while they run, and the cuts that follow from it."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.command_line import parse
+from megatron.model import GPT2Model, T5Model
+from megatron.model.gpt2 import gpt2_layers
+from megatron.model.layers import Layer
+from megatron.model.pipe import balanced_cuts
+from megatron.model.t5 import t5_layers
+
+GPT2 = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --make-vocab-size-divisible-by 1"
+T5 = (
+    "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --ff-hidden-size 40 --enc-seq-length 20 "
+    "--dec-seq-length 12 --seq-length 24 --vocab-size 100 --make-vocab-size-divisible-by 1"
+)
+
+
+def _model(flags: str) -> tuple[Any, tuple[torch.Tensor, ...], list[Layer]]:
+    config = parse(flags.split())
+    if config.is_t5:
+        tokens = torch.zeros(1, 20, dtype=torch.long), torch.zeros(1, 12, dtype=torch.long)
+        return T5Model(config), tokens, t5_layers(config, 100)
+    return GPT2Model(config), (torch.zeros(1, 24, dtype=torch.long),), gpt2_layers(config, 100)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    """[b, n, s, d] each; unmasked, which makes no difference to the number of products."""
+    return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        GPT2, f"{GPT2} --kv-hidden-size 6 --ff-hidden-size 50", T5, f"{T5} --activation gated-gelu --kv-hidden-size 6 --no-tie-embeddings",
+    ],
+)  # fmt: skip
+def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multiply-add is two operations. Torch does not look into its fused attention on a CPU."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
+    model, tokens, layers = _model(flags)
+    model.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*tokens)
+    assert counter.get_total_flops() == 2 * sum(layer.work for layer in layers)
+
+
+def _shares(layers: list[Layer], cuts: list[int]) -> list[float]:
+    total = sum(layer.work for layer in layers) / (len(cuts) - 1)
+    return [sum(layer.work for layer in layers[a:b]) / total for a, b in pairwise(cuts)]
+
+
+LARGE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257"
+
+
+def test_logits_count() -> None:
+    """At 1.3 billion parameters the head is as much work as two layers, of which the last stage has fewer."""
+    layers = gpt2_layers(parse(LARGE.split()), 50257)
+    by_blocks = [0, 5, 8, 11, 14, 17, 20, 23, 28]
+    cuts = balanced_cuts(layers, 8, recomputed=False)
+    assert max(_shares(layers, cuts)) < 1.25 < 1.5 < max(_shares(layers, by_blocks))
+    again = balanced_cuts(layers, 8, recomputed=True)
+    assert sum(layer.repeated for layer in layers[again[-2] :]) >= sum(layer.repeated for layer in layers[cuts[-2] :])
+
+
+@pytest.mark.parametrize("stages", range(1, 12))
+@pytest.mark.parametrize("flags", [GPT2, f"{T5} --position-embedding relative"])
+def test_every_number_of_stages(flags: str, stages: int) -> None:
+    """Each has a layer; what a layer needs before it, as a table of positions, is on its stage as long as that can be."""
+    layers = _model(flags)[2]
+    if stages > len(layers):
+        return
+    cuts = balanced_cuts(layers, stages, recomputed=False)
+    assert (cuts[0], cuts[-1], len(cuts)) == (0, len(layers), stages + 1) and cuts == sorted(set(cuts))
+    if stages <= sum(bool(layer.work) for layer in layers):
+        assert all(layers[cut - 1].work for cut in cuts[1:])
