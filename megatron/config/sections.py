@@ -207,8 +207,8 @@ class TrainConfig(Section):
     )
     cpu_matmul: str = opt(
         "auto",
-        "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes onednn on AMD's CPUs with AVX-512, "
-        "where it is twice as fast",
+        "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes the faster one, which some "
+        "milliseconds at the first start on a machine find out",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(

@@ -55,18 +55,6 @@ def precision_note(device: torch.device, precision: str) -> str | None:
     )
 
 
-def slow_blas(device: torch.device) -> bool:
-    """Whether the BLAS of torch leaves half of this CPU idle: MKL has AVX-512 kernels for Intel's only."""
-    if device.type != "cpu" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return False
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            described = file.read(4096)
-    except OSError:
-        return False
-    return "AuthenticAMD" in described and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if device.type != "cpu":

@@ -15,6 +15,7 @@ from ..config import Config
 from ..config.fields import ConfigError
 from . import device as device_module
 from .agreement import same_everywhere, settings_and_versions
+from .cpu_matmul import by_onednn
 
 AFTER_THE_WATCHDOG = 30.0  # seconds
 
@@ -57,7 +58,7 @@ def initialize_megatron(config: Config) -> torch.device:
     same_everywhere(settings_and_versions(config))
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
-    onednn = cpu_products_by_onednn(config.train.cpu_matmul, device)
+    onednn = by_onednn(config.train.cpu_matmul, device)
     options = mpu.Options(
         sequence_parallel=p.sequence_parallel, overlap=p.async_tensor_model_parallel_allreduce, onednn=onednn
     )
@@ -86,10 +87,3 @@ def not_met(error: Exception) -> str:
             f"the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes says how long to wait)"
         )
     return f"the ranks could not meet at {where}: {text[:200]}"
-
-
-def cpu_products_by_onednn(wanted: str, device: torch.device) -> bool:
-    """What `--cpu-matmul` comes to here. Raises ConfigError if it asks for what there is not."""
-    if wanted == "onednn" and not mpu.onednn_is_there():
-        raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
-    return mpu.onednn_is_there() and (wanted == "onednn" or (wanted == "auto" and device_module.slow_blas(device)))

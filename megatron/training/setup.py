@@ -129,6 +129,10 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     )
     for note in [f"note: {note}" for each in locks for note in each.notes]:
         print_rank_0(note)
+    if mpu.get_options().onednn:
+        print_rank_0(
+            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that off"
+        )
     slow = device_module.precision_note(device, resolved.precision)
     if slow:
         print_rank_0(slow)

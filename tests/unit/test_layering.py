@@ -25,7 +25,14 @@ MAY_IMPORT = {
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
     "megatron.optim": {"megatron.mpu", "megatron.config", "megatron.kernels"},
-    "megatron.ranks": {"tds", "megatron._torch", "megatron.config", "megatron.mpu", "megatron.model"},
+    "megatron.ranks": {
+        "tds",
+        "megatron._torch",
+        "megatron.atomic",
+        "megatron.config",
+        "megatron.mpu",
+        "megatron.model",
+    },
     "megatron.ranks.device": {"megatron._torch"},
     "megatron.checkpointing": {
         "tds",

@@ -1,0 +1,81 @@
+"""Who multiplies fp32 matrices on a CPU, torch's BLAS or oneDNN: whichever is faster there, found by some milliseconds of trying, once a machine.
+
+Torch's builds come with MKL, which has its best kernels for Intel's CPUs only; how far it is behind oneDNN on others differs
+from one to the next.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import mpu
+from .._torch import onednn_linear
+from ..atomic import write_text
+from ..config.fields import ConfigError
+
+ROWS, WIDTH, ROUNDS = 256, 512, 15
+WORTH = 1.1  # times as fast; below that, torch's own, which other programs have, too
+
+
+def by_onednn(wanted: str, device: torch.device) -> bool:
+    """What `--cpu-matmul` comes to here, alike on all ranks. Raises ConfigError if it asks for what there is not."""
+    if wanted == "onednn" and not mpu.onednn_is_there():
+        raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
+    if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():
+        return wanted == "onednn"
+    told = [remembered(cache_file(), this_cpu(), speedup) if _first() else 0.0]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(told)
+    return told[0] >= WORTH
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def speedup() -> float:
+    """How many times as fast as torch's BLAS oneDNN is: the median of rounds in which both have their turn."""
+    x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
+    ratios = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        middle = time.perf_counter()
+        onednn_linear(x, weight, None)
+        ratios.append((middle - begin) / (time.perf_counter() - middle))
+    return statistics.median(ratios[1:])
+
+
+def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
+    """What was measured for `key` before, or else now; a file that cannot be read or written costs the time again."""
+    known: dict[str, float] = {}
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = found if isinstance(found, dict) else {}
+    if not isinstance(known.get(key), (int, float)):
+        known[key] = measure()
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(known, indent=1))
+    return float(known[key])
+
+
+def cache_file() -> Path:
+    """In the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-cpu-matmul.json"
+
+
+def this_cpu() -> str:
+    """The CPU, torch and its threads: what the answer depends on. A home directory may be that of several machines."""
+    name = "an unknown CPU"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
