@@ -1,9 +1,10 @@
 """What a parameter knows of itself, in one record: which part of the whole it is, and how its first values are drawn.
 
-Initial values are always drawn for the whole parameter and then cut, so they are the same for any number of
-model-parallel ranks.
+Initial values are the same for any number of model-parallel ranks: those of a large parameter are drawn in stretches of rows,
+each from a seed of its own, of which a rank draws the ones that it has rows of; others for the whole, which is then cut.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from .mappings import all_reduce
 from .mesh import Axis
-from .random import seeded
+from .random import derive_seed, seeded
 
 InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, as those of torch.nn.init do
 
@@ -25,6 +26,18 @@ ones: InitMethod = nn.init.ones_
 
 _filled_later: ContextVar[bool] = ContextVar("filled later", default=False)
 _undrawn: ContextVar[bool] = ContextVar("undrawn", default=False)
+
+
+# Which give each number without looking at the others or at the shape.
+_BY_NUMBER = (
+    nn.init.zeros_,
+    nn.init.ones_,
+    nn.init.constant_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+)
+AT_ONCE = 1 << 20  # numbers that are drawn from one seed, or those of a row if it has more
 
 
 def normal(std: float) -> InitMethod:
@@ -109,10 +122,28 @@ class ParamSpec:
         """
         if self.init_method is None or parameter.is_meta or _undrawn.get():
             return
+        if seed is not None and getattr(self.init_method, "func", self.init_method) in _BY_NUMBER:
+            self._fill_by_rows(parameter, self.init_method, seed)
+            return
         whole = torch.empty(self.full_shape, dtype=parameter.dtype, device="cpu")
         with torch.no_grad(), nullcontext() if seed is None else seeded(seed):
             self.init_method(whole)
         self.put(whole, parameter)
+
+    @torch.no_grad()
+    def _fill_by_rows(self, parameter: nn.Parameter, init_method: InitMethod, seed: int) -> None:
+        """The same values whoever holds which rows; what is not held is not drawn but up to the borders of a stretch."""
+        dim, begin, end = self.rows
+        shape = list(self.full_shape)
+        step = max(AT_ONCE * shape[dim] // max(math.prod(shape), 1), 1)
+        parameter.zero_()
+        for at in range(begin - begin % step, end, step):
+            shape[dim] = min(step, self.full_shape[dim] - at)
+            stretch = torch.empty(shape, dtype=parameter.dtype, device="cpu")
+            with seeded(derive_seed(seed, "rows", at) if at else seed):
+                init_method(stretch)
+            low, high = max(at, begin), min(at + shape[dim], end)
+            parameter.narrow(dim, low - begin, high - low).copy_(stretch.narrow(dim, low - at, high - low))
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:

@@ -1,6 +1,7 @@
 """What a layer begins with: sane without any help, the same in every layout, and never touched where it is not ours."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.layers import Layer, LayerStack
+from megatron.mpu import parameters
 from megatron.mpu.mesh import Axis
 from tds.pipe import LayerSpec, SequentialModule, TiedLayerSpec, seeded_layers
 
@@ -55,6 +57,54 @@ def test_a_parameter_knows_its_part() -> None:
         assert torch.equal(spec.without_padding(parameter.data.flatten()), whole[begin:end])
         assert torch.equal(spec.with_padding(whole[begin:end]), parameter)
         assert not parameter[end - begin :].any()
+
+
+def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMAL) -> tuple[Tensor, int]:
+    """A part of [200, 100] from one seed, and how many numbers were drawn for it."""
+    shape = [200, 100]
+    full = shape[dim]
+    shape[dim] = -(-full // ranks)
+    drawn = 0
+
+    def counted(x: Tensor) -> None:
+        nonlocal drawn
+        drawn += x.numel()
+        init_method(x)
+
+    counted.func = nn.init.normal_  # type: ignore[attr-defined]
+    with mpu.filled_later():
+        parameter = nn.Parameter(torch.full(shape, 7.0))
+        mpu.declare(parameter, counted, dim=dim, full_size=full, axis=Axis(None, tuple(range(ranks)), rank))
+    mpu.spec_of(parameter).fill(parameter, 5)
+    return parameter.detach(), drawn
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
+def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers for any number of ranks, whose rows are none of the stretches'; at most a stretch more on either side."""
+    monkeypatch.setattr(parameters, "AT_ONCE", at_once)
+    whole, drawn = _filled(0, 1, dim)
+    assert drawn == whole.numel()
+    assert whole.std().item() == pytest.approx(0.02, rel=0.03) and abs(whole.mean().item()) < 1e-3
+    assert len(whole.unique()) > 0.99 * whole.numel(), "no stretch repeats another"
+    row = whole.numel() // whole.shape[dim]
+    for ranks in (3, 7):
+        parts = [_filled(rank, ranks, dim) for rank in range(ranks)]
+        assert torch.equal(torch.cat([part for part, _ in parts], dim).narrow(dim, 0, whole.shape[dim]), whole)
+        for part, drawn in parts:
+            assert drawn <= part.numel() + 2 * max(at_once, row)
+
+
+def test_what_looks_at_the_shape_is_drawn_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "AT_ONCE", 50)
+    values = _built(0, 1)["row.weight"]
+    torch.manual_seed(3)
+    parameter = nn.Parameter(torch.empty(64, 96))
+    with mpu.filled_later():
+        mpu.declare(parameter, nn.init.xavier_normal_)
+    mpu.spec_of(parameter).fill(parameter, 5)
+    assert parameter.std().item() == pytest.approx(values.std().item(), rel=0.1)
 
 
 def test_what_nobody_declared_is_a_copy_and_keeps_its_values() -> None:
