@@ -18,7 +18,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from . import biased_attention
-from .masks import causal_mask
+from .masks import added_mask, causal_mask
 from .recompute import Recipe, instead_of
 
 
@@ -129,6 +129,8 @@ class Attention(nn.Module):
             if not p and self.fused and biased_attention.serves(query, bias):
                 return biased_attention.biased_attention(query, key, value, bias, mask, self.scale)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            mask = added_mask(mask, query.dtype)
         with kernels_for(query, mask):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale

@@ -3,8 +3,13 @@
 Shapes: b batch, q queries, k keys. A document id of 0 is padding; empty ids mean one document without padding.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from megatron._torch import version
 
 
 def no_documents(device: torch.device) -> Tensor:
@@ -17,6 +22,7 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
 
     keys None: the queries themselves. causal: and at nothing after itself. A query that would see
     nothing, which padding may bring about, sees everything: what it computes is not used.
+    The layers that are given the same ids share one mask.
     Raises ValueError for a mask in the place of the ids.
     """
     if not queries.numel():
@@ -26,6 +32,32 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
             f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
             f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
         )
+    others = queries if keys is None else keys
+    return _once(queries, ("mask", id(others), version(others), causal), others, lambda: _mask(queries, keys, causal))
+
+
+def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool [b, 1, q, k] -> what is added to scores, of the same shape: 0 where a query may look, else minus infinity.
+
+    Layers share this one, too; torch would make one of its own for each of them, and keep it for the backward pass.
+    """
+    return _once(
+        mask, ("added", dtype), mask, lambda: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    )
+
+
+def _once(owner: Tensor, key: tuple[Any, ...], kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """What follows from `owner` as it is now, kept as long as that tensor is. kept: lives as long, so that its id stays its own."""
+    if torch.compiler.is_compiling():  # which makes one kernel of it
+        return make()
+    follows: dict[Any, tuple[Tensor, Tensor]] = owner.__dict__.setdefault("_follows", {})
+    key = (*key, version(owner))
+    if key not in follows:
+        follows[key] = (None if kept is owner else kept), make()  # type: ignore[assignment]  # no circle
+    return follows[key][1]
+
+
+def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
     same = queries.unsqueeze(2) == (queries if keys is None else keys).unsqueeze(1)
     if causal:
         same = same.tril()
