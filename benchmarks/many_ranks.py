@@ -61,7 +61,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, layers: int) -> dict
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     tds.init_distributed("fake")
     dist.new_group = new_group
-    tds.engine.Watchdog = lambda *_: None  # it asks the store, of which there is none
+    tds.engine.Watchdog = lambda *_, **__: None  # it asks the store, of which there is none
     try:
         from tds import groups
     except ImportError:  # of a checkout that makes them one by one

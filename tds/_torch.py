@@ -3,6 +3,7 @@
 What has another way goes that way where the name is missing; what has none says so in a sentence.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -51,14 +52,16 @@ def recorded_collectives() -> list[dict[str, Any]]:
     The public way is a file that a process writes as it dies.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of torch 2.13; of NCCL's own before
+    found: list[dict[str, Any]] = []
+    for name in (
+        "_dump_nccl_trace_json",
+        "_dump_fr_trace_json",
+    ):  # NCCL has a recorder of its own, the others share one
         dump = getattr(module, name, None)
         if dump is not None:
-            try:
-                return list(json.loads(dump(includeCollectives=True)).get("entries", []))
-            except (RuntimeError, TypeError, ValueError):
-                return []
-    return []
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):
+                found += json.loads(dump(includeCollectives=True)).get("entries", [])
+    return found
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:

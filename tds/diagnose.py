@@ -163,7 +163,8 @@ class Watchdog:
     def at(self, what: Any) -> None:
         """From now on this rank does `what`; None: nothing that others could wait for."""
         if self._finished and self._doing:
-            self._finished.asked(self._doing[0])
+            with contextlib.suppress(RuntimeError):  # of a device that has failed: who waits for it next will say so
+                self._finished.asked(self._doing[0])
         self._doing = None if what is None else (what, time.monotonic())
         if what is not None:
             Watchdog._latest = self
@@ -245,12 +246,22 @@ class Watchdog:
         return "between two steps" if doing is None or describe is None else describe(doing[0])
 
     def _more(self) -> list[str]:
-        """What else there is to say of this rank, a line each."""
-        with contextlib.suppress(Exception):  # nothing of it is worth the report
-            lines = [f"begun and not ended: {words}" for words in not_ended()]
-            done, describe = self._finished and self._finished.last(), self._describe()
-            return [*([f"its device has finished: {describe(done)}"] if done and describe else []), *lines]
-        return []
+        """What else there is to say of this rank, a line each; nothing of it is worth the report."""
+        lines = []
+        with contextlib.suppress(Exception):
+            done = self._finished and self._finished.last()
+            if done:
+                lines.append(f"its device has finished: {self._in_short(done)}")
+        with contextlib.suppress(Exception):
+            lines += [f"begun and not ended: {words}" for words in not_ended()]
+        return lines
+
+    def _in_short(self, what: Any) -> str:
+        """Without what a message would be waited for now."""
+        if isinstance(what, schedule.Instruction):
+            return f"{type(what).__name__} of micro-batch {what.micro}, chunk {what.chunk}"
+        describe = self._describe()
+        return describe(what) if describe else str(what)
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main)

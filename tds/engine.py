@@ -109,8 +109,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         self._run(self._planned[1], self.micro_batches)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
-            self._exec_reduce_tied_grads()
-            self._exec_reduce_grads()
+            self._reduce_gradients()
         self.agg_train_loss = self._share_losses(self._squared_norm_here())
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")

@@ -76,16 +76,27 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
         )
 
 
-def refuse_idle_stages(model: Any = None, config_class: Any = None, **_: Any) -> None:
-    """Before an engine is made: raise ValueError, on all ranks, where ZeRO or half precision would find nothing to cut."""
+def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: Any = None, **_: Any) -> None:
+    """Before an engine is made: raise ValueError, on all ranks, where ZeRO or half precision would find nothing to cut,
+
+    or where ZeRO would wait for ever: it sums the norm group by group over the stages.
+    """
     half = (
         getattr(getattr(config_class, f"{kind}_config", None), "enabled", False) for kind in ("float16", "bfloat16")
     )
     if not (getattr(config_class, "zero_optimization_stage", 0) or any(half)) or not dist.is_initialized():
         return
-    learns: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(learns, any(p.requires_grad for p in model.parameters()))
-    idle = [rank for rank, value in enumerate(learns) if not value]
+    groups = len(getattr(optimizer, "param_groups", ()))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (any(p.requires_grad for p in model.parameters()), groups))
+    counts = [count for _, count in told]
+    if len(set(counts)) > 1 and not getattr(getattr(config_class, "bfloat16_config", None), "enabled", False):
+        fewest = counts.index(min(counts))
+        raise ValueError(
+            f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter groups, and "
+            f"ZeRO here wants them all on each stage: cut the layers otherwise (partition_method), or train in bf16 or without ZeRO"
+        )
+    idle = [rank for rank, (learns, _) in enumerate(told) if not learns]
     if idle:
         raise ValueError(
             f"the stage of rank {idle[0]} has no weight that learns, which DeepSpeed's ZeRO and half precision cannot do with: "

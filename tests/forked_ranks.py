@@ -65,6 +65,8 @@ def _be(argv: list[str], env: Mapping[str, str]) -> None:
     os.setsid()
     atexit._clear()
     for number in SIGNALS:
+        if signal.getsignal(number) == signal.SIG_IGN:  # a new interpreter would inherit that
+            continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     warnings.filters[:] = _filters  # type: ignore[index]
     for name in ("torch.distributed", *logging.root.manager.loggerDict):

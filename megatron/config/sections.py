@@ -208,7 +208,7 @@ class TrainConfig(Section):
     cpu_matmul: str = opt(
         "auto",
         "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes the faster one, which some "
-        "milliseconds at the first start on a machine find out",
+        "milliseconds at the first start on a machine find out (kept in ~/.cache/megatron-cpu-matmul.json)",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(

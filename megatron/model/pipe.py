@@ -45,8 +45,9 @@ class LayerStackPipe(PipelineModule):
         """tied_weights: for each tie, the path of the shared weight in its module. example: inputs of the first layer."""
         p = config.parallel
         method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)  # tds' name
-        if p.partition_method == "balanced" and len(layers) >= p.stages * p.virtual_pipeline_size:
-            method = balanced_cuts(layers, p.stages * p.virtual_pipeline_size, bool(config.recomputed_layers))
+        stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
+        if p.partition_method == "balanced" and len(layers) >= stretches:
+            method = balanced_cuts(layers, stretches, bool(config.recomputed_layers))
         super().__init__(
             layers=[_spec(layer, tied_weights, config.train.seed) for layer in layers],
             topology=mpu.get_topology(),
@@ -87,13 +88,15 @@ def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> 
     """Where each stretch begins, and the number of layers, so that the one with the most work has as little as can be.
 
     What is not counted (an embedding, a norm, a table of positions) stays with the layer after it, unless there are more
-    stretches than layers that count.
+    stretches than layers that count. Where nobody has counted, all layers are alike.
     """
+    counted = any(layer.work for layer in layers)
     ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
     if len(ends) < stretches or ends[-1] < len(layers):
         ends = list(range(1, len(layers) + 1))
     times = {True: RECOMPUTED, False: FORWARD_AND_BACKWARD}
-    costs = [float(layer.work * times[recomputed and layer.repeated]) for layer in (layers[end - 1] for end in ends)]
+    chosen = [layers[end - 1] for end in ends]
+    costs = [float(layer.work * times[recomputed and layer.repeated]) if counted else 1.0 for layer in chosen]
     return [0, *(ends[cut - 1] for cut in cut_by_time(costs, stretches)[1:])]
 
 

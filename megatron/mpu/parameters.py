@@ -118,9 +118,9 @@ class ParamSpec:
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
         """Draw the first values into `parameter` [local]; with a seed from that, leaving torch's generator as it is.
 
-        Nothing where nobody declared any, where the parameter is on the meta device, and inside `undrawn`.
+        Nothing where nobody declared any, where the parameter is on the meta device, and, with a seed, inside `undrawn`.
         """
-        if self.init_method is None or parameter.is_meta or _undrawn.get():
+        if self.init_method is None or parameter.is_meta or (_undrawn.get() and seed is not None):
             return
         if seed is not None and getattr(self.init_method, "func", self.init_method) in _BY_NUMBER:
             self._fill_by_rows(parameter, self.init_method, seed)
@@ -203,7 +203,10 @@ def filled_later() -> Iterator[None]:
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Declared parameters get no first values inside: for a model whose weights are all read from a file next."""
+    """Declared parameters that are filled from a seed get no values inside: for a model whose weights are all read from a file next.
+
+    What is drawn from torch's generator still is, or what a user's layer draws after it would be other numbers.
+    """
     token = _undrawn.set(True)
     try:
         yield

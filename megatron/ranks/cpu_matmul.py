@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,8 +69,12 @@ def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
 
 
 def cache_file() -> Path:
-    """In the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-cpu-matmul.json"
+    """In the user's cache; of who has no home directory among the temporary files."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        folder = Path(tempfile.gettempdir())
+    return folder / "megatron-cpu-matmul.json"
 
 
 def this_cpu() -> str:

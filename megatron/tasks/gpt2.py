@@ -18,6 +18,7 @@ class GPT2(Task):
 
     name = "gpt2"
     defaults = {"family": "gpt2"}
+    reads_alone = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
         """A sample is {"text": [s + 1]}."""

@@ -31,6 +31,7 @@ class T5(Task):
 
     name = "t5"
     defaults = {"family": "t5", "enc_seq_length": 512}
+    reads_alone = True
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:
         """Padding and sentinels after the tokens of the text."""

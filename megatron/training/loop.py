@@ -34,7 +34,7 @@ from .garbage import Garbage
 from .gradient_watch import GradientWatch
 from .health import Fault, Health, Taken
 from .metrics import MetricsWriter, Timers, flops_per_token
-from .reading import read
+from .reading import lengths_of, read
 from .run_folder import release
 from .run_lock import RunLock
 from .task import Datasets
@@ -69,8 +69,7 @@ class Run:
     @property
     def sample_shape(self) -> tuple[int, int]:
         """Tokens of a sample: (of the encoder or of the whole, of the decoder)."""
-        plan = getattr(self.datasets[0], "plan", None)  # T5's
-        return (plan.encoder, plan.decoder) if plan else (self.config.data.seq_length, 0)
+        return lengths_of(self.datasets[0]) or (self.config.data.seq_length, 0)
 
     @property
     def global_batch(self) -> int:

@@ -1,9 +1,9 @@
-"""Which ranks read the data: the first and the last stage of each replica, one of their model-parallel ranks. The others open nothing."""
+"""Which ranks read the data: the first and the last stage of each replica, one of their model-parallel ranks. What others would read, they do not open."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -23,11 +23,25 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 
+class Lengths(NamedTuple):
+    """Tokens of a sample that has two sequences."""
+
+    encoder: int
+    decoder: int
+
+
 class Elsewhere:
     """A data set that other ranks read. plan: the lengths of its samples, where they have two."""
 
-    def __init__(self, plan: Any) -> None:
+    def __init__(self, plan: Lengths | None) -> None:
         self.plan = plan
+
+
+def lengths_of(dataset: Any) -> Lengths | None:
+    """Of a data set for T5, as its plan says; None of any other."""
+    plan = getattr(dataset, "plan", None)
+    encoder, decoder = getattr(plan, "encoder", None), getattr(plan, "decoder", None)
+    return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
 
 
 def reads() -> bool:
@@ -37,35 +51,44 @@ def reads() -> bool:
 
 
 def open_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> Datasets:
-    """Those of the task on ranks that read; on the others what is known of them. Raises RunError alike on every rank.
+    """Those of the task; on ranks that do not read, what is known of them. Raises RunError alike on every rank.
 
-    Rank 0 looks through the corpora first; the others take its word, and compare the ends of theirs with its.
+    Of a task that `reads_alone`, rank 0 looks through the corpora first; the others take its word, and compare the ends of
+    theirs with its.
     """
+    on_all_ranks(lambda: _check_tokenizer(config, tokenizer) if is_rank_0() else None)
+    if task.reads_alone:
+        datasets = _open_where_read(task, config, tokenizer)
+    else:
+        datasets, notes = on_all_ranks(lambda: checked_datasets(task, config, tokenizer))
+        _say(notes)
+    same_everywhere(on_all_ranks(lambda: _looks(config) if reads() or not task.reads_alone else None))
+    return datasets
+
+
+def _open_where_read(task: Task, config: Config, tokenizer: "Tokenizer") -> Datasets:
     checked: dict[str, bool] = {}
 
-    def opened() -> tuple[Datasets, list[str]] | None:
+    def opened() -> tuple[Datasets, list[str]]:
         with checked_once(checked):
             return checked_datasets(task, config, tokenizer)
 
-    def first() -> tuple[Datasets, list[str]] | None:
-        if not is_rank_0():
-            return None
-        _check_tokenizer(config, tokenizer)
-        return opened()
-
-    made = on_all_ranks(first)
+    made = on_all_ranks(lambda: opened() if is_rank_0() else None)
     told: list[Any] = [None]
     if made is not None:
-        told = [(checked, [dataset is not None and Elsewhere(getattr(dataset, "plan", None)) for dataset in made[0]])]
-        for note in made[1]:
-            print_rank_0(f"note: {note}")
+        told = [(checked, [dataset is not None and Elsewhere(lengths_of(dataset)) for dataset in made[0]])]
+        _say(made[1])
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(told)
     found, parts = told[0]
     checked.update(found)
     mine = on_all_ranks(lambda: opened() if reads() and not is_rank_0() else made)
-    same_everywhere(on_all_ranks(lambda: _looks(config) if reads() else None))
     return mine[0] if mine else cast(Datasets, tuple(part or None for part in parts))
+
+
+def _say(notes: Sequence[str]) -> None:
+    for note in notes:
+        print_rank_0(f"note: {note}")
 
 
 def read(

@@ -129,7 +129,7 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     )
     for note in [f"note: {note}" for each in locks for note in each.notes]:
         print_rank_0(note)
-    if mpu.get_options().onednn:
+    if mpu.get_options().onednn and (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto"):
         print_rank_0(
             "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that off"
         )

@@ -26,6 +26,7 @@ class Task:
 
     name: str = "model"
     defaults: Mapping[str, Any] = {}
+    reads_alone = False  # see `datasets`
 
     def extended(self, config: Config, tokenizer: "Tokenizer") -> "Tokenizer":
         """The tokenizer of the task, e.g. with more special tokens."""
@@ -34,7 +35,9 @@ class Task:
     def datasets(self, config: Config, tokenizer: "Tokenizer") -> tuple[Datasets, list[str]]:
         """Those of training, validation and test, each None where it stays empty; and notes for the user.
 
-        A dataset answers `[n]` for any n >= 0 with a dict of tensors.
+        A dataset answers `[n]` for any n >= 0 with a dict of tensors. All ranks call this at once; with `reads_alone = True`
+        only those that read data do, rank 0 before the others, so that a large corpus is opened, and looked through, where
+        it is needed: then it must not send messages to other ranks, nor leave anything on the task.
         """
         raise NotImplementedError
 

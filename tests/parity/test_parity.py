@@ -106,6 +106,7 @@ def test_dropout_does_not_depend_on_stages_nor_on_recomputing(tmp_path: Path, ti
         (2, "--pipeline-schedule interleaved --virtual-pipeline-size 2"),
         (2, "--partition-method measured"),
         (3, "--partition-method balanced"),
+        (1, "--partition-method balanced --pipeline-schedule interleaved --virtual-pipeline-size 2"),
         (2, "--partition-method balanced --pipeline-schedule interleaved --virtual-pipeline-size 2"),
     ],
 )

@@ -21,7 +21,7 @@ from megatron.ranks.errors import RunError
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.stragglers import Straggler, slowest
 from megatron.training.loop import train
-from tests.checkpoints.runs import Start, make
+from tests.checkpoints.runs import Start, losses_of, make
 from tests.conformance.engines import remembered_groups
 from tests.support import ROOT, covering, on_ranks
 
@@ -95,6 +95,53 @@ LAYOUTS = {  # with the weight in which a bit is flipped on the last rank
     "dp2-pipe1": ("--precision bf16 --pipe-parallel-size 1", "layers.1.mlp.dense_4h_to_h.bias"),
 }
 IN_CI = ["dp2", "tp2", "pp2"]
+
+
+THREE = {
+    "plain": "gpt2 --gas 2 --precision fp32",
+    "fp32": "gpt2 --gas 4 --precision fp32 --pipe-parallel-size 2 --partition-method 0,7,8",
+    "fp32-zero1": "gpt2 --gas 4 --precision fp32 --pipe-parallel-size 2 --partition-method 0,3,8 --zero-stage 1",
+    "bf16": "gpt2 --gas 4 --precision bf16 --pipe-parallel-size 2 --partition-method 0,5,8",
+    "fp16": "gpt2 --gas 4 --precision fp16 --pipe-parallel-size 2 --partition-method 0,4,8 --zero-stage 1",
+    "T5": "t5-cpm --gas 4 --precision fp32 --pipe-parallel-size 2 --partition-method 0,9,12",
+}
+
+
+def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
+    """Weights are compared after every iteration."""
+    with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
+        for name, words in THREE.items():
+            begin()
+            model, flags = words.split(" ", 1)
+            common = "--batch-size 1 --train-iters 4 --check-replicas 1 --no-save-at-end"
+            with make(Start(model, Path(folder) / name, f"{common} {flags}"), data, vocab_file) as run:
+                train(run)
+
+
+def test_tied_weights_stay_the_same_bits_with_three_replicas(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Stages differ by what lies next to a tied weight in a message, and a sum of three by the order in which it is taken."""
+    on_ranks(6, _three_replicas, str(tmp_path), tiny_data, vocab_file, timeout=300)
+    found = {name: losses_of(tmp_path / name) for name in THREE}
+    for name, tolerance in (("fp32", 1e-6), ("fp32-zero1", 1e-6), ("bf16", 2e-3), ("fp16", 2e-3)):
+        assert found[name] == pytest.approx(found["plain"], rel=tolerance), name
+
+
+def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
+    flags = (
+        "--batch-size 1 --train-iters 1 --precision fp32 --pipe-parallel-size 2 --zero-stage 1 --partition-method 0,2,8"
+    )
+    with pytest.raises(ValueError) as error:
+        make(Start("gpt2", Path(folder), flags), data, vocab_file)
+    return str(error.value)
+
+
+def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """ZeRO sums the norm of one group after the other, and would wait for it: here the first stage has nothing but embeddings."""
+    for told in on_ranks(2, _uneven_groups, str(tmp_path), tiny_data, vocab_file):
+        assert told.startswith(
+            "the stage of rank 0 has weights for 1 of the optimizer's 2 parameter groups, and ZeRO here"
+        )
+        assert told.endswith("cut the layers otherwise (partition_method), or train in bf16 or without ZeRO")
 
 
 def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str, list[str]]:

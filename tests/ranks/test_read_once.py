@@ -3,17 +3,21 @@
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader
 from megatron.data.indexed_dataset import IndexedDataset, checked_once
 from megatron.mpu.parameters import ParamSpec
+from megatron.tasks import GPT2
 from megatron.training.loop import train
-from megatron.training.reading import Elsewhere, reads
+from megatron.training.reading import Elsewhere, lengths_of, reads
+from megatron.training.task import Task
 from tests.checkpoints.runs import Start, losses_of, make, whole_tensors
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
@@ -58,6 +62,40 @@ def test_only_ranks_that_read_open_the_corpus(
         assert bool(calls["opened"]) == read_here
         assert calls["checked"] == (rank == 0)
     assert len(losses_of(tmp_path)) == 2
+
+
+def _of_all(folder: str, data: str, vocab_file: str) -> int:
+    """A task whose data sets are made with a message among all ranks, as Megatron-LM's builders wait for each other."""
+    honest = GPT2.datasets
+    opened = []
+
+    def datasets(task: Task, config: Any, tokenizer: Any) -> Any:
+        opened.append(1)
+        dist.barrier()
+        return honest(task, config, tokenizer)  # type: ignore[arg-type]
+
+    GPT2.datasets, GPT2.reads_alone = datasets, False  # type: ignore[method-assign,assignment]
+    with make(Start("gpt2", Path(folder), FLAGS.format(1, "fp32", 0, 2, 1)), data, vocab_file) as run:
+        train(run)
+        assert not isinstance(run.datasets[0], Elsewhere)
+    return len(opened)
+
+
+def test_a_task_of_ones_own_is_asked_on_all_ranks_at_once(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    assert not Task.reads_alone
+    assert on_ranks(3 * 2, _of_all, str(tmp_path), tiny_data, vocab_file) == [1] * 6
+
+
+class _Plan:
+    """Of a data set of one's own; it cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.encoder = lambda: 3
+
+
+def test_the_lengths_of_a_plan() -> None:
+    assert lengths_of(SimpleNamespace(plan=SimpleNamespace(encoder=3, decoder=2))) == (3, 2)
+    assert lengths_of(SimpleNamespace(plan=_Plan())) is None and lengths_of(object()) is None
 
 
 def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:

@@ -170,3 +170,16 @@ def test_a_list_in_one_process_computes_ties_and_names_as_a_pipeline_does() -> N
     hidden = torch.tanh(table[words] @ weights["1.weight"].T + weights["1.bias"])
     hidden = hidden @ weights["3.weight"].T + weights["3.bias"]
     torch.testing.assert_close(model(words), hidden @ table.T)
+
+
+def test_what_a_user_draws_after_ours_is_the_same_where_no_weight_is_drawn() -> None:
+    """A random buffer of a model of one's own is in no checkpoint."""
+
+    def buffer() -> Tensor:
+        torch.manual_seed(3)
+        mpu.ColumnParallelLinear(4, 4)
+        return torch.randn(3)
+
+    before = buffer()
+    with mpu.undrawn():
+        assert torch.equal(buffer(), before)

@@ -195,6 +195,15 @@ def test_what_was_measured_stays_and_what_is_damaged_is_measured_again(tmp_path:
     assert torch.__version__ in this_cpu()
 
 
+def test_who_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert cpu_matmul.cache_file().parent.is_dir()
+
+
 def test_the_measurement_takes_no_time() -> None:
     """Whatever it finds: 15 rounds of two products of 0.1 GFLOP."""
     if not mpu.onednn_is_there():

@@ -1,12 +1,15 @@
 """What a report says of ranks beyond their stacks."""
 
+import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tds import recorder
+from tds._torch import recorded_collectives
 from tds.diagnose import where_ranks_stand
 from tds.recorder import Finished, not_ended
 
@@ -70,6 +73,22 @@ def test_collectives_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = entry(0, "started", is_p2p=True, p2p_seq_id=7, profiling_name="nccl:send 0->1")
     monkeypatch.setattr(recorder, "recorded_collectives", lambda: [sent])
     assert not_ended() == ["nccl:send 0->1 number 7 of the group data (bfloat16 [2, 4])"]
+
+
+def test_each_recorder_of_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has one of its own; one that fails does not hide the other."""
+
+    def dump(number: int) -> Any:
+        return lambda includeCollectives: json.dumps({"entries": [{"collective_seq_id": number}]})  # noqa: N803
+
+    def broken(includeCollectives: bool) -> str:  # noqa: N803
+        raise RuntimeError
+
+    module = SimpleNamespace(_dump_nccl_trace_json=dump(1), _dump_fr_trace_json=dump(2))
+    monkeypatch.setattr(torch._C, "_distributed_c10d", module)
+    assert [each["collective_seq_id"] for each in recorded_collectives()] == [1, 2]
+    module._dump_nccl_trace_json = broken
+    assert [each["collective_seq_id"] for each in recorded_collectives()] == [2]
 
 
 def test_a_dump_that_is_off_costs_no_report() -> None:

@@ -79,3 +79,8 @@ def test_every_number_of_stages(flags: str, stages: int) -> None:
     assert (cuts[0], cuts[-1], len(cuts)) == (0, len(layers), stages + 1) and cuts == sorted(set(cuts))
     if stages <= sum(bool(layer.work) for layer in layers):
         assert all(layers[cut - 1].work for cut in cuts[1:])
+
+
+def test_layers_that_nobody_counted_are_alike() -> None:
+    layers = [Layer(f"layers.{i}", torch.nn.Identity) for i in range(12)]
+    assert balanced_cuts(layers, 4, recomputed=False) == [0, 3, 6, 9, 12]
