@@ -80,8 +80,12 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._told is not None:  # after an error the others may not be there any more
-            self._told()
+        if kind is None:
+            if self._told is not None:
+                self._told()
+        elif threading.current_thread() is threading.main_thread():
+            # There is nothing to save, the others may not be there any more, and who has started this process may end it.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _ask(self, asked: StopSignal) -> None:
         self._asked = max(self._asked, asked)

@@ -139,6 +139,16 @@ def test_ctrl_c_in_a_process_started_by_hand(
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
 
 
+def test_after_an_error_a_launcher_can_end_the_process() -> None:
+    """Or ranks that wait for rank 0 to say what is wrong would all say it, some seconds later."""
+    before = signal.getsignal(signal.SIGTERM)
+    with signals_as_before():
+        with pytest.raises(ValueError), StopSignals(None, torch.device("cpu")):
+            raise ValueError
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def _second_attempt() -> None:
     """One rank, and a store that an attempt before has left its keys in."""
     dist.destroy_process_group()
