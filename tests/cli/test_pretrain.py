@@ -70,6 +70,34 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
     assert losses(train_gpt2(world, tmp_path / "cut", *flags)) == whole  # nothing left to do
 
 
+def test_what_does_not_change_the_model_may_change_on_resume(tmp_path: Path, flags: list[str]) -> None:
+    """Kernels, and how much is kept for the backward pass: the losses are those of the run that goes on as it was."""
+    more = [
+        *flags,
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+        "--lr-decay-iters",
+        "6",
+        "--save-interval",
+        "0",
+    ]
+    whole = losses(train_gpt2(1, tmp_path / "whole", *more, "--train-iters", "4"))
+    train_gpt2(1, tmp_path / "cut", *more, "--train-iters", "2")
+    changed = [
+        "--unfused",
+        "cross-entropy",
+        "--checkpoint-activations",
+        "--cpu-matmul",
+        "torch",
+        "--manual-gc-interval",
+        "1",
+    ]
+    found = losses(train_gpt2(1, tmp_path / "cut", *more, *changed, "--train-iters", "4"))
+    np.testing.assert_allclose(found, whole, rtol=1e-6)
+
+
 @FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
     """Weights, moments and position, through ZeRO, stages and model-parallel ranks; without dropout, which layouts draw apart."""
