@@ -158,7 +158,7 @@ class Saver:
                 raise self._problem
 
         self._guard(settle, temporary)
-        told = _gather_to_0((self._report, self._expected))
+        told = _gather((self._report, self._expected), to_all=False)
         reports = [report for report, _ in told if report]
         expected = {key: shape for _, each in told for key, shape in each.items()}
 
@@ -349,19 +349,13 @@ def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: {**entry, "pieces": list(entry["pieces"].values())} for key, entry in merged.items()}
 
 
-def _gather(report: Any) -> list[Any]:
+def _gather(report: Any, to_all: bool = True) -> list[Any]:
+    """Those of all ranks: on all of them, or on rank 0, which writes the index, and nothing on the others."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [report]
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
+    reports: list[Any] = [None] * dist.get_world_size() if to_all or is_rank_0() else []
+    if to_all:
+        dist.all_gather_object(reports, report)
+    else:
+        dist.gather_object(report, reports or None)
     return reports
-
-
-def _gather_to_0(report: Any) -> list[Any]:
-    """Those of all ranks on rank 0, which writes the index; on the others nothing."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1:
-        return [report]
-    reports: list[Any] = [None] * ranks
-    dist.gather_object(report, reports if is_rank_0() else None)
-    return reports if is_rank_0() else []

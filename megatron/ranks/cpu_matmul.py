@@ -20,6 +20,7 @@ from .. import mpu
 from .._torch import onednn_linear
 from ..atomic import write_text
 from ..config.fields import ConfigError
+from .rank_0 import is_rank_0
 
 ROWS, WIDTH, ROUNDS = 256, 512, 15
 WORTH = 1.1  # times as fast; below that, torch's own, which other programs have, too
@@ -31,14 +32,10 @@ def by_onednn(wanted: str, device: torch.device) -> bool:
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():
         return wanted == "onednn"
-    told = [remembered(cache_file(), this_cpu(), speedup) if _first() else 0.0]
+    told = [remembered(cache_file(), this_cpu(), speedup) if is_rank_0() else 0.0]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(told)
     return told[0] >= WORTH
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def speedup() -> float:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..atomic import write_text
 from ..config import Config
+from ..model.work import block_work
 
 
 class Timer:
@@ -122,16 +123,13 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     and values of cross-attention, the decoder's the rest.
     """
     m = config.model
-    inner = m.num_attention_heads * m.head_size
     if not decoder:
+        inner = m.num_attention_heads * m.head_size
         multiplied = parameters - config.positions * m.hidden_size
         return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
-    projection = m.hidden_size * inner
-    mlp = m.hidden_size * m.ff_size * (3 if m.activation == "gated-gelu" else 2)
-    by_encoder = m.num_layers * (4 * projection + mlp) + m.decoder_layers * 2 * projection
-    by_decoder = m.decoder_layers * (6 * projection + mlp) + (m.vocab_size or 0) * m.hidden_size
-    products = m.num_layers * encoder**2 + m.decoder_layers * decoder * (encoder + decoder)
-    return (6.0 * (by_encoder * encoder + by_decoder * decoder) + 12.0 * inner * products) / (encoder + decoder)
+    blocks = m.num_layers * block_work(m, encoder) + m.decoder_layers * block_work(m, decoder, encoder)
+    logits = decoder * m.hidden_size * (m.vocab_size or 0)
+    return 6.0 * (blocks + logits) / (encoder + decoder)
 
 
 MOST_WAITING = 100_000  # lines kept in memory until they can be written
