@@ -3,9 +3,10 @@
     python benchmarks/parallel.py --kind dp --rounds 7
     python benchmarks/parallel.py --kind tp --rounds 7
     python benchmarks/parallel.py --kind pp --rounds 7
+    python benchmarks/parallel.py --kind pp-dp --rounds 7
 
-All contenders live on the same two gloo processes, one thread each, and make their steps in turn. "alone"
-is our model on each rank by itself, without a word to the other: the ideal of dp. Its time halved
+All contenders live on the same two gloo processes (four for pp-dp, two replicas of two stages), one thread each, and make their
+steps in turn. "alone" is our model on each rank by itself, without a word to the other: the ideal of dp. Its time halved
 is the ideal of tp and pp, where both ranks share one batch. With pp a step has 8 micro-batches of one sample, and torch's
 does not clip. The same layers in every pipeline engine: benchmarks/pipeline_layers.py.
 """
@@ -122,26 +123,26 @@ def dtensor(args: argparse.Namespace, text: Any) -> Step:
     return _loop(model, lambda: model(text))
 
 
+def _token_loss(out: Any, target: Any) -> Any:
+    from torch.nn import functional
+
+    return functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
 def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
     """The layers of `_nano` on two stages: as many transformer layers on either."""
-    import deepspeed
     import torch
     import torch.distributed as dist
     from _nano import nano_layers
-    from torch import Tensor, nn
+    from torch import nn
     from torch.distributed import pipelining
-
-    from tds._deepspeed import StockPipelineModule, quietly
-
-    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
 
     rank = dist.get_rank()
     layers = nano_layers(args.vocab, args.seq, args.hidden, args.layers, 8)
     half = 1 + args.layers // 2
     module = nn.Sequential(*(layers[half:] if rank else layers[:half]))
     stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
-    schedule = pipelining.Schedule1F1B(stage, MICROS, loss_fn=loss_fn)
+    schedule = pipelining.Schedule1F1B(stage, MICROS, loss_fn=_token_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     inputs, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
@@ -150,10 +151,24 @@ def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    return {"torch Schedule1F1B": torchs, **deepspeed_pipeline(args, text)}
+
+
+def deepspeed_pipeline(args: argparse.Namespace, text: Any) -> dict[str, Step]:
+    """The same layers in DeepSpeed's engine, on as many replicas as there are ranks for."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from _nano import nano_layers
+
+    from tds._deepspeed import StockPipelineModule, quietly
+
+    replicas = dist.get_world_size() // 2
+    inputs, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     with quietly():
         again = nano_layers(args.vocab, args.seq, args.hidden, args.layers, 8)
-        model = StockPipelineModule(again, num_stages=2, loss_fn=loss_fn, partition_method="type:_Layer")
-        config = {"train_batch_size": MICROS, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9}  # fmt: skip
+        model = StockPipelineModule(again, num_stages=2, loss_fn=_token_loss, partition_method="type:_Layer")
+        config = {"train_batch_size": MICROS * replicas, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9}  # fmt: skip
         adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
     micros = list(zip(inputs.split(1), labels.split(1), strict=True))
@@ -162,13 +177,15 @@ def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
         with quietly():
             engine.train_batch(iter(micros))
 
-    return {"torch Schedule1F1B": torchs, "DeepSpeed PipelineEngine": stock}
+    return {"DeepSpeed PipelineEngine": stock}
 
 
 def peers(args: argparse.Namespace, text: Any) -> dict[str, Step]:
     if args.kind == "dp":
         return {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
-    return {"torch DTensor": dtensor(args, text)} if args.kind == "tp" else pipelines(args, text)
+    if args.kind == "tp":
+        return {"torch DTensor": dtensor(args, text)}
+    return pipelines(args, text) if args.kind == "pp" else deepspeed_pipeline(args, text)
 
 
 def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
@@ -179,7 +196,7 @@ def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("dp", "tp", "pp"), default="dp")
+    parser.add_argument("--kind", choices=("dp", "tp", "pp", "pp-dp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of ours; the others are in fp32")
@@ -188,7 +205,7 @@ def main() -> None:
     )
     parser.add_argument("--ours-only", action="store_true", help="leave the peers out")
     args = parser.parse_args()
-    on_ranks(2)
+    on_ranks(4 if args.kind == "pp-dp" else 2)
 
     import torch
     import torch.distributed as dist
@@ -196,13 +213,14 @@ def main() -> None:
     from megatron.ranks import device as device_module
 
     dice = torch.Generator().manual_seed(1)
-    layout = {"dp": "", "tp": "--model-parallel-size 2", "pp": PIPELINE}[args.kind]
-    if args.kind == "pp":
+    layout = {"dp": "", "tp": "--model-parallel-size 2", "pp": PIPELINE, "pp-dp": PIPELINE}[args.kind]
+    pipeline = args.kind.startswith("pp")
+    if pipeline:
         args.batch = 1
     found_ours = {"ours": ours(args, layout)}
     for flags in args.flags:
         found_ours[f"ours, {flags}"] = ours(args, f"{layout} {flags}")
-    samples = MICROS if args.kind == "pp" else args.batch
+    samples = MICROS if pipeline else args.batch
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
     torch.manual_seed(0)  # the peers' copies begin alike
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
@@ -211,7 +229,7 @@ def main() -> None:
     device_module.keep_freed_memory(torch.device("cpu"))  # all of them profit
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
-        tokens = samples * args.seq * (2 if args.kind == "dp" else 1)
+        tokens = samples * args.seq * (2 if "dp" in args.kind else 1)
         halves = 1.0 if args.kind == "dp" else 0.5
         print("| contender | tokens/s, median (lowest to highest) | ours / it, by round | share of the ideal |")
         print("| --- | --- | --- | --- |")

@@ -48,6 +48,8 @@ SECTIONS = {
     "dp": "parallel.py --kind dp",
     "switches-dp": "parallel.py --kind dp --ours-only --flags=--no-overlap-grad-reduce",
     "switches-dp-bf16": "parallel.py --kind dp --precision bf16 --ours-only --flags=--no-overlap-grad-reduce",
+    "switches-pp-dp": "parallel.py --kind pp-dp --flags=--no-overlap-grad-reduce",
+    "switches-pp-dp-bf16": "parallel.py --kind pp-dp --precision bf16 --flags=--no-overlap-grad-reduce",
     "tp": "parallel.py --kind tp",
     "switches-tp": "parallel.py --kind tp --ours-only --flags=--no-async-tensor-model-parallel-allreduce --flags=--sequence-parallel",
     "pp": "parallel.py --kind pp",

@@ -9,6 +9,7 @@ queues.py     that no message waits for ever
 batches.py    the micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
 step.py       what a stage keeps while a step lasts
+buckets.py    weights and gradients in flat memory; distributed_optimizer.py steps them, plain.py without a pipeline
 launched.py   that no rank outlives its launcher
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
@@ -21,8 +22,10 @@ from ._deepspeed import complaint
 from ._deepspeed import deepspeed as _ds
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
+from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
 from .launched import end_with_launcher, meet_again
+from .plain import PlainEngine
 from .recorder import record_collectives
 
 
@@ -33,7 +36,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     `(engine, optimizer, training_dataloader, lr_scheduler)`.
     """
     _deepspeed.prepare()
-    with optimizers.for_this_device() as notes, _deepspeed.quietly(), _deepspeed.engine_class(PipelineEngine):
+    with (
+        optimizers.for_this_device() as notes,
+        _deepspeed.quietly(),
+        _deepspeed.engine_classes(PipelineEngine, PlainEngine),
+    ):
         made = _ds.initialize(*args, **kwargs)
     if notes and made[0].global_rank == 0:
         print("\n".join(notes), flush=True)
@@ -71,6 +78,7 @@ __all__ = [
     "Boundary",
     "BoundaryError",
     "DataEnded",
+    "DistributedOptimizer",
     "PipelineEngine",
     "PipelineModule",
     "complaint",

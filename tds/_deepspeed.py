@@ -97,15 +97,15 @@ def this_device() -> torch.device:
 
 
 @contextlib.contextmanager
-def engine_class(cls: type) -> Iterator[None]:
-    """While inside, `deepspeed.initialize` builds `cls` for a PipelineModule."""
-    module = sys.modules["deepspeed"]
-    before = module.PipelineEngine
-    module.PipelineEngine = cls  # type: ignore[attr-defined]
+def engine_classes(pipeline: type, plain: type) -> Iterator[None]:
+    """While inside, `deepspeed.initialize` builds `pipeline` for a PipelineModule and `plain` for another model."""
+    module: Any = sys.modules["deepspeed"]
+    before = module.PipelineEngine, module.DeepSpeedEngine
+    module.PipelineEngine, module.DeepSpeedEngine = pipeline, plain
     try:
         yield
     finally:
-        module.PipelineEngine = before  # type: ignore[attr-defined]
+        module.PipelineEngine, module.DeepSpeedEngine = before
 
 
 @contextlib.contextmanager
@@ -157,6 +157,30 @@ def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
             if each is weight:
                 return grad  # type: ignore[no-any-return]
     return None
+
+
+def link_shares(bucket: Any, group: int) -> None:
+    """Let `deepspeed.utils.safe_get_full_fp32_param` and its like find the fp32 weights of a `Bucket`, in parameter group `group`."""
+    from deepspeed.utils import link_hp_params
+
+    link_hp_params(
+        lp_param_list=bucket.parameters,
+        flat_hp_partition=bucket.share,
+        gradient_dict={},
+        offload_gradient_dict=None,
+        use_offload=False,
+        param_group_index=group,
+        partition_start=bucket.begin,
+        partition_size=bucket.end - bucket.begin,
+        dp_group=bucket.group,
+    )
+
+
+def link_states(bucket: Any, states: Any) -> None:
+    """The same for the optimizer's states of a `Bucket`, which come with its first step."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
 FLOPS_PROFILER = {  # which DeepSpeed itself does not check

@@ -78,3 +78,22 @@ def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         return
     for t in tensors:
         t.mul_(factor)
+
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
+    """Begin to add `whole` up over the group; `share`, this rank's part of its memory, then holds the sums, the rest anything.
+
+    gloo's reduce-scatter takes four times as long as its all-reduce over four ranks.
+    """
+    if dist.get_backend(group) == "gloo":
+        return dist.all_reduce(whole, group=group, async_op=True)
+    return _reduce_scatter(share, whole, group=group, async_op=True)
+
+
+def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
+    """Begin to fill `whole` with the shares of all ranks of the group; `share` lies in it."""
+    return _all_gather(whole, share, group=group, async_op=True)

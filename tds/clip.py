@@ -46,3 +46,19 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float)
         # A product with a clamped factor, so that no value is read back from the device.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         scale_all(grads, factor.to(grads[0].device, grads[0].dtype))
+
+
+def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Before `optimizer.step()`: let it change nothing, neither weights nor moments nor step counts, if `norm` is not finite.
+
+    torch's fused optimizers take that from a flag on the device. Any other (SGD, apex's Adam) is asked for by the host,
+    which waits for the device in every step: it gets no gradients.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    elif not norm.isfinite():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts calls
+                group["step"] = group.get("step", 0) - 1

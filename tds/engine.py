@@ -24,6 +24,7 @@ from .diagnose import Watchdog, describe
 from .losses import Losses
 from .memory import alias, given_up_grad, handed
 from .nested import as_tuple, unwrap
+from .plain import TakesDistributedOptimizer
 from .progress import Progress
 from .reductions import Reductions
 from .saving import Checkpoints
@@ -33,7 +34,7 @@ from .start import checked_schedule, refuse_idle_stages, shake_hands
 from .step import Step
 
 
-class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -53,6 +54,7 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         # What stays as it is; DeepSpeed finds it out again each time that it is asked.
         self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
         self._wrapped = self._is_wrapped()
+        self._overlaps = self.distributed
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
@@ -102,10 +104,11 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             raise RuntimeError(
                 f"stage {self.stage_id} has no optimizer: give each rank one, over its frozen weights if need be"
             )
-        self._begin(self.micro_batches)
         known = self.schedule, self.micro_batches
         if self._planned is None or self._planned[0] != known:
             self._planned = known, list(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
+            self._find_last_backwards(self._planned[1])
+        self._begin(self.micro_batches)
         self._run(self._planned[1], self.micro_batches)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
@@ -243,19 +246,10 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             learned = total * self._step.scale
             self._step.of(instruction.at).loss = scale(learned) if scale else learned
 
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        """Around a backward pass: DeepSpeed's bf16 optimizer adds gradients up in fp32 itself."""
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()
-        yield
-        if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
-
     def _backward(self, instruction: Instruction) -> None:
         roots, grads = self._step.of(instruction.at).take_roots()
         if roots:
-            with self._accumulating():
+            with self._accumulating(instruction):
                 torch.autograd.backward(roots, grads or None)
 
     def _backward_input(self, instruction: Instruction) -> None:
@@ -263,14 +257,14 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
         roots, grads = of.take_roots()
         if roots:
             inputs = [each.tensor for each in of.inputs_that_learn]
-            with self._accumulating():
+            with self._accumulating(instruction):
                 of.deferred = backward_input(roots, grads or [None], inputs)
 
     def _backward_weight(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
         deferred, of.deferred = of.deferred, None
         if deferred:
-            with self._accumulating():
+            with self._accumulating(instruction):
                 deferred.run()
 
     def _send_activation(self, instruction: Instruction) -> None:
@@ -350,8 +344,9 @@ class PipelineEngine(Reductions, Checkpoints, StockPipelineEngine):  # type: ign
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)
         if last:
-            # Gradients are averaged over the replicas afterwards, hence the product with their number.
-            self._step.scale = torch.tensor(replicas / self.num_targets, dtype=torch.float64, device=self.device)
+            # DeepSpeed averages gradients over the replicas afterwards, hence the product with their number.
+            times = 1 if self._overlaps else replicas
+            self._step.scale = torch.tensor(times / self.num_targets, dtype=torch.float64, device=self.device)
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """The data ended before a step had begun: so say all stages, and nobody waits."""

@@ -69,18 +69,6 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     own.view(-1)[: flat.numel()].copy_(flat)
 
 
-def fp32_gradients(engine: Any) -> dict[nn.Parameter, Tensor] | None:
-    """By parameter, in the order of memory: the 1-D piece of a flat buffer in which DeepSpeed adds bf16 gradients up at once.
-
-    None where its optimizer is another, or adds them up later.
-    """
-    optimizer = engine.optimizer
-    if not getattr(optimizer, "immediate_grad_update", False):
-        return None
-    pairs = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-    return {p: grad for group, grads in pairs for p, grad in zip(group, grads, strict=True)}
-
-
 def moment_names(engine: Any) -> list[str]:
     """Names of the optimizer's tensors of a parameter's size, e.g. exp_avg and exp_avg_sq; none before the first step."""
     _link_moments(engine)

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from ._deepspeed import bf16_gradient, this_device
 from .clip import clip_by_norm, squared_norm_here
 from .pipe import tied_weights
+from .plain import chunks
+from .reducer import GradReducer
+from .schedule import Backward, BackwardWeight, Instruction
 
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
@@ -75,20 +78,65 @@ def sum_tied_grads(module: Any, replicas: Any) -> None:
             dist.all_reduce(weight.grad, group=replicas)
 
 
+def _may_overlap(engine: Any) -> bool:
+    """Whether a GradReducer may do what DeepSpeed would do after the passes: without ZeRO, and where nobody asked for DeepSpeed's ways."""
+    config = engine._config
+    asked = config.communication_data_type not in (None, torch.float64)  # which `use_fp64` sets
+    asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0
+    asked |= getattr(config, "sparse_gradients_enabled", False)  # of DeepSpeed before 0.19
+    return bool(
+        not engine._wrapped
+        and engine.dp_world_size > 1
+        and not asked
+        and engine.pipeline_enable_backward_allreduce
+        and not getattr(config, "torch_autocast_enabled", False)
+        and config.pipeline.get("overlap_grad_reduce", True)
+    )
+
+
 class Reductions:
     """What the engine does otherwise than DeepSpeed's between the last backward pass and the optimizer's step."""
 
     _wrapped: bool  # see `_is_wrapped`
+    _last_backward: dict[int, Instruction]  # by chunk, the one that gives its weights their last gradients of a step
+    _overlaps: Any = (
+        None  # what adds gradients up over replicas during backward passes: a GradReducer or a DistributedOptimizer
+    )
     _squared_norm: Tensor | None = None  # of this step, over all ranks, where it came with the loss
+
+    def _find_last_backwards(self: Any, plan: Sequence[Instruction]) -> None:
+        if self._overlaps is None and _may_overlap(self):
+            self._overlaps = GradReducer(self.module.parameters(), self._replicas, chunk_of=chunks(self.module))
+        self._last_backward = {each.chunk: each for each in plan if isinstance(each, (Backward, BackwardWeight))}
+
+    @contextmanager
+    def _accumulating(self: Any, instruction: Instruction) -> Iterator[None]:
+        """Around a backward pass. DeepSpeed's bf16 optimizer adds gradients up in fp32 itself."""
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()
+        if self._overlaps and self._last_backward[instruction.chunk] is instruction:
+            self._overlaps.arm(instruction.chunk)
+        yield
+        if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
 
     def _squared_norm_here(self: Any) -> Tensor | None:
         """What this rank gives to the norm that `clip_fp32_gradients` wants; None where others take it, or a scale is still on it."""
-        if self._wrapped or self.num_stages == 1 or getattr(self, "torch_autocast_z0_gradscaler", None):
+        if (
+            self._wrapped
+            and not self.distributed
+            or self.num_stages == 1
+            or getattr(self, "torch_autocast_z0_gradscaler", None)
+        ):
             return None
         square: Tensor = self._square_of_this_rank()
         return square
 
     def _square_of_this_rank(self: Any) -> Tensor:
+        if self.distributed:
+            square: Tensor = self.optimizer.squared_norm(self.grid.get_slice_parallel_rank(), self.device)
+            dist.all_reduce(square, group=self._replicas)
+            return square
         return squared_norm_here(self.module.parameters(), self.grid.get_slice_parallel_rank(), self.device)
 
     def _is_wrapped(self: Any) -> bool:
@@ -101,11 +149,7 @@ class Reductions:
         Without any gradient where the norm is not finite: an optimizer then leaves weights, moments and step counts as
         they are, and as all ranks know the same norm, all of them do. A `torch.amp.GradScaler` sees to that itself.
         """
-        total, self._squared_norm = self._squared_norm, None
-        if total is None:
-            total = self._square_of_this_rank()
-            dist.all_reduce(total, group=self.grid.get_model_parallel_group())
-        root = total.sqrt()
+        root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
         norm = self._global_grad_norm = root.item()
         if getattr(self, "torch_autocast_z0_gradscaler", None):
@@ -114,11 +158,22 @@ class Reductions:
         if self.optimizer.overflow:
             self.module.zero_grad(set_to_none=True)
 
+    def _take_norm(self: Any) -> Tensor:
+        """Of the gradients of the whole model, where it did not come with the loss."""
+        total, self._squared_norm = self._squared_norm, None
+        if total is None:
+            total = self._square_of_this_rank()
+            dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        root: Tensor = total.sqrt()
+        return root
+
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
-        if (
-            not self._wrapped and not self.gradient_clipping()
-        ):  # else DeepSpeed asks for the norm, or its own optimizer does
-            self.clip_fp32_gradients()
+        if self.distributed:
+            norm = self._take_norm()
+            self.optimizer.clip(norm, self.gradient_clipping())
+            self.optimizer.overflow = not math.isfinite(norm.item())  # which DeepSpeed counts as a skipped step
+        elif not self._wrapped and not self.gradient_clipping():
+            self.clip_fp32_gradients()  # else DeepSpeed asks for the norm, or its own optimizer does
         super()._take_model_step(lr_kwargs)  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,6 +193,10 @@ class Reductions:
         over three or more replicas is rounded by where in a message the weight lies, which is another place on
         each stage. ZeRO's optimizers keep only a part of what they have summed: there one replica goes with all of it.
         """
+        if self._overlaps:
+            self._overlaps.finish()
+            self._exec_reduce_tied_grads()
+            return
         if not self.zero_optimization() or self.using_bf16_optimizer:
             self._exec_reduce_grads()
             self._exec_reduce_tied_grads()
@@ -153,5 +212,6 @@ class Reductions:
         self._exec_reduce_grads()
 
     def _exec_reduce_tied_grads(self: Any) -> None:
-        gradient = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else None
+        gradient = self.optimizer.gradient_share if self.distributed else None
+        gradient = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else gradient
         reduce_tied_grads(self.module, self.stage_id, gradient)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .boundary import Contract, agree, contract_of
+from .distributed_optimizer import DistributedOptimizer
 from .queues import POSTED_AHEAD, Rules, one_hardware_queue
 from .schedule import Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
@@ -86,6 +87,8 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     )
     if not (getattr(config_class, "zero_optimization_stage", 0) or any(half)) or not dist.is_initialized():
         return
+    if isinstance(optimizer, DistributedOptimizer):
+        return  # which cuts what there is
     groups = len(getattr(optimizer, "param_groups", ()))
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (any(p.requires_grad for p in model.parameters()), groups))

@@ -116,8 +116,10 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
             stuck = [rank for rank, p in enumerate(ranks) if p.is_alive()]
             for rank in stuck:
                 os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
-            if stuck:
-                time.sleep(0.5)
+            for _ in range(50):  # a machine that is busy writes them late
+                if all((Path(folder) / f"stack{rank}").stat().st_size for rank in stuck):
+                    break
+                time.sleep(0.1)
         finally:
             for process in ranks:
                 if process.is_alive():

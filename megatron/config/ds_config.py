@@ -53,7 +53,8 @@ class Resolved:
     clip_grad: float
     log_interval: int
     wall_clock_breakdown: bool
-    overlap_grad_reduce: bool  # our reducer adds gradients up, not DeepSpeed, where its optimizer lets it
+    overlap_grad_reduce: bool  # without ZeRO: our reducer adds gradients up, not DeepSpeed
+    distributed_optimizer: bool  # ZeRO 1 is tds' own, not DeepSpeed's
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -83,6 +84,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         "schedule": p.pipeline_schedule,
         "extra_warmup": p.pipeline_extra_warmup,
         "timeout": p.pipeline_timeout,
+        "overlap_grad_reduce": p.overlap_grad_reduce,
     }
     ds.setdefault("zero_allow_untested_optimizer", True)
     # An optimizer offloaded to the CPU is torch's fused AdamW, which is vectorised there too and needs no compiler.
@@ -100,9 +102,13 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         ds["bf16"].setdefault("immediate_grad_update", True)
         if zero <= 1:  # DeepSpeed would round these sums to bf16 on their way between replicas
             ds.setdefault("communication_data_type", "fp32")
-    overlap = p.overlap_grad_reduce and not REDUCES & given.keys() and p.pipe_parallel_size == 0
+    overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
+    # Who says more of ZeRO or of bf16 than that it is on wants DeepSpeed's.
+    asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
+    own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
+    overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
-    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap)
+    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own)
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

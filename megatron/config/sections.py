@@ -51,8 +51,8 @@ class ParallelConfig(Section):
     )
     overlap_grad_reduce: bool = opt(
         True,
-        "without pipeline, in fp32 without ZeRO and in bf16 with its stage 1: add gradients up over replicas during the "
-        "backward pass, not after it",
+        "add gradients up over replicas during the last backward pass of a step, not after it: without ZeRO, and with its "
+        "stage 1 in fp32 and bf16, which without this flag is DeepSpeed's",
     )
     checkpoint_activations: bool = opt(
         False, "keep only layer inputs and compute activations again in the backward pass"

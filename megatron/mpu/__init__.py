@@ -33,7 +33,6 @@ from .original import (
 )
 from .parameters import InitMethod, ParamSpec, declare, filled_later, is_split, normal, ones, spec_of, undrawn, zeros
 from .random import RngStreams, derive_seed, seeded
-from .reducer import GradReducer
 from .sequence import (
     gather_from_sequence_parallel_region,
     local_shard,
@@ -186,7 +185,6 @@ __all__ = [
     "Axis",
     "ColumnParallelLinear",
     "Coord",
-    "GradReducer",
     "InitMethod",
     "LayerNorm",
     "Mesh",

@@ -55,12 +55,14 @@ def build_engine(
     compile_layers(model, config)
     pipeline = on_all_ranks(lambda: _checked(model, task, config))
     optimizer = build_optimizer(model, config.optim, config.model.kernels)
+    if resolved.distributed_optimizer:
+        optimizer = tds.DistributedOptimizer(optimizer)
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
-    if mpu.get_mesh().replica.size > 1:
+    if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.heed_copies(engine)
     batch_of = partial(task.checked_batch, config=config, tokenizer=tokenizer)
     if not pipeline:

@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tds
 from tds import optimizer_state as zero_state
+from tds.clip import leave_out_unless_finite
+from tds.reducer import GradReducer
 
 from .. import mpu
 from ..config.ds_config import Resolved
@@ -76,22 +79,6 @@ def _result(engine: Any, loss: Tensor, norm: Any) -> Step:
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped)
 
 
-def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Before `optimizer.step()`: let it change nothing, neither weights nor moments nor step counts, if `norm` is not finite.
-
-    torch's fused optimizers take that from a flag on the device. Any other (SGD, apex's Adam) is asked for by the host,
-    which waits for the device in every step: it gets no gradients.
-    """
-    if all(group.get("fused") for group in optimizer.param_groups):
-        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-    elif not norm.isfinite():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts calls
-                group["step"] = group.get("step", 0) - 1
-
-
 class PipeEngine:
     """A pipeline of one or more stages. breakdown: measure each kind of instruction of a stage, which waits for the device."""
 
@@ -144,17 +131,15 @@ class PlainEngine:
         self.data = mpu.get_mesh().data
         # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
-        self.reducer: mpu.GradReducer | None = None
-        grad_buffers = zero_state.fp32_gradients(engine)
-        overlap = resolved.overlap_grad_reduce and (resolved.zero_stage == 0 or grad_buffers is not None)
-        if overlap:
+        self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
+        if resolved.overlap_grad_reduce:
             zero_state.take_over_reduction(engine)
             if self.data.size > 1:
-                self.reducer = mpu.GradReducer(
-                    grad_buffers or engine.module.parameters(), self.data, grad_buffers=grad_buffers
-                )
-        # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducer sums.
-        self.factor = gas if overlap else gas * self.data.size
+                self.reducer = GradReducer(engine.module.parameters(), self.data.group)
+        # DeepSpeed divides by the accumulation steps, and averages over the replicas where ours sum.
+        sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
+        self.factor = gas if sums else gas * self.data.size
+        self.clip_grad = resolved.clip_grad
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         ds = self.deepspeed
@@ -180,6 +165,9 @@ class PlainEngine:
                 if last and self.own_clip is not None:
                     norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
                     leave_out_unless_finite(ds.optimizer, norm)
+                elif last and ds.distributed:
+                    norm = self._norm_of_shares(ds)
+                    ds.distributed.clip(norm, self.clip_grad)
                 ds.step()
         return _result(ds, self._sum(total) / targets, ds.get_global_grad_norm() if norm is None else norm)
 
@@ -214,6 +202,13 @@ class PlainEngine:
             for batch in made:
                 total += _scalar(self.count_targets(batch), "count_targets")
             return made, self._sum(total).clamp(min=1.0)
+
+    def _norm_of_shares(self, ds: Any) -> Tensor:
+        mesh = mpu.get_mesh()
+        total: Tensor = ds.distributed.squared_norm(mesh.model.rank, ds.device)
+        if mesh.replica.size > 1:
+            dist.all_reduce(total, group=mesh.replica.group)
+        return self._sum(total).sqrt()
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.data.size > 1:

@@ -1,11 +1,10 @@
 """Gradients added up over replicas during the backward pass, against a sum after it."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron import mpu
+from tds.reducer import GradReducer
 from tests.support import on_ranks
 
 from .nccl import nccl
@@ -27,52 +26,34 @@ class Model(nn.Module):
         return self.last(x).square().sum()
 
 
-def _flat_buffers(model: Model) -> dict[nn.Parameter, torch.Tensor]:
-    """As of an optimizer that adds gradients up itself: matrices in one flat buffer, the others in another."""
-    grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
-    for matrices in (True, False):
-        group = [p for p in model.parameters() if p.requires_grad and (p.dim() > 1) == matrices]
-        flat = torch.zeros(sum(p.numel() for p in group) + 1, dtype=torch.float64)
-        grad_buffers |= zip(group, flat[:-1].split([p.numel() for p in group]), strict=True)
-
-    def moves(p: nn.Parameter) -> None:
-        assert p.grad is not None
-        grad_buffers[p] += p.grad.view(-1)
-        p.grad = None
-
-    for p in grad_buffers:
-        p.register_post_accumulate_grad_hook(moves)  # type: ignore[no-untyped-call]
-    return grad_buffers
+def expected_sums(model: Model, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By name: plain autograd, and a sum over the ranks after it."""
+    learns = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p) for name, p in learns.items()}
+    for x in inputs:
+        found = torch.autograd.grad(model(x), list(learns.values()), allow_unused=True)
+        for name, grad in zip(learns, found, strict=True):
+            sums[name] += 0 if grad is None else grad
+    for each in sums.values():
+        dist.all_reduce(each)
+    return sums
 
 
-def _body(bucket_bytes: int, flat: bool = False) -> int:
-    mpu.initialize_model_parallel(1)
+def _body(bucket_bytes: int) -> tuple[int, list[int]]:
     torch.manual_seed(0)
     model = Model().double()
-    grad_buffers = _flat_buffers(model) if flat else None
-    reducer = mpu.GradReducer(grad_buffers or model.parameters(), mpu.get_mesh().data, bucket_bytes, grad_buffers)
-    sent = []
-    real = dist.all_reduce
+    reducer = GradReducer(model.parameters(), dist.group.WORLD, bucket_bytes)
+    sent: list[int] = []
+    real, during = dist.all_reduce, []
+
+    def counted(x: torch.Tensor, *args: object, **kwargs: object) -> object:
+        sent.append(x.numel())
+        return real(x, *args, **kwargs)  # type: ignore[arg-type]
+
     for _ in range(3):
         model.zero_grad()
-        for buffer in (grad_buffers or {}).values():
-            buffer.zero_()
         inputs = [torch.randn(4, 6, dtype=torch.float64) + dist.get_rank() for _ in range(3)]
-        expected = dict.fromkeys(dict(model.named_parameters()), 0)
-        for x in inputs:  # plain autograd, and a sum after it
-            found = torch.autograd.grad(model(x), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-            for (name, p), grad in zip(
-                [(n, p) for n, p in model.named_parameters() if p.requires_grad], found, strict=True
-            ):
-                expected[name] = expected[name] + (torch.zeros_like(p) if grad is None else grad)
-        for name in expected:
-            if name != "frozen":
-                real(expected[name])
-
-        def counted(x: torch.Tensor, *args: object, **kwargs: object) -> object:
-            sent.append(x.numel())
-            return real(x, *args, **kwargs)  # type: ignore[arg-type]
-
+        expected = expected_sums(model, inputs)
         dist.all_reduce = counted  # type: ignore[assignment]
         before = len(sent)
         for micro, x in enumerate(inputs):
@@ -80,34 +61,49 @@ def _body(bucket_bytes: int, flat: bool = False) -> int:
                 assert len(sent) == before  # gradients that still accumulate stay here
                 reducer.arm()
             model(x).backward()
+        during.append(len(sent) - before)
         reducer.finish()
         dist.all_reduce = real
         for name, p in model.named_parameters():
-            if p.requires_grad:
-                torch.testing.assert_close(grad_buffers[p].view_as(p) if grad_buffers else p.grad, expected[name])
-                assert not grad_buffers or p.grad is None
-        assert model.frozen.grad is None
-    return len(sent) // 3
+            if name in ("never", "frozen"):
+                assert p.grad is None
+            else:
+                torch.testing.assert_close(p.grad, expected[name])
+    return len(sent) // 3, during
 
 
-def _late(bucket_bytes: int, flat: bool) -> int:
+def _late(bucket_bytes: int) -> tuple[int, list[int]]:
     with nccl("eager"):
-        return _body(bucket_bytes, flat)
+        return _body(bucket_bytes)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_sums_that_complete_late(flat: bool) -> None:
+def test_sums_that_complete_late() -> None:
     """As on an accelerator: nothing has happened when a call returns, and waiting does not block the program."""
-    assert on_ranks(2, _late, 8, flat) == [6, 6]
+    assert on_ranks(2, _late, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4])]  # rank 0 has one gradient more
 
 
 def test_sums_over_accumulated_gradients() -> None:
-    """One bucket, or one for each parameter; missing gradients count as zeros."""
-    assert on_ranks(2, _body, 10**6) == [1, 1]
-    assert on_ranks(3, _body, 8) == [6, 6, 6]
+    """One bucket, or one for each parameter: from the second step on those of layers leave before the backward pass ends."""
+    assert on_ranks(2, _body, 10**6) == [(1, [0, 0, 0])] * 2
+    assert on_ranks(3, _body, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4]), (6, [0, 4, 4])]
 
 
-def test_sums_in_place_where_an_optimizer_accumulates() -> None:
-    """A bucket for each flat buffer at least: what does not lie side by side cannot be sent in place."""
-    assert on_ranks(2, _body, 10**6, True) == [2, 2]
-    assert on_ranks(2, _body, 8, True) == [6, 6]
+def _used_once_more() -> str:
+    weight = nn.Parameter(torch.ones(2))
+    reducer = GradReducer([weight], dist.group.WORLD)
+    for uses in (1, 1, 2):
+        reducer.arm()
+        try:
+            for _ in range(uses):
+                (weight * 2).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        reducer.finish()
+        weight.grad = None
+    return "nothing"
+
+
+def test_a_gradient_that_comes_after_its_sum_has_left_is_an_error() -> None:
+    for told in on_ranks(2, _used_once_more):
+        assert told.startswith("a gradient of a weight of shape (2,) arrived after its sum had left")
+        assert "--no-overlap-grad-reduce" in told

@@ -1,0 +1,63 @@
+"""DeepSpeed's engine without a pipeline, which a DistributedOptimizer may be given to, and what the pipeline's does alike."""
+
+from typing import Any
+
+from ._deepspeed import DeepSpeedEngine
+from .distributed_optimizer import DistributedOptimizer
+from .pipe import tied_weights
+
+
+class TakesDistributedOptimizer:
+    """Around a DeepSpeed engine: with a DistributedOptimizer it puts none of its own around the user's and reduces no gradients."""
+
+    @property
+    def distributed(self: Any) -> DistributedOptimizer | None:
+        """The optimizer, if it is one."""
+        return self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
+
+    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
+        if not isinstance(client_optimizer, DistributedOptimizer):
+            super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
+            return
+        _refuse_what_it_cannot(self)
+        self.basic_optimizer = client_optimizer.optimizer
+        self.optimizer = client_optimizer
+        client_optimizer.attach(
+            self.module, self.seq_data_parallel_group, chunks(self.module), apart=tied_weights(self.module)
+        )
+        self.enable_backward_allreduce = False
+
+    def _take_model_step(self: Any, lr_kwargs: Any) -> None:
+        super()._take_model_step(lr_kwargs)  # type: ignore[misc]
+        if self.distributed:
+            self.optimizer.zero_grad()
+
+
+class PlainEngine(TakesDistributedOptimizer, DeepSpeedEngine):  # type: ignore[misc]
+    """With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()` after it,
+
+    then `optimizer.clip(norm, limit)` and `step()`.
+    """
+
+
+def _refuse_what_it_cannot(engine: Any) -> None:
+    """Raise ValueError for settings that a DistributedOptimizer does not act on."""
+    problem = None
+    if engine.fp16_enabled():
+        problem = "no loss scale for fp16: use bf16 or fp32"
+    elif engine.zero_optimization_stage() != 1:
+        problem = f'ZeRO stage 1, not {int(engine.zero_optimization_stage())}: set "zero_optimization": {{"stage": 1}}'
+    elif engine.zero_cpu_offload():
+        problem = "its states on the device: leave offload_optimizer out"
+    if problem:
+        raise ValueError(f"tds.DistributedOptimizer has {problem}, or give the optimizer itself")
+
+
+def chunks(module: Any) -> dict[Any, int]:
+    """By parameter, the chunk of a pipeline stage that uses it; the first one, whose backward pass is the last, of several."""
+    found: dict[Any, int] = {}
+    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "stretches", ())))):
+        for layer in module.forward_funcs[begin:end]:
+            for parameter in getattr(layer, "parameters", list)():
+                found[parameter] = chunk
+    return found

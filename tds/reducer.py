@@ -1,0 +1,70 @@
+"""Gradients added up over the replicas while the backward pass still runs, for an optimizer of whole weights.
+
+Li et al. 2020, torch's DistributedDataParallel. DeepSpeed without ZeRO begins when all gradients are there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .departures import Departures, pack
+
+
+class _Sum:
+    """A bucket whose sum replaces `.grad`; a weight that has no gradient on any replica has none afterwards, too."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
+        self.parameters, self.group, self.left = list(parameters), group, False
+        self._present: Tensor | None = None  # ones, one for each parameter
+        self._work: dist.Work | None = None
+        self._missing: list[tuple[nn.Parameter, Tensor]] = []  # and on how many replicas there is a gradient
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Nothing: the sum is made of `.grad`."""
+
+    def reduce(self) -> None:
+        """Begin to add up; gradients are views of the message from here on, so nothing is copied back."""
+        there = [p.grad is not None for p in self.parameters]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        if self._present is None:
+            self._present = grads[0].new_ones(len(grads))
+        present = self._present if all(there) else self._present * self._present.new_tensor(there)
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
+        self._work = dist.all_reduce(flat, group=self.group, async_op=True)
+        *parts, counts = torch.split(flat, [*(p.numel() for p in self.parameters), len(grads)])
+        for p, part in zip(self.parameters, parts, strict=True):
+            p.grad = part.view_as(p)
+        self._missing = [(p, counts[at]) for at, p in enumerate(self.parameters) if not there[at]]
+
+    def wait(self) -> None:
+        """Until the sums are there."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        for p, count in self._missing:  # the only case in which the host waits for the device
+            if not count.item():
+                p.grad = None
+        self._missing = []
+
+
+class GradReducer:
+    """`arm()` before the last backward pass of a step, `finish()` after it: then `.grad` is the sum over the replicas.
+
+    group: of the replicas. chunk_of: see `Departures`. bucket_bytes: see `pack`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: Any,
+        bucket_bytes: int | None = None,
+        chunk_of: Mapping[nn.Parameter, int] | None = None,
+    ) -> None:
+        learns = [p for p in parameters if p.requires_grad]
+        packed = pack(learns, group, bucket_bytes, chunk_of)
+        packed.sort(key=lambda bucket: -(chunk_of or {}).get(bucket[0], 0))  # the last chunk's gradients come first
+        departures = Departures([_Sum(bucket, group) for bucket in packed], chunk_of)
+        self.arm, self.finish = departures.arm, departures.finish

@@ -1,0 +1,242 @@
+"""Optimizer states cut over the replicas, against a plain optimizer of whole weights on summed gradients."""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tds
+from tds import optimizer_state
+from tests.support import on_ranks
+
+from .nccl import nccl
+from .test_reducer import Model, expected_sums
+
+SETTINGS = {"weight_decay": 0.1, "lr": 0.05}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": lambda groups: torch.optim.AdamW(groups, fused=True, **SETTINGS),
+    "foreach": lambda groups: torch.optim.AdamW(groups, **SETTINGS),
+    "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, **SETTINGS),
+}
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    learns = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in learns if p.dim() > 1]},
+        {"params": [p for p in learns if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def _clipped(grads: list[torch.Tensor], limit: float) -> float:
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    for g in grads:
+        g *= min(1.0, limit / (norm + 1e-6))
+    return norm
+
+
+def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    exact = copy.deepcopy(model).to(torch.promote_types(dtype, torch.float32))
+    reference = OPTIMIZERS[kind](_groups(exact))
+    ours = tds.DistributedOptimizer(OPTIMIZERS[kind](_groups(model)), bucket_bytes)
+    ours.attach(model, dist.group.WORLD, apart=[model.last.weight])
+    reduced, real = [], ours.buckets[0].__class__.reduce
+    ours.buckets[0].__class__.reduce = lambda bucket: (reduced.append(bucket), real(bucket))[1]  # type: ignore[method-assign]
+    during = []
+    for step in range(4):
+        inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
+        for name, grad in expected_sums(model, inputs).items():  # rounded to bf16 by each backward pass, as ours are
+            exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
+        before = len(reduced)
+        for micro, x in enumerate(inputs):
+            if micro == 1:
+                ours.arm()
+            model(x).backward()
+        during.append(len(reduced) - before)
+        ours.finish()
+        norm = ours.squared_norm(0, torch.device("cpu"))
+        dist.all_reduce(norm)
+        limit = 0.0 if step == 3 else 0.5
+        if limit:
+            expected = _clipped([p.grad for p in exact.parameters() if p.grad is not None], limit)
+            assert norm.sqrt().item() == pytest.approx(expected, rel=1e-6 if dtype != torch.bfloat16 else 1e-2)
+        ours.clip(norm.sqrt(), limit)
+        ours.step()
+        ours.zero_grad()
+        reference.step()
+        for name, p in model.named_parameters():
+            want = exact.get_parameter(name)
+            if p.requires_grad:
+                tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
+                torch.testing.assert_close(optimizer_state.get_weight(p), want.detach(), **tolerance, msg=name)
+                assert torch.equal(p, optimizer_state.get_weight(p).to(dtype))
+            assert p.grad is None
+    ours.buckets[0].__class__.reduce = real  # type: ignore[method-assign]
+    return during
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_steps_as_the_optimizer_inside_does(kind: str) -> None:
+    """Weights that no rank, one rank or a layer twice uses; all in two buckets and the one apart, or each in its own."""
+    on_ranks(2, _body, kind, torch.float32, None)
+    for during in on_ranks(3, _body, kind, torch.float32, 8):
+        assert during[0] == 0 and during[-1] >= 3  # the first step learns when gradients come
+
+
+def test_in_bf16_it_steps_in_fp32() -> None:
+    on_ranks(2, _body, "fused", torch.bfloat16, 8)
+    on_ranks(1, _body, "fused", torch.bfloat16, None)
+
+
+def _late() -> None:
+    with nccl("eager"):
+        _body("fused", torch.float32, 8)
+
+
+def test_messages_that_complete_late() -> None:
+    """As on an accelerator."""
+    on_ranks(2, _late)
+
+
+def _not_finite(kind: str) -> None:
+    model = nn.Linear(4, 4)
+    ours = tds.DistributedOptimizer(OPTIMIZERS[kind](model.parameters()))
+    ours.attach(model, dist.group.WORLD)
+    found = []
+    for value in (1.0, math.nan if dist.get_rank() else 1.0, 1.0):
+        ours.arm()
+        (model(torch.ones(2, 4)).sum() * value).backward()
+        ours.finish()
+        norm = ours.squared_norm(0, torch.device("cpu"))
+        dist.all_reduce(norm)
+        before = model.weight.clone()
+        ours.clip(norm.sqrt(), 1.0)
+        ours.step()
+        ours.zero_grad()
+        found.append(torch.equal(model.weight, before))
+    assert found == [False, True, False]
+    steps = {int(state["step"]) for state in ours.state.values() if "step" in state}
+    assert steps <= {2}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_changes_nothing(kind: str) -> None:
+    on_ranks(2, _not_finite, kind)
+
+
+LAYERS = [tds.pipe.TiedLayerSpec("w", nn.Linear, 6, 6), *[tds.pipe.LayerSpec(nn.Linear, 6, 6) for _ in range(4)],
+          tds.pipe.TiedLayerSpec("w", nn.Linear, 6, 6)]  # fmt: skip
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": 1},
+        **more,
+    }
+
+
+def _engine(own: bool, schedule: str, stages: int, **more: Any) -> Any:
+    torch.manual_seed(0)
+    chunks = 2 if schedule == "interleaved" else 1
+    net = tds.PipelineModule(
+        LAYERS, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform", chunks=chunks
+    )
+    groups = [{"params": list(net.parameters())}]
+    inner = torch.optim.AdamW(groups, fused=True, **SETTINGS)
+    optimizer = tds.DistributedOptimizer(inner, 8) if own else inner
+    config = _config(**more, pipeline={"schedule": schedule, "timeout": 60})
+    return tds.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+
+def _losses(engine: Any, steps: int = 4) -> list[float]:
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    replica = engine.grid.get_data_parallel_rank()
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + replica)
+        batches = [tuple(torch.randn(2, 6, generator=generator).to(dtype) for _ in "xy") for _ in range(4)]
+        losses.append(engine.train_batch(iter(batches)).item())
+    return losses
+
+
+def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
+    theirs, ours = _engine(False, schedule, stages, **more), _engine(True, schedule, stages, **more)
+    left: list[bool] = []
+    bucket = ours.optimizer.buckets[0].__class__
+    real = bucket.reduce
+    bucket.reduce = lambda self: (left.append(True), real(self))[1]  # type: ignore[method-assign]
+    finish = ours.optimizer.finish
+    ours._overlaps.finish = lambda: (left.append(False), finish())[1]
+    expected = _losses(theirs)
+    assert _losses(ours) == pytest.approx(expected, rel=2e-2 if more else 1e-6)
+    norms = [float(engine.get_global_grad_norm()) for engine in (ours, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2 if more else 1e-5)
+    bucket.reduce = real  # type: ignore[method-assign]
+    assert left[left.index(False) + 1 :].index(False) >= 2  # buckets that left before the passes ended
+    for weight in ours.module.parameters():
+        told = [torch.zeros_like(weight) for _ in range(dist.get_world_size(ours._replicas))]
+        dist.all_gather(told, weight.detach(), group=ours._replicas)
+        assert all(torch.equal(each, weight) for each in told)
+
+
+@pytest.mark.parametrize(
+    "schedule, ranks, stages", [("1f1b", 4, 2), ("interleaved", 4, 2), ("zb-h1", 4, 2), ("1f1b", 6, 2)]
+)
+def test_under_a_pipeline_it_trains_as_deepspeed_does(schedule: str, ranks: int, stages: int) -> None:
+    """With a weight that the first and the last stage share."""
+    on_ranks(ranks, _as_deepspeed, schedule, stages, {})
+
+
+def test_under_a_pipeline_in_bf16() -> None:
+    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    on_ranks(4, _as_deepspeed, "1f1b", 2, bf16)
+
+
+def _saved(folder: str) -> None:
+    whole = _losses(_engine(True, "1f1b", 2), 6)
+    first = _engine(True, "1f1b", 2)
+    found = _losses(first, 4)
+    first.save_checkpoint(folder)
+    second = _engine(True, "1f1b", 2)
+    _losses(second, 1)
+    second.load_checkpoint(folder)
+    assert found == whole[:4]
+    assert second.global_steps == 4
+    dtype_of = {p.dtype for p in second.module.parameters()}
+    assert dtype_of == {torch.float32}
+    for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(first.optimizer.buckets, second.optimizer.buckets, strict=True):
+        for key, value in first.optimizer.state[a.share].items():
+            assert torch.equal(value, second.optimizer.state[b.share][key])
+    assert _losses(first, 2) == _losses(second, 2)
+
+
+def test_deepspeeds_checkpoints(tmp_path: Path) -> None:
+    on_ranks(4, _saved, str(tmp_path))
+
+
+def _refused() -> list[str]:
+    told = []
+    for more in ({"zero_optimization": {"stage": 0}}, {"fp16": {"enabled": True}}):
+        with pytest.raises(ValueError) as error:
+            _engine(True, "1f1b", 1, **more)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    stage, half = on_ranks(1, _refused)[0]
+    assert stage.startswith("tds.DistributedOptimizer has ZeRO stage 1, not 0: set")
+    assert half.startswith("tds.DistributedOptimizer has no loss scale for fp16: use bf16 or fp32")
