@@ -78,7 +78,7 @@ def prepare() -> None:
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _build_no_shared_memory_op()
         accelerator.is_fp16_supported = lambda: True
         if accelerator.Stream is None:  # before 0.19, which made recomputing activations fail
             type(accelerator).Stream = property(lambda _: lambda **__: None)
@@ -88,6 +88,16 @@ def prepare() -> None:
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
+
+
+def _build_no_shared_memory_op() -> None:
+    """Without a look at which ops could be built here, for which DeepSpeed 0.19 imports setuptools and runs compilers in every rank."""
+    from deepspeed.comm import torch as comm
+
+    if hasattr(comm, "build_shm_op"):
+        comm.build_shm_op = lambda: None
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def this_device() -> torch.device:

@@ -27,9 +27,11 @@ FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
 
-# Ranks are forked from one process that has imported the heavy libraries already.
+# Ranks are forked from one process that has imported the heavy libraries already, what the first optimizer and the first engine
+# import included (torch._dynamo with sympy, 800 modules).
 _context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch", "tds", "megatron.training", "megatron.tasks", "torch.distributed.run", "tests.support"]
+_preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
+_preloaded += ["megatron.training", "megatron.tasks", "torch.distributed.run", "tests.support"]
 _context.set_forkserver_preload(_preloaded)
 
 
