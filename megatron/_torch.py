@@ -89,3 +89,27 @@ def set_timeout_of_groups(timeout: timedelta) -> None:
     for group in list(getattr(world, "pg_map", ())):
         if setter and isinstance(group, dist.ProcessGroup):
             setter(timeout, group)
+
+
+def sum_in_graph(x: Tensor, group: Any) -> Tensor:
+    """The sum of `x` over the group as an operation of a compiled graph; torch has no public name for those."""
+    from torch.distributed import _functional_collectives as functional
+
+    found: Tensor = functional.all_reduce(x.contiguous(), "sum", group)
+    return found
+
+
+def gather_in_graph(x: Tensor, group: Any) -> Tensor:
+    """[s/t, ...] of each rank -> [s, ...], likewise."""
+    from torch.distributed import _functional_collectives as functional
+
+    found: Tensor = functional.all_gather_tensor(x.contiguous(), 0, group)
+    return found
+
+
+def scatter_sum_in_graph(x: Tensor, group: Any) -> Tensor:
+    """[s, ...] -> [s/t, ...], this rank's stretch of the sum, likewise."""
+    from torch.distributed import _functional_collectives as functional
+
+    found: Tensor = functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
+    return found

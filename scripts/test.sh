@@ -5,6 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
 # shellcheck disable=SC1091
 source .venv/bin/activate
+unset PYTHONDONTWRITEBYTECODE # or hundreds of processes would each compile our source
 export OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
 if [ $# -eq 0 ]; then
     ruff check .

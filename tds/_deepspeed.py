@@ -5,6 +5,7 @@ looked at again for each release.
 """
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -92,8 +93,7 @@ def prepare() -> None:
 
 def _build_no_shared_memory_op() -> None:
     """Without a look at which ops could be built here, for which DeepSpeed 0.19 imports setuptools and runs compilers in every rank."""
-    from deepspeed.comm import torch as comm
-
+    comm: Any = importlib.import_module("deepspeed.comm.torch")  # of which the package hides the name
     if hasattr(comm, "build_shm_op"):
         comm.build_shm_op = lambda: None
     else:

@@ -5,6 +5,7 @@ What starts real processes stays tested by the README's commands, by two nodes, 
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ class ForkedRank:
         sys.stdout.flush()
         sys.stderr.flush()
         self.returncode: int | None = None
+        gc.freeze()  # or each rank looks through all that its parent has imported
         self.pid = os.fork()
         if not self.pid:
             _be(list(argv), env)

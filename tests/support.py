@@ -31,14 +31,25 @@ TIMEOUT = 120.0
 # import included (torch._dynamo with sympy, 800 modules).
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
-_preloaded += ["megatron.training", "megatron.tasks", "torch.distributed.run", "tests.support"]
-_context.set_forkserver_preload(_preloaded)
+_preloaded += [
+    "megatron.training.functions",
+    "megatron.training.entry",
+    "megatron.training.loop",
+    "megatron.tasks",
+    "megatron.model.pipe",
+    "megatron.tokenizer.sentencepiece",
+    "megatron.tokenizer.cpm",
+    "sentencepiece",
+    "torch.distributed.run",
+    "tests.support",
+]
+_context.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 def preload(*modules: str) -> None:
     """Let that process import these as well; to be called before the first rank or command starts."""
     _preloaded.extend(modules)
-    _context.set_forkserver_preload(_preloaded)
+    _context.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 def covering(cases: Sequence[Any], chosen: Callable[[Any], bool]) -> list[Any]:

@@ -1,5 +1,6 @@
 """How a setting is declared: once, as a field of a frozen dataclass, with its help and its check."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any, get_args, get_origin, get_type_hints
@@ -85,8 +86,13 @@ class Section:
                 raise ConfigError(f"{flag(f.name)} {value} {problem}")
 
 
+@functools.cache
+def _hints(section: Any) -> dict[str, Any]:
+    return get_type_hints(section)
+
+
 def types_of(section: type, name: str) -> tuple[type, ...]:
     """The types a field may have, `int | None` taken apart."""
-    hint = get_type_hints(section)[name]
+    hint = _hints(section)[name]
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     return tuple(get_origin(kind) or kind for kind in kinds)

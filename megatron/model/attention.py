@@ -18,6 +18,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from . import biased_attention
+from .heads import split_heads
 from .masks import added_mask, causal_mask
 from .recompute import Recipe, instead_of
 
@@ -164,8 +165,7 @@ class SelfAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`; recipe: of `hidden`."""
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, n/t * 3 * d]
-        s, b, _ = qkv.shape
-        query, key, value = qkv.view(s, b, self.heads, 3, self.head_size).permute(3, 1, 2, 0, 4)
+        query, key, value = split_heads(qkv, self.heads, 3)
         if cache is not None:
             key, value = cache.extend(key, value)
         with instead_of((again, qkv)):
@@ -196,7 +196,7 @@ class CrossAttention(Attention):
             key, value = cache.key, cache.value
         else:
             both, both_again = self._projected(self.key_value, encoded, None)
-            key, value = both.view(*both.shape[:2], self.heads, 2, self.head_size).permute(3, 1, 2, 0, 4)
+            key, value = split_heads(both, self.heads, 2)
             if cache is not None:
                 cache.extend(key, value)
         with instead_of((again, projected), (both_again, both)):

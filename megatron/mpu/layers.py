@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import mappings
 from .linear import linear
 from .mappings import (
     gather_from_model_parallel_region,
-    reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
 from .mesh import ALONE, Axis, Options, surroundings
 from .parameters import NORMAL, InitMethod, declare
 from .sequence import reduce_scatter_to_sequence_parallel_region
+from .traced import is_traced, leave
 
 
 def _divide(total: int, axis: Axis, what: str) -> int:
@@ -81,10 +82,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
-    """What the ranks' parts [s, ...] add up to: all of it, or this rank's stretch [s/t, ...] of the sequence."""
+    """What the ranks' parts [s, ...], results of the layer itself, add up to: all of it, or this rank's stretch [s/t, ...] of the sequence."""
+    if is_traced(axis):
+        return leave(x, axis, options.sequence_parallel)
     if options.sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x, axis)
-    return reduce_from_model_parallel_region(x, axis)
+    return mappings.sum_in_place(x, axis)
 
 
 class ColumnParallelLinear(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor
 from .._torch import onednn_linear, will_run
 from .mesh import Axis, Options
 from .sequence import Pending, start_all_gather, start_reduce_scatter
+from .traced import enter, is_traced
 
 FEWEST_ROWS = 32  # fewer, as in decoding, are a matter of reading the weights, where torch's BLAS is as fast
 
@@ -35,6 +36,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     )
     if axis.size == 1 and not onednn:
         return F.linear(x, weight, bias)
+    if is_traced(axis) and not onednn:
+        return F.linear(enter(x, axis, options.sequence_parallel), weight, bias)
     return _own_linear(x, weight, bias, axis, options, onednn)
 
 

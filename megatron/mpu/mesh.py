@@ -32,6 +32,11 @@ class Axis:
         """Global rank of the first process of the line."""
         return self.ranks[0]
 
+    @property
+    def name(self) -> str:
+        """By which functional collectives know its group."""
+        return self.group.group_name if self.group is not None else ""
+
 
 ALONE = Axis(None, (0,), 0)
 

@@ -26,6 +26,18 @@ def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
     return ~torch.isin(labels, marks)
 
 
+def _without_needless_ids(data: Batch) -> Batch:
+    """One document, and padding where there is any. It is rare: without it no ids need to travel, empty ones say so.
+
+    Seen here, where the reader has them, as looking at the device's would wait for it in every micro-batch.
+    """
+    names = ["encoder_document_ids", "decoder_document_ids"]
+    ids = {name: data[name].clamp(max=1) for name in names}
+    if all(bool(each.all()) for each in ids.values()):
+        ids = {name: data[name][:, :0] for name in names}
+    return {**data, **ids}
+
+
 class T5(Task):
     """An encoder of --enc-seq-length tokens and a decoder that gives what is missing there."""
 
@@ -71,17 +83,21 @@ class T5(Task):
         not count becomes padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
+        if data is not None and not config.data.reset_attention_mask:
+            data = _without_needless_ids(data)
         batch = mpu.broadcast_data(KEYS, data, torch.int64)
+        plain = not batch["encoder_document_ids"].numel()
+        if plain and mpu.pad_sequence(batch["encoder"], words.pad).shape != batch["encoder"].shape:
+            plain = False
+            batch |= {f"{side}_document_ids": torch.ones_like(batch[side]) for side in ("encoder", "decoder")}
         fillers = {"encoder": words.pad, "decoder": words.pad, "labels": words.pad, "decoder_document_ids": 1}
         batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
         labels, loss_mask = batch["labels"], batch["loss_mask"].float()
         if config.data.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(labels == words.eod, 0.0)
         labels = labels.masked_fill(loss_mask == 0, words.pad)
-        encoder_ids, decoder_ids = batch["encoder_document_ids"].short(), batch["decoder_document_ids"].short()
-        if not config.data.reset_attention_mask:
-            # One document, and padding where there is any. It is rare: without it no ids need to travel.
-            encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
-            if bool(encoder_ids.all()) and bool(decoder_ids.all()):
-                encoder_ids = decoder_ids = no_documents(labels.device)
+        encoder_ids, decoder_ids = (
+            no_documents(labels.device) if plain else batch[f"{side}_document_ids"].short()
+            for side in ("encoder", "decoder")
+        )
         return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)

@@ -16,7 +16,8 @@ from ..ranks.rank_0 import print_rank_0
 def compile_layers(model: Any, config: Config) -> None:
     """Let each transformer layer of this process be compiled at its first call.
 
-    Dropout with its named streams, recomputation and sums over model-parallel ranks stay outside of what is compiled.
+    Sums over model-parallel ranks are part of it (`mpu/traced.py`); dropout with its named streams, recomputation and oneDNN's products stay
+    outside.
     Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes.
     """
     if not config.train.compile:
@@ -38,6 +39,7 @@ def _keep_outside() -> None:
         (Attention, "_with_dropout"),
         (Attention, "_computed_again"),
         (mappings, "over_ranks"),
+        (mappings, "sum_in_place"),
         (linear, "_own_linear"),
     ]
     for owner, name in kept:

@@ -218,7 +218,8 @@ def test_no_circles_inside_a_package() -> None:
 # File -> private names of other people's libraries that it uses. An upgrade of torch is these files, one of DeepSpeed is tds/.
 PRIVATE = {
     "megatron/_torch.py": {
-        "_C", "_base", "_inductor", "_is_amx_tile_supported", "_linear_pointwise",
+        "_C",
+        "_functional_collectives", "_base", "_inductor", "_is_amx_tile_supported", "_linear_pointwise",
         "_non_persistent_buffers_set", "_set_pg_timeout", "_softmax_backward_data", "_version", "_will_engine_execute_node",
         "_world",
     },

@@ -1,0 +1,44 @@
+"""A fused projection cut into queries, keys and values, whose backward pass writes their gradients where they belong.
+
+Autograd would stack them, and then lay the stack out again as the projection has it: each gradient is copied twice, here once.
+Shapes: s sequence, b batch, n heads of this rank, p parts (query, key, value), d width of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def split_heads(fused: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
+    """[s, b, n * p * d], head by head, the parts of each side by side -> p views [b, n, s, d]."""
+    if not fused.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _views(fused, heads, parts)  # a compiler does the copies in one pass by itself
+    found: tuple[Tensor, ...] = _SplitHeads.apply(fused, heads, parts)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _views(fused: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
+    s, b, width = fused.shape
+    return fused.view(s, b, heads, parts, width // heads // parts).permute(3, 1, 2, 0, 4).unbind()
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fused: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.heads = fused.shape, heads
+        ctx.set_materialize_grads(False)
+        return _views(fused, heads, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        known = next((grad for grad in grads if grad is not None), None)
+        if known is None:
+            return None, None, None
+        whole = known.new_empty(ctx.shape)
+        for place, grad in zip(_views(whole, ctx.heads, len(grads)), grads, strict=True):
+            if grad is None:
+                place.zero_()
+            else:
+                place.copy_(grad)
+        return whole, None, None
