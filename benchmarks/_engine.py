@@ -43,7 +43,7 @@ def ours(flags: str) -> Ours:
 
     config = parse(flags.split())
 
-    class OneBatch(TASKS[config.model.family]):  # type: ignore[misc]
+    class OneBatch(TASKS[config.model.family or "gpt2"]):  # type: ignore[misc]
         """The same micro-batch again and again, which is made once."""
 
         made: Any = None
