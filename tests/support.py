@@ -52,9 +52,9 @@ def preload(*modules: str) -> None:
     _context.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
-def covering(cases: Sequence[Any], chosen: Callable[[Any], bool]) -> list[Any]:
-    """Parameters of a test: those chosen always run, the others with --full."""
-    return [case if chosen(case) else pytest.param(case, marks=FULL) for case in cases]
+def covering(cases: Sequence[Any], chosen: Callable[[Any], bool], several: bool = False) -> list[Any]:
+    """Parameters of a test: those chosen always run, the others with --full. several: each case is the values of several."""
+    return [case if chosen(case) else pytest.param(*(case if several else [case]), marks=FULL) for case in cases]
 
 
 class RankFailure(AssertionError):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ROOT, command, losses, train_gpt2
+from tests.support import ROOT, command, covering, losses, train_gpt2
 
 SIZES = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --log-interval 1 --eval-iters 0 --lr 1e-2"
@@ -92,7 +92,7 @@ pretrain(base.train_valid_test_datasets_provider, model_provider, forward_step)
 """
 
 
-@pytest.mark.parametrize("layout", [[], ["--pipe-parallel-size", "2"]])
+@pytest.mark.parametrize("layout", covering([[], ["--pipe-parallel-size", "2"]], bool))
 def test_a_script_of_a_tutorial(tmp_path: Path, flags: list[str], layout: list[str]) -> None:
     """Its timers run; a mask in the place of document numbers ends in a sentence, after a pipeline's report of its stages."""
     script = tmp_path / "pretrain_theirs.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, command
+from tests.support import FULL, ROOT, command
 
 SMALL = [
     "--num-layers",
@@ -58,6 +58,7 @@ def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, ti
     assert not (tmp_path / "run" / "measured").exists()
 
 
+@FULL  # the script next to it runs the same way
 def test_full_evaluates_saves_and_continues(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     env = {"RUN_DIR": str(tmp_path), "VOCAB_FILE": vocab_file}
     for iterations in ("2", "4"):
