@@ -169,21 +169,28 @@ def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def link_shares(bucket: Any, group: int) -> None:
-    """Let `deepspeed.utils.safe_get_full_fp32_param` and its like find the fp32 weights of a `Bucket`, in parameter group `group`."""
+def link_shares(bucket: Any, number: int) -> None:
+    """Let `deepspeed.utils.safe_get_full_fp32_param` and its like find the fp32 weights and gradients of bucket `number`."""
     from deepspeed.utils import link_hp_params
 
     link_hp_params(
         lp_param_list=bucket.parameters,
         flat_hp_partition=bucket.share,
-        gradient_dict={},
+        gradient_dict={number: bucket.shares_of_grads()},
         offload_gradient_dict=None,
         use_offload=False,
-        param_group_index=group,
+        param_group_index=number,
         partition_start=bucket.begin,
         partition_size=bucket.end - bucket.begin,
         dp_group=bucket.group,
     )
+
+
+def is_tested(optimizer: Any) -> bool:
+    """Whether DeepSpeed says of an optimizer that it may step stretches of weights: each number by itself."""
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+
+    return bool(is_zero_supported_optimizer(optimizer))
 
 
 def link_states(bucket: Any, states: Any) -> None:

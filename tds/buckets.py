@@ -91,6 +91,11 @@ class Bucket:
         if work is not None:
             work.wait()
 
+    def shares_of_grads(self) -> list[Tensor]:
+        """Of each parameter of which this replica owns something, that part of the summed gradient, 1-D."""
+        stretches = [self.stretch(parameter) for parameter in self.parameters]
+        return [self.share_grad[begin:end] for begin, end in stretches if begin < end]
+
     def forget_grads(self) -> None:
         """A new step begins."""
         self._arrived.clear()

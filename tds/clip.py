@@ -51,10 +51,10 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float)
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Before `optimizer.step()`: let it change nothing, neither weights nor moments nor step counts, if `norm` is not finite.
 
-    torch's fused optimizers take that from a flag on the device. Any other (SGD, apex's Adam) is asked for by the host,
-    which waits for the device in every step: it gets no gradients.
+    torch's fused Adam takes that from a flag on the device. Any other (SGD, which would keep momentum that it has not filled,
+    apex's Adam) is asked for by the host, which waits for the device in every step: it gets no gradients.
     """
-    if all(group.get("fused") for group in optimizer.param_groups):
+    if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     elif not norm.isfinite():
         for group in optimizer.param_groups:

@@ -71,8 +71,23 @@ class Departures:
         self._seen: Counter[nn.Parameter] = Counter()  # in this one
         self._armed: set[int] = set()  # chunks in their last backward pass
         self._next = 0  # bucket to leave
-        for parameter in self._bucket_of:
+        self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            for parameter in self._bucket_of
+        ]
+
+    def close(self) -> None:
+        """Look at no gradient any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def reset(self) -> None:
+        """A new step begins, also where an error ended the one before."""
+        for bucket in self._buckets:
+            bucket.left = False
+        self._seen = Counter()
+        self._armed.clear()
+        self._next = 0
 
     def arm(self, chunk: int = 0) -> None:
         """The next backward pass gives the weights of this chunk their last gradients of this step."""
@@ -84,10 +99,8 @@ class Departures:
             self._send_next()
         for bucket in self._buckets:
             bucket.wait()
-            bucket.left = False
-        self._usual, self._seen = self._seen, Counter()
-        self._armed.clear()
-        self._next = 0
+        self._usual = self._seen
+        self.reset()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """A hook of autograd."""

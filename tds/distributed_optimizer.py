@@ -24,12 +24,12 @@ ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # keep a st
 class DistributedOptimizer(torch.optim.Optimizer):
     """`tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`.
 
-    For fp32 and bf16, with a pipeline and without, ZeRO stage 0 or 1 in the ds_config (it is stage 1 either way). In bf16
-    gradients are added up and weights are stepped in fp32. Losses must be divided by the number of replicas by whoever makes
-    them: gradients are added up, not averaged. The learning rate is in `param_groups`, as with the optimizer inside.
+    For fp32 and bf16 with ZeRO stage 1 in the ds_config, with a pipeline and without. In bf16 gradients are added up and weights
+    are stepped in fp32. The learning rate is in `param_groups`, as with the optimizer inside, which must step each
+    number by itself, as Adam does. A weight without any gradient gets one of zeros, as with DeepSpeed's ZeRO, and decays.
+    The engine of a pipeline does the rest. Without one, call `arm()` before the last `backward()` of a step, `finish()` and `clip()` after it;
+    gradients are added up, not averaged, so divide losses by the number of replicas.
     bucket_bytes: see `tds.departures.pack`.
-    After `attach`, `arm()` and `finish()` are those of `Departures`: before and after the last backward pass of a step; the engine of a
-    pipeline calls them.
     Raises RuntimeError in a backward pass if a gradient arrives after its bucket has left, as may happen where a weight is used by a
     changing number of re-entrant checkpoints: take the optimizer without this wrapper.
     """
@@ -41,10 +41,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.buckets: list[Bucket] = []
         self.dp_process_group: Any = None
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
-        # DeepSpeed writes the shapes of these into its checkpoints.
-        self.bf16_groups = self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed writes the shapes of these into its checkpoints
+        self.fp16_groups = self.bf16_groups
+        self._departures: Departures | None = None
+        self._summed = self._linked = False
         self._counted: list[tuple[Tensor, bool]] | None = None
-        self._norm: Tensor | None = None
+        self.norm: Tensor | None = None
         self._limit = 0.0
         self._global_grad_norm: Tensor | None = None  # as DeepSpeed's engine asks for it
 
@@ -62,13 +64,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         chunk_of: for a pipeline stage with several, 0 where nothing is said. apart: weights that other stages
         hold, too: each gets a bucket of its own, so that it is cut and added up in the same way everywhere.
         """
+        self._refuse_what_it_cannot_step(module)
         known = {p for p in module.parameters() if p.requires_grad}
         self.dp_process_group, chunk_of, apart = group, chunk_of or {}, set(apart)
-        for at, settings in enumerate(self.param_groups):
+        for settings in self.param_groups:
             mine = [p for p in settings["params"] if p in known]
             for parameters in pack(mine, group, self.bucket_bytes, chunk_of, apart):
                 self.buckets.append(Bucket(parameters, group))
-                link_shares(self.buckets[-1], at)
+                link_shares(self.buckets[-1], len(self.buckets))
+            self.bf16_groups.append(mine)
         # They leave in the order in which their last gradients come: the last chunk's first, and in it the last layer's.
         place = {p: at for at, p in enumerate(module.parameters())}
         self.buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(place[p] for p in b.parameters)))
@@ -76,10 +80,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group_of = set(settings["params"])
             settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in group_of]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        departures = Departures(self.buckets, chunk_of)
-        self.arm, self.finish = departures.arm, departures.finish
+        self._departures = Departures(self.buckets, chunk_of)
+
+    def _refuse_what_it_cannot_step(self, module: nn.Module) -> None:
+        """Raise ValueError for weights that would silently not learn."""
+        within = set(module.parameters())
+        given = [p for settings in self.param_groups for p in settings["params"]]
+        if self.state:
+            problem = "already has states, by whole weights: wrap it before its first step"
+        elif any(hasattr(p, "_hp_mapping") for p in given):
+            problem = "is given weights that are cut over replicas already: build the model again"
+        elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
+            problem = "is given weights that are not in the model: make them part of it"
+        else:
+            return  # a stage without weights has one that is nobody's
+        raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
     # -------------------------------------------------------------- gradients
+
+    def arm(self, chunk: int = 0) -> None:
+        """See `Departures`."""
+        assert self._departures, "tds.initialize() comes first"
+        self._departures.arm(chunk)
+
+    def finish(self) -> None:
+        """See `Departures`. Afterwards each replica has the sums of its shares."""
+        assert self._departures, "tds.initialize() comes first"
+        self._departures.finish()
+        self._summed = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
         """After `finish()`: this replica's share of the summed gradient of a weight that is `apart`, 1-D; None of one that does not learn."""
@@ -106,18 +134,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def clip(self, norm: Tensor, limit: float) -> None:
         """Before `step()`: the norm of all gradients of the model, a scalar, and what it is to be at most (0: anything)."""
-        self._norm, self._limit = norm, limit
+        self.norm, self._limit = norm, limit
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step the shares and bring the weights together. Nothing changes, step counts included, if the norm is not finite."""
-        assert closure is None and self._norm is not None, "call clip() first; there are no closures"
+        if closure is not None or self.norm is None or not self._summed:
+            raise RuntimeError(
+                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it takes no closure"
+            )
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
-        self._scale_and_guard(self._norm)
-        self._global_grad_norm, self._norm = self._norm, None
+        self._scale_and_guard(self.norm)
+        self._global_grad_norm, self.norm = self.norm, None
         first_first = self.buckets[::-1]  # whose weights the next forward pass uses first
-        if not isinstance(self.optimizer, ONE_BY_ONE):
+        if type(self.optimizer) not in ONE_BY_ONE:
             self.optimizer.step()
             for bucket in first_first:
                 bucket.gather()
@@ -132,6 +163,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 bucket.share.grad = None
         for bucket in first_first:
             bucket.wait()
+        if not self._linked:
+            self._lazy_init_hp_params_optimizer_state()
 
     def _scale_and_guard(self, norm: Tensor) -> None:
         """Within the optimizer's own pass over memory where it can."""
@@ -148,6 +181,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """A new step begins."""
+        self._summed = False
+        if self._departures:
+            self._departures.reset()
         for bucket in self.buckets:
             bucket.forget_grads()
 
@@ -161,11 +197,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             if bucket.share in self.state:
                 link_states(bucket, self.state)
+                self._linked = True
 
     def refresh_fp32_params(self) -> None:
         """Take the fp32 weights from those of the model, into which others were loaded."""
         for bucket in self.buckets:
             bucket.take_weights()
+
+    _restore_from_bit16_weights = refresh_fp32_params  # as DeepSpeed calls it when it has loaded weights only
 
     def state_dict(self) -> dict[str, Any]:
         """Of this replica's shares: what `load_state_dict` takes with as many replicas and the same layers on each stage."""
@@ -188,6 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._show_inside()
         for bucket, share in zip(self.buckets, mine["shares"], strict=True):
             bucket.share.data.copy_(share)
+        self._lazy_init_hp_params_optimizer_state()
 
     def _show_inside(self) -> None:
         """One learning rate and one state, whoever looks."""

@@ -1,8 +1,11 @@
 """DeepSpeed's engine without a pipeline, which a DistributedOptimizer may be given to, and what the pipeline's does alike."""
 
+import math
 from typing import Any
 
-from ._deepspeed import DeepSpeedEngine
+import torch
+
+from ._deepspeed import DeepSpeedEngine, is_tested
 from .distributed_optimizer import DistributedOptimizer
 from .pipe import tied_weights
 
@@ -19,7 +22,7 @@ class TakesDistributedOptimizer:
         if not isinstance(client_optimizer, DistributedOptimizer):
             super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
             return
-        _refuse_what_it_cannot(self)
+        _refuse_what_it_cannot(self, client_optimizer)
         self.basic_optimizer = client_optimizer.optimizer
         self.optimizer = client_optimizer
         client_optimizer.attach(
@@ -28,6 +31,9 @@ class TakesDistributedOptimizer:
         self.enable_backward_allreduce = False
 
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
+        if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
+            # or DeepSpeed would go on with the schedule of a step that was left out
+            self.optimizer.overflow = not math.isfinite(self.optimizer.norm.item())
         super()._take_model_step(lr_kwargs)  # type: ignore[misc]
         if self.distributed:
             self.optimizer.zero_grad()
@@ -40,7 +46,7 @@ class PlainEngine(TakesDistributedOptimizer, DeepSpeedEngine):  # type: ignore[m
     """
 
 
-def _refuse_what_it_cannot(engine: Any) -> None:
+def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None:
     """Raise ValueError for settings that a DistributedOptimizer does not act on."""
     problem = None
     if engine.fp16_enabled():
@@ -49,6 +55,16 @@ def _refuse_what_it_cannot(engine: Any) -> None:
         problem = f'ZeRO stage 1, not {int(engine.zero_optimization_stage())}: set "zero_optimization": {{"stage": 1}}'
     elif engine.zero_cpu_offload():
         problem = "its states on the device: leave offload_optimizer out"
+    elif (
+        getattr(engine._config, "torch_autocast_enabled", False)
+        and engine._config.torch_autocast_dtype == torch.float16
+    ):
+        problem = "no loss scale for torch_autocast in float16: use bfloat16"
+    elif not (is_tested(optimizer.optimizer) or engine.zero_allow_untested_optimizer()):
+        problem = (
+            f"to step each number by itself, which {type(optimizer.optimizer).__name__} is not known to do: set "
+            f'"zero_allow_untested_optimizer": true if it does'
+        )
     if problem:
         raise ValueError(f"tds.DistributedOptimizer has {problem}, or give the optimizer itself")
 

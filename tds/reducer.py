@@ -44,9 +44,10 @@ class _Sum:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        for p, count in self._missing:  # the only case in which the host waits for the device
-            if not count.item():
-                p.grad = None
+        if self._missing:  # the only case in which the host waits for the device
+            for (p, _), count in zip(self._missing, torch.stack([c for _, c in self._missing]).tolist(), strict=True):
+                if not count:
+                    p.grad = None
         self._missing = []
 
 
@@ -63,8 +64,29 @@ class GradReducer:
         bucket_bytes: int | None = None,
         chunk_of: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        learns = [p for p in parameters if p.requires_grad]
-        packed = pack(learns, group, bucket_bytes, chunk_of)
-        packed.sort(key=lambda bucket: -(chunk_of or {}).get(bucket[0], 0))  # the last chunk's gradients come first
-        departures = Departures([_Sum(bucket, group) for bucket in packed], chunk_of)
-        self.arm, self.finish = departures.arm, departures.finish
+        self._parameters, self._group = list(parameters), group
+        self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
+        self._learn: list[bool] = []
+        self._departures: Departures | None = None
+        self._look()
+
+    def _look(self) -> Departures:
+        """At which weights learn: a user may freeze some and set others free between steps."""
+        learn = [p.requires_grad for p in self._parameters]
+        if self._departures is None or learn != self._learn:
+            if self._departures:
+                self._departures.close()
+            self._learn = learn
+            learns = [p for p in self._parameters if p.requires_grad]
+            packed = pack(learns, self._group, self._bucket_bytes, self._chunk_of)
+            packed.sort(key=lambda bucket: -self._chunk_of.get(bucket[0], 0))  # the last chunk's gradients come first
+            self._departures = Departures([_Sum(bucket, self._group) for bucket in packed], self._chunk_of)
+        return self._departures
+
+    def arm(self, chunk: int = 0) -> None:
+        """See `Departures`."""
+        self._look().arm(chunk)
+
+    def finish(self) -> None:
+        """See `Departures`."""
+        self._look().finish()

@@ -62,6 +62,10 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
                     f"the tied weight {key}.{name} is frozen on stage {stage} but learns on another one: freeze it on all "
                     f"of its stages or on none"
                 )
+            if grad is None and gradient is not None:
+                raise RuntimeError(
+                    f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage {stage}: give it to both"
+                )
             if grad is None:
                 grad = weight.grad = torch.zeros_like(weight)
             dist.all_reduce(grad, group=comm["group"])
@@ -107,6 +111,7 @@ class Reductions:
     def _find_last_backwards(self: Any, plan: Sequence[Instruction]) -> None:
         if self._overlaps is None and _may_overlap(self):
             self._overlaps = GradReducer(self.module.parameters(), self._replicas, chunk_of=chunks(self.module))
+        self._may_arm = bool(self._config.pipeline.get("overlap_grad_reduce", True))
         self._last_backward = {each.chunk: each for each in plan if isinstance(each, (Backward, BackwardWeight))}
 
     @contextmanager
@@ -114,7 +119,7 @@ class Reductions:
         """Around a backward pass. DeepSpeed's bf16 optimizer adds gradients up in fp32 itself."""
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads()
-        if self._overlaps and self._last_backward[instruction.chunk] is instruction:
+        if self._overlaps and self._may_arm and self._last_backward[instruction.chunk] is instruction:
             self._overlaps.arm(instruction.chunk)
         yield
         if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:

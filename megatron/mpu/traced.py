@@ -1,6 +1,7 @@
 """The sums over model-parallel ranks as functional collectives: torch.compile takes these into its graphs, a Work it cannot.
 
-Only what is compiled goes this way. A compiler orders communication and computation by itself, so nothing is started early by hand.
+Only what is compiled goes this way. A compiler orders communication and computation by itself, so nothing is started early by hand, and
+it decides what is kept for the backward pass: with sequence parallelism that may be the gathered sequence.
 Shapes: see `mappings` and `sequence`.
 """
 

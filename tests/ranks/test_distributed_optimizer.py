@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda groups: torch.optim.AdamW(groups, fused=True, **SETTINGS),
     "foreach": lambda groups: torch.optim.AdamW(groups, **SETTINGS),
     "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, **SETTINGS),
+    "fused sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, fused=True, **SETTINGS),
 }
 
 
@@ -198,9 +199,11 @@ def test_under_a_pipeline_it_trains_as_deepspeed_does(schedule: str, ranks: int,
     on_ranks(ranks, _as_deepspeed, schedule, stages, {})
 
 
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+
+
 def test_under_a_pipeline_in_bf16() -> None:
-    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-    on_ranks(4, _as_deepspeed, "1f1b", 2, bf16)
+    on_ranks(4, _as_deepspeed, "1f1b", 2, BF16)
 
 
 def _saved(folder: str) -> None:
@@ -225,6 +228,71 @@ def _saved(folder: str) -> None:
 
 def test_deepspeeds_checkpoints(tmp_path: Path) -> None:
     on_ranks(4, _saved, str(tmp_path))
+
+
+def _weights_only(folder: str) -> None:
+    """The fp32 weights follow the loaded ones, though no states are loaded."""
+    first = _engine(True, "1f1b", 2, **BF16)
+    _losses(first, 2)
+    first.save_checkpoint(folder)
+    for only in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        second = _engine(True, "1f1b", 2, **BF16)
+        _losses(second, 1)
+        second.load_checkpoint(folder, **only)
+        for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(optimizer_state.get_weight(b).bfloat16(), a)
+
+
+def test_checkpoints_of_which_only_weights_are_loaded(tmp_path: Path) -> None:
+    on_ranks(4, _weights_only, str(tmp_path))
+
+
+def _looked_at() -> None:
+    """By DeepSpeed's public functions, whole on every replica, whoever owns what."""
+    torch.manual_seed(0)
+    model = Model()
+    ours = tds.DistributedOptimizer(OPTIMIZERS["fused"](_groups(model)), 8)
+    ours.attach(model, dist.group.WORLD)
+    x = torch.randn(4, 6) + dist.get_rank()
+    expected = expected_sums(model, [x])
+    with pytest.raises(RuntimeError, match="needs finish"):
+        ours.step()
+    ours.arm()
+    model(x).backward()
+    ours.finish()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(tds.utils.safe_get_full_grad(p), expected[name])
+    ours.clip(torch.tensor(1.0), 0.0)
+    ours.step()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            found = tds.utils.safe_get_full_optimizer_state(p, "exp_avg")
+            torch.testing.assert_close(found, 0.1 * expected[name])
+
+
+def test_deepspeeds_functions_look_into_it() -> None:
+    on_ranks(2, _looked_at)
+
+
+def _not_of_the_model() -> list[str]:
+    told = []
+    model, other = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+    used = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    used.step()
+    for inner in (torch.optim.AdamW([*model.parameters(), other]), used):
+        with pytest.raises(ValueError) as error:
+            tds.DistributedOptimizer(inner).attach(model, dist.group.WORLD)
+        told.append(str(error.value))
+    return told
+
+
+def test_weights_that_would_not_learn_are_refused() -> None:
+    strange, used = on_ranks(1, _not_of_the_model)[0]
+    assert strange.endswith("is given weights that are not in the model: make them part of it")
+    assert used.endswith("already has states, by whole weights: wrap it before its first step")
 
 
 def _refused() -> list[str]:

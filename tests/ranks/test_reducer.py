@@ -107,3 +107,21 @@ def test_a_gradient_that_comes_after_its_sum_has_left_is_an_error() -> None:
     for told in on_ranks(2, _used_once_more):
         assert told.startswith("a gradient of a weight of shape (2,) arrived after its sum had left")
         assert "--no-overlap-grad-reduce" in told
+
+
+def _freed_later() -> list[bool]:
+    first, later = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    reducer, right = GradReducer([first, later], dist.group.WORLD), []
+    for step in range(4):
+        later.requires_grad_(step >= 2)
+        first.grad = later.grad = None
+        reducer.arm()
+        ((first + later) * (dist.get_rank() + 1.0)).sum().backward()
+        reducer.finish()
+        grads = [first.grad, later.grad] if step >= 2 else [first.grad]
+        right.append(all(grad is not None and grad.tolist() == [3.0, 3.0] for grad in grads))
+    return right
+
+
+def test_a_weight_that_begins_to_learn_is_added_up_too() -> None:
+    assert on_ranks(2, _freed_later) == [[True] * 4] * 2
