@@ -83,6 +83,8 @@ class VocabParallelEmbedding(nn.Module):
 
 def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
     """What the ranks' parts [s, ...], results of the layer itself, add up to: all of it, or this rank's stretch [s/t, ...] of the sequence."""
+    if axis.size == 1:
+        return x
     if is_traced(axis):
         return leave(x, axis, options.sequence_parallel)
     if options.sequence_parallel:

@@ -181,7 +181,7 @@ def test_any_cut(cuts: str, expected: list[float], tmp_path: Path, tiny_data: st
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", covering(MIXED, MIXED[2:].__contains__), ids=str)
+@pytest.mark.parametrize("layout", covering(MIXED, MIXED[3:].__contains__), ids=str)
 def test_mixed_precision_follows_fp32(
     layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
