@@ -5,6 +5,7 @@ it decides what is kept for the backward pass: with sequence parallelism that ma
 Shapes: see `mappings` and `sequence`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,56 +20,31 @@ def is_traced(axis: Axis) -> bool:
     return axis.size > 1 and torch.compiler.is_compiling()
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return sum_in_graph(grad, ctx.group), None
+Way = Callable[[Tensor, str], Tensor]
 
 
-class _Summed(torch.autograd.Function):
+def _keep(x: Tensor, group: str) -> Tensor:
+    return x.view_as(x)
+
+
+class _Traced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return sum_in_graph(x, group)
+    def forward(ctx: Any, x: Tensor, group: str, there: Way, back: Way) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad.view_as(grad), None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return gather_in_graph(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return scatter_sum_in_graph(grad, ctx.group), None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return scatter_sum_in_graph(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gather_in_graph(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 def enter(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """What a product split by columns takes: `x` [s, ...], or with sequence parallelism the whole [s, ...] of [s/t, ...]."""
-    found: Tensor = (_Gathered if sequence else _Copied).apply(x, axis.name)  # type: ignore[no-untyped-call]
-    return found
+    there, back = (gather_in_graph, scatter_sum_in_graph) if sequence else (_keep, sum_in_graph)
+    return _Traced.apply(x, axis.name, there, back)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def leave(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """What a product split by rows gives: the sum of the ranks' [s, ...], or with sequence parallelism this rank's [s/t, ...] of it."""
-    found: Tensor = (_Scattered if sequence else _Summed).apply(x, axis.name)  # type: ignore[no-untyped-call]
-    return found
+    there, back = (scatter_sum_in_graph, gather_in_graph) if sequence else (sum_in_graph, _keep)
+    return _Traced.apply(x, axis.name, there, back)  # type: ignore[no-untyped-call,no-any-return]
