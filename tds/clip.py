@@ -29,8 +29,13 @@ def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, devic
 
     It is not finite if any gradient on this rank is not, that of a copy which does not count included.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
     there = [(p.grad.detach(), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
+    return squared_norm_of(there, device)
+
+
+def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
+    """The square of the norm of those gradients that count, a scalar in fp64; not finite if any of the others is not."""
+    total, there = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
     for counted in (True, False):
         grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
         if grads:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
-from ._torch import norms
 from .buckets import Bucket
-from .clip import counts_here, leave_out_unless_finite
+from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .departures import Departures, pack
 
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # keep a step count for each tensor, or none
@@ -122,13 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._counted is None:
             counts = {p: counts_here(p, model_rank) for p in self._bucket_of}
             self._counted = [piece for bucket in self.buckets for piece in bucket.stretches(counts)]
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for counted in (True, False):
-            pieces = [piece for piece, counts_too in self._counted if counts_too is counted]
-            if pieces:
-                squares = torch.stack(norms(pieces)).double().square().sum()
-                total += squares if counted else 0 * squares
-        return total
+        return squared_norm_of(self._counted, device)
 
     # ------------------------------------------------------------------ step
 

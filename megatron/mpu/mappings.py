@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-Way = Callable[[Tensor, Axis], Tensor]
+Way = Callable[[Tensor, Any], Tensor]  # of an Axis, or, in a compiled graph, of the name of its group
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -48,14 +48,16 @@ def own_part(x: Tensor, axis: Axis) -> Tensor:
     return x.chunk(axis.size, dim=-1)[axis.rank].contiguous()
 
 
-def keep(x: Tensor, axis: Axis) -> Tensor:
+def keep(x: Tensor, axis: Any) -> Tensor:
     """[...] -> [...], `x` itself."""
     return x.view_as(x)
 
 
 class _Mapped(torch.autograd.Function):
+    """`there(x, axis)`, whose gradient is `back(gradient, axis)`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Any, there: Way, back: Way) -> Tensor:
         ctx.axis, ctx.back = axis, back
         return there(x, axis)
 
@@ -82,9 +84,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 
 def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
-    """`reduce_from_model_parallel_region` in the memory of `x` [...], which nobody else needs any more."""
-    if axis.size == 1:
-        return x
+    """`reduce_from_model_parallel_region` over several ranks in the memory of `x` [...], which nobody else needs any more."""
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
