@@ -10,6 +10,7 @@ batches.py    the micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
 step.py       what a stage keeps while a step lasts
 buckets.py    weights and gradients in flat memory; distributed_optimizer.py steps them, plain.py without a pipeline
+apart.py      ZeRO 3: layers cut over the replicas while a model is built
 launched.py   that no rank outlives its launcher
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """

@@ -5,6 +5,8 @@ Names are global: `layers.3.attention.dense.weight` is the same parameter in eve
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
+
+_after_each: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("after each layer", default=None)
+
+
+@contextmanager
+def after_each_layer(then: Callable[[nn.Module], None] | None) -> Iterator[None]:
+    """Inside, a LayerStack calls `then(layer)` for each layer that has its first values, before it builds the next."""
+    token = _after_each.set(then)
+    try:
+        yield
+    finally:
+        _after_each.reset(token)
 
 
 @dataclass(frozen=True)
@@ -113,12 +127,18 @@ class LayerStack(nn.Module):
             if module is None:
                 module = layer.build(seed)
                 name = first[layer.tied] if layer.tied else layer.name
-                attach(self, name, module)
-                self._named.append((name, module))
+                self._add(name, module, seed)
                 if layer.tied:
                     shared[layer.tied] = module
             self.steps.append((layer, partial(layer.call, module) if layer.call else module))
-        init_weights(self, seed)
+
+    def _add(self, name: str, module: nn.Module, seed: int) -> None:
+        attach(self, name, module)
+        self._named.append((name, module))
+        _fill(_parameters_of(name, module), seed)
+        then = _after_each.get()
+        if then is not None:
+            then(module)
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """(global name, module) of every layer built here, tied ones once."""
@@ -143,9 +163,18 @@ def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     if not hasattr(model, "named_layers"):
         yield from model.named_parameters()
         return
-    for layer_name, module in model.named_layers():
-        for name, parameter in module.named_parameters():
-            yield f"{layer_name}.{name}", parameter
+    for layer_name, layer in model.named_layers():
+        yield from _parameters_of(layer_name, layer)
+
+
+def _parameters_of(layer_name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in layer.named_parameters():
+        yield f"{layer_name}.{name}", parameter
+
+
+def _fill(named: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+    for name, parameter in named:
+        mpu.spec_of(parameter).fill(parameter, mpu.derive_seed(seed, "weights", name))
 
 
 def init_weights(model: Any, seed: int) -> None:
@@ -153,8 +182,7 @@ def init_weights(model: Any, seed: int) -> None:
 
     So they depend neither on the layout nor on the order of building. Others keep what their module gave them.
     """
-    for name, parameter in global_parameters(model):
-        mpu.spec_of(parameter).fill(parameter, mpu.derive_seed(seed, "weights", name))
+    _fill(global_parameters(model), seed)
 
 
 def count_parameters(model: Any) -> int:

@@ -7,17 +7,22 @@ from torch import nn
 
 from megatron.config import OptimConfig
 from megatron.kernels import adamw
+from megatron.mpu import spec_of
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; biases and norms, which have one dimension, do not."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if _is_matrix(p)], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
     ]
     # A pipeline stage may have no parameters (a stretch of norms or starts), but an optimizer must have one.
     return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}]
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return len(spec_of(parameter).local_shape) > 1  # the shape that ZeRO-3 leaves it says nothing
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig, kernels: str = "torch") -> torch.optim.Optimizer:

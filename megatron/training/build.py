@@ -3,16 +3,18 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import tds
 from tds import optimizer_state as zero_state
+from tds.apart import taken_apart
 
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
-from ..model.layers import global_parameters
+from ..model.layers import after_each_layer, global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
 from ..ranks.errors import on_all_ranks
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
 def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = None) -> Engine:
     """On the ranks of these settings, for a loop of one's own. tokenizer: where the task's model or batches ask for one."""
     check_task(task, "model", "batch")
@@ -34,12 +39,13 @@ def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = Non
     timers = Timers(device)
     publish(config, tokenizer, timers)
     resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device))
-    return build_engine(build_model(task, config, tokenizer), task, config, resolved, tokenizer, timers)
+    return build_engine(build_model(task, config, resolved, tokenizer), task, config, resolved, tokenizer, timers)
 
 
-def build_model(task: Task, config: Config, tokenizer: "Tokenizer | None") -> nn.Module:
-    """With the same weights in every layout. Raises RunError alike on every rank."""
-    with tds.pipe.seeded_layers(config.train.seed):
+def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Tokenizer | None") -> nn.Module:
+    """With the same weights in every layout; under ZeRO 3 no rank ever holds all layers of ours. Raises RunError alike on every rank."""
+    cut = taken_apart(resolved.deepspeed, mpu, DTYPES[resolved.precision])
+    with tds.pipe.seeded_layers(config.train.seed), after_each_layer(cut):
         return on_all_ranks(lambda: checked_model(task, config, tokenizer))
 
 

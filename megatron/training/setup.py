@@ -50,7 +50,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
         with mpu.undrawn() if start.path else nullcontext():
-            model = build_model(task, config, tokenizer)
+            model = build_model(task, config, resolved, tokenizer)
         parameters = count_parameters(model)
         engine = build_engine(model, task, config, resolved, tokenizer, timers)
         engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)

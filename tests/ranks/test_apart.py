@@ -1,0 +1,71 @@
+"""Under ZeRO 3 a model is cut over the replicas while it is built, and begins with the same weights as without."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.command_line import parse
+from megatron.model import global_parameters
+from megatron.model.layers import Layer
+from megatron.mpu import get_mesh
+from megatron.training import start_engine
+from tds import optimizer_state
+from tests.support import covering, on_ranks
+from tests.text_task import TextTask
+
+FLAGS = (
+    "--batch-size 1 --pipe-parallel-size 0 --num-layers 6 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 64 "
+    "--make-vocab-size-divisible-by 16 --no-tensorboard"
+)
+T5 = "--family t5 --num-decoder-layers 2 --enc-seq-length 8 --position-embedding relative"
+
+
+def _held() -> int:
+    """Numbers in the weights of this process."""
+    gc.collect()
+    return sum(p.numel() for p in gc.get_objects() if type(p) is nn.Parameter)
+
+
+def _build(flags: str) -> tuple[list[int], int, dict[str, torch.Tensor]]:
+    """(numbers held whenever a layer is built, numbers of the model, its weights)."""
+    held, honest, before = [], Layer.build, _held()
+
+    def build(layer: Layer, seed: int) -> nn.Module:
+        held.append(_held() - before)
+        return honest(layer, seed)
+
+    Layer.build = build  # type: ignore[method-assign]
+    try:
+        engine = start_engine(TextTask(), parse(f"{FLAGS} {flags}".split()))
+    finally:
+        Layer.build = honest  # type: ignore[method-assign]
+    module: Any = engine.deepspeed.module
+    groups = engine.deepspeed.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0], "matrices decay, wherever their pieces are"
+    weights = {name: optimizer_state.get_weight(p).clone() for name, p in global_parameters(module)}
+    return held, sum(w.numel() for w in weights.values()), weights
+
+
+def _both(precision: str, tp: int, family: str) -> int:
+    common = f"{family} --precision {precision} --model-parallel-size {tp}"
+    held, total, weights = _build(f"{common} --zero-stage 3")
+    largest = max(w.numel() for w in weights.values())
+    assert max(held) <= largest, "no more than pieces, and what DeepSpeed leaves whole as it is small"
+    held_whole, _, expected = _build(f"{common} --zero-stage 1")
+    assert max(held_whole) > total // 2
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name].to(weight.dtype).view_as(weight), weight, rtol=0, atol=0, msg=name)
+    return get_mesh().data.size
+
+
+CASES = [(precision, tp, family) for family in ("", T5) for precision in ("fp32", "bf16") for tp in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tp", "family"), covering(CASES, [("bf16", 2, ""), ("fp32", 1, T5)].__contains__, True)
+)
+def test_no_rank_holds_the_whole_model(precision: str, tp: int, family: str) -> None:
+    assert on_ranks(2 * tp, _both, precision, tp, family) == [2] * 2 * tp
