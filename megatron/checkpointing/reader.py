@@ -119,9 +119,11 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,
+        "sequence_parallel": False,  # text of any length
+        "model_parallel_size": model_parallel_size,
     }
     try:
-        config = with_values(Config(), {**with_family(saved), **plain, "model_parallel_size": model_parallel_size})
+        config = with_values(Config(), {**with_family(saved), **plain})
     except ConfigError as error:
         raise CheckpointError(f"{reader.path / INDEX} has settings that cannot be: {error}") from None
     return with_kept_tokenizer(config, reader.path)

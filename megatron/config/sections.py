@@ -18,8 +18,10 @@ class ParallelConfig(Section):
     """How a run is laid out over ranks."""
 
     model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
-    sequence_parallel: bool = opt(
-        False, "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent"
+    sequence_parallel: bool | None = opt(
+        None,
+        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not given, on "
+        "accelerators, with a model of ours whose sequences can be split evenly",
     )
     async_tensor_model_parallel_allreduce: bool = opt(
         True, "these ranks sum the gradient of a layer's input while that of its weight is computed, not before it"
@@ -328,6 +330,14 @@ class Config:
             raise ConfigError(
                 f"{names}: read by {strange[0][1]} only, and this is a {family}; leave {'them' if len(strange) > 1 else 'it'} out"
             )
+
+    def splits_sequences(self, accelerated: bool) -> bool:
+        """Whether model-parallel ranks share out the sequence between their layers. accelerated: the device is no CPU, where this is slower."""
+        asked, ranks, d = self.parallel.sequence_parallel, self.parallel.model_parallel_size, self.data
+        if asked is not None:
+            return asked
+        lengths = d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0
+        return accelerated and ranks > 1 and self.model.family is not None and not any(n % ranks for n in lengths)
 
     @property
     def positions(self) -> int:

@@ -180,7 +180,11 @@ class Folder:
         self.values = read_config(self.given, where)
         self.tensors = FolderReader(path)
         settings, self.notes = settings_of(self.values, self._tied(), where)
-        layout = {"model_parallel_size": model_parallel_size, "pipe_parallel_size": pipe_parallel_size}
+        layout = {
+            "model_parallel_size": model_parallel_size,
+            "pipe_parallel_size": pipe_parallel_size,
+            "sequence_parallel": False,  # text of any length
+        }
         self.config = with_values(Config(), {**settings, **layout})
         self.matches = list((t5_matches if self.config.is_t5 else gpt2_matches)(self.config.model))
         self._check_tensors()

@@ -60,7 +60,9 @@ def initialize_megatron(config: Config) -> torch.device:
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
     onednn = by_onednn(config.train.cpu_matmul, device)
     options = mpu.Options(
-        sequence_parallel=p.sequence_parallel, overlap=p.async_tensor_model_parallel_allreduce, onednn=onednn
+        sequence_parallel=config.splits_sequences(device.type != "cpu"),
+        overlap=p.async_tensor_model_parallel_allreduce,
+        onednn=onednn,
     )
     mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, options)
     return device

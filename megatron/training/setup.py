@@ -127,6 +127,8 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
         f"({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
+    if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:
+        print_rank_0("note: model-parallel ranks share the sequence out; --no-sequence-parallel turns that off")
     for note in [f"note: {note}" for each in locks for note in each.notes]:
         print_rank_0(note)
     if mpu.get_options().onednn and (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto"):

@@ -68,7 +68,7 @@ def test_stages_write_what_one_process_writes(layout: str) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> str:
     folder = tmp_path_factory.mktemp("run")
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --batch-size 2 --eval-iters 0"
-    more = f"--train-iters 1 --precision fp32 --no-tensorboard --data-path {tiny_data} --vocab-file {vocab_file}"
+    more = f"--train-iters 1 --precision fp32 --sequence-parallel --no-tensorboard --data-path {tiny_data} --vocab-file {vocab_file}"
     train_gpt2(1, folder, *flags.split(), *more.split())
     return str(folder)
 

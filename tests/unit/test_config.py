@@ -140,3 +140,20 @@ def test_every_setting_is_read_by_something() -> None:
     for section in SECTIONS.values():
         for f in fields(section):
             assert f".{derived.get(f.name, f.name)}" in source, f.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "accelerated", "splits"),
+    [
+        ("--family gpt2 --model-parallel-size 4 --seq-length 64", True, True),
+        ("--family gpt2 --model-parallel-size 4 --seq-length 64", False, False),
+        ("--family gpt2 --model-parallel-size 4 --seq-length 66", True, False),
+        ("--family gpt2 --seq-length 64", True, False),
+        ("--model-parallel-size 4 --seq-length 64", True, False),  # a model of one's own may not know of it
+        ("--model-parallel-size 4 --seq-length 66 --sequence-parallel", False, True),
+        ("--family gpt2 --model-parallel-size 4 --seq-length 64 --no-sequence-parallel", True, False),
+        ("--family t5 --model-parallel-size 4 --enc-seq-length 62 --seq-length 64", True, False),
+    ],
+)
+def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, splits: bool) -> None:
+    assert parse(flags.split()).splits_sequences(accelerated) is splits
