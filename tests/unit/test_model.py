@@ -1,5 +1,4 @@
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +6,7 @@ import torch
 
 from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron.model import GPT2Model, T5Model, global_parameters, offload
+from megatron.model import GPT2Model, global_parameters
 from megatron.model.layers import init_weights
 from megatron.utils import get_ltor_documents_and_position_ids, get_ltor_masks_and_position_ids
 from tests.parity import reference
@@ -192,49 +191,3 @@ def test_init_can_be_repeated() -> None:
     randomize(model)
     init_weights(model, 1234)
     assert all(torch.equal(p, before[name]) for name, p in global_parameters(model))
-
-
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
-def test_offloaded_activations_come_back_as_they_were(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has nowhere to offload to, so here tensors go from the CPU to the CPU: all but weights, as copies."""
-    flags = {
-        "gpt2": "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40",
-        "t5": "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 40 --family t5 --enc-seq-length 8 --dec-seq-length 8 "
-        "--position-embedding relative --normalization rmsnorm --activation gated-gelu",
-    }[model]
-    away: list[torch.Size] = []
-
-    def pretend(device: torch.device) -> bool:
-        return True
-
-    copy = offload._away
-
-    def count(tensor: torch.Tensor) -> Any:
-        kept = copy(tensor)
-        if not isinstance(kept, torch.Tensor):
-            away.append(tensor.shape)
-        return kept
-
-    found = []
-    for more in ("", "--offload-activations"):
-        settings = parse(f"{flags} --hidden-dropout 0 --attention-dropout 0 {more}".split())
-        with monkeypatch.context() as patch:
-            patch.setattr(offload, "_is_elsewhere", pretend)
-            patch.setattr(offload, "SMALLEST", 0)
-            patch.setattr(offload, "_away", count)
-            patch.setattr(torch, "empty", partial(_unpinned, torch.empty))
-            net = (T5Model if settings.is_t5 else GPT2Model)(settings).train()
-            tokens = torch.arange(24).view(3, 8) % 40
-            loss = net(*([tokens, tokens] if settings.is_t5 else [tokens]), labels=tokens.flip(1)).sum()
-            loss.backward()
-        found.append([loss.detach(), *(p.grad for p in net.parameters())])
-        assert bool(away) == bool(more)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-    weights = {p.shape for p in net.parameters() if p.dim() > 1}
-    assert not weights & {shape for shape in away}
-
-
-def _unpinned(make: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-    """Memory can be pinned only where there is an accelerator."""
-    tensor: torch.Tensor = make(*args, **kwargs)
-    return tensor
