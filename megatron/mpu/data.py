@@ -16,27 +16,48 @@ def broadcast_data(
     data: Mapping[str, Tensor] | None,
     datatype: torch.dtype,
     *,
+    sizes: Mapping[str, Sequence[int]] | None = None,
     device: torch.device | str | None = None,
     axis: Axis | None = None,
 ) -> dict[str, Tensor]:
     """`data[key]` of the first rank of the line, for every key, on every rank of the line.
 
     data: tensors of `datatype` with at most 8 dimensions; only looked at on the first rank,
-    None elsewhere. Sizes need not be known beforehand nor be equal.
-    Raises ValueError for a missing key or another dtype, on every rank.
+    None elsewhere. sizes: of each, where all ranks know them; by default they are sent first, and a rank on an
+    accelerator must wait for them.
+    Raises ValueError for a missing key, another dtype or another size, on every rank; with `sizes` on an accelerator, where
+    nobody waits, on the first only.
     """
     axis = axis or current().model
     device = torch.device(device) if device is not None else default_device(axis)
+    source = axis.rank == 0
+    problem = _problem(keys, data, datatype, sizes if axis.size > 1 else None) if source else ""
     if axis.size == 1:
-        problem = _problem(keys, data, datatype)
         if problem or data is None:
             raise ValueError(problem)
         return {key: data[key].to(device) for key in keys}
-
-    source = axis.rank == 0
-    problem = _problem(keys, data, datatype) if source else ""
-    header = torch.full((1 + len(keys) * (MAX_DIMS + 1),), -1, dtype=torch.int64)
+    known = [torch.Size(sizes[key]) for key in keys] if sizes is not None else None
+    shapes = known or _sent_shapes(keys, data, problem, device, axis)
+    counts = [1, *(shape.numel() for shape in shapes)]
+    # The number before the data says whether they are as they should be.
+    flat = torch.zeros(sum(counts), dtype=datatype, device=device)
     if source and not problem and data is not None:
+        torch.cat(
+            [torch.ones(1, dtype=datatype, device=device), *(data[k].reshape(-1).to(device) for k in keys)], out=flat
+        )
+    dist.broadcast(flat, axis.first, group=axis.group)
+    if problem or (device.type == "cpu" and not flat[0]):
+        raise ValueError(_complaint(problem, keys, axis))
+    parts = torch.split(flat, counts)[1:]
+    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+def _sent_shapes(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, problem: str, device: torch.device, axis: Axis
+) -> list[torch.Size]:
+    """Those of the first rank's data. Raises ValueError on all ranks if it has a problem."""
+    header = torch.full((1 + len(keys) * (MAX_DIMS + 1),), -1, dtype=torch.int64)
+    if axis.rank == 0 and not problem and data is not None:
         header[0] = 1
         for at, key in enumerate(keys):
             shape = data[key].shape
@@ -47,20 +68,21 @@ def broadcast_data(
     dist.broadcast(header, axis.first, group=axis.group)
     numbers = header.tolist()
     if numbers[0] != 1:
-        raise ValueError(problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}")
+        raise ValueError(_complaint(problem, keys, axis))
     rows = [numbers[1 + at * (MAX_DIMS + 1) :] for at in range(len(keys))]
-    shapes = [torch.Size(row[1 : 1 + row[0]]) for row in rows]
-
-    if source and data is not None:
-        flat = torch.cat([data[key].reshape(-1).to(device) for key in keys])
-    else:
-        flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=datatype, device=device)
-    dist.broadcast(flat, axis.first, group=axis.group)
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
-    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+    return [torch.Size(row[1 : 1 + row[0]]) for row in rows]
 
 
-def _problem(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype) -> str:
+def _complaint(problem: str, keys: Sequence[str], axis: Axis) -> str:
+    return problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}"
+
+
+def _problem(
+    keys: Sequence[str],
+    data: Mapping[str, Tensor] | None,
+    datatype: torch.dtype,
+    sizes: Mapping[str, Sequence[int]] | None,
+) -> str:
     if data is None:
         return "broadcast_data: the first rank of a model-parallel group must be given data, got None"
     for key in keys:
@@ -70,6 +92,8 @@ def _problem(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: t
             return f"broadcast_data: {key!r} is {data[key].dtype}, expected {datatype}"
         if data[key].dim() > MAX_DIMS:
             return f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_DIMS} are supported"
+        if sizes is not None and data[key].shape != torch.Size(sizes[key]):
+            return f"broadcast_data: {key!r} is {list(data[key].shape)}, expected {list(sizes[key])}"
     return ""
 
 

@@ -41,7 +41,8 @@ class GPT2(Task):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """data {"text": [b, s + 1]} -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
         assert tokenizer is not None, "the end of a document is the tokenizer's"
-        text = mpu.broadcast_data(["text"], data, torch.int64)["text"]
+        size = config.train.batch_size, config.data.seq_length + 1
+        text = mpu.broadcast_data(["text"], data, torch.int64, sizes={"text": size})["text"]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
             tokens,

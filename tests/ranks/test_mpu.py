@@ -203,6 +203,15 @@ def _broadcast() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             mpu.broadcast_data(keys, wrong if axis.rank == 0 else None, torch.int64)
+    sizes = {"text": (3, 4), "length": [1]}
+    sent, honest = [], dist.broadcast
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", lambda *args, **more: (sent.append(1), honest(*args, **more)))
+        known = mpu.broadcast_data(["text", "length"], data, torch.int64, sizes=sizes)
+    assert len(sent) == 1, "no sizes are sent"
+    assert torch.equal(known["text"], found["text"]) and torch.equal(known["length"], found["length"])
+    with pytest.raises(ValueError, match=r"'text' is \[3, 4\], expected \[3, 5\]|has no valid data"):
+        mpu.broadcast_data(["text"], data, torch.int64, sizes={"text": (3, 5)})
 
 
 def test_broadcast_data_and_its_errors_reach_every_rank() -> None:
