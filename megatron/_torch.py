@@ -21,6 +21,15 @@ def will_run(node: Any) -> bool:
         return True  # within torch.autograd.grad
 
 
+def will_accumulate(node: Any) -> bool:
+    """Within a backward pass, whether autograd adds to the `.grad` of the leaf of `node`. False where torch does not tell."""
+    asked = getattr(torch._C, "_will_engine_execute_node", None)
+    try:
+        return bool(asked(node)) if asked else False
+    except RuntimeError:
+        return False  # within torch.autograd.grad, which hands the gradient out
+
+
 def onednn_is_there() -> bool:
     """Whether this build of torch multiplies by oneDNN when asked; the operator is the one that its compiler emits."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

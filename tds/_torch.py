@@ -15,6 +15,11 @@ from torch import Tensor
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody wants to see or change the gradient of `tensor`."""
+    return bool(getattr(tensor, "_backward_hooks", None))
+
+
 def users(tensor: Tensor) -> int:
     """How many tensors look into the memory of `tensor`, autograd's own and this one included. Raises RuntimeError if torch does not tell.
 

@@ -5,6 +5,7 @@ of as many equal shares: it alone keeps the moments of that share, and the fp32 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,18 @@ class Bucket:
             self._grad_of[parameter].copy_(parameter.grad)
             self._arrived.add(parameter)
         parameter.grad = None
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether this device multiplies and adds to the sums in one pass: in their own dtype all do, from half precision only CUDA does."""
+        return not self.copies or self.weights.device.type == "cuda"
+
+    def add_product(self, left: Tensor, right: Tensor, parameter: nn.Parameter) -> None:
+        """The gradient of `parameter` [o, i] is left [o, n] times right [n, i]: add it, without a copy in half precision."""
+        total = self._grad_of[parameter]
+        add: Any = torch.addmm if left.dtype is total.dtype else partial(torch.addmm, out_dtype=total.dtype)
+        add(total, left, right, beta=int(parameter in self._arrived), out=total)
+        self._arrived.add(parameter)
 
     def reduce(self) -> None:
         """Begin to add up gradients over the replicas; zeros where there is none. Afterwards `share_grad` holds the sums."""

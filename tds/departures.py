@@ -1,11 +1,13 @@
 """When gradients leave for the other replicas: by the bucket, while the last backward pass of a step runs (Li et al. 2020)."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
+
+from ._torch import has_hooks
 
 BUCKET_BYTES = 25 * 2**20  # of gradients, at least
 BYTES_A_REPLICA = 4 * 2**20  # so that what one rank sends to another does not shrink as replicas become more
@@ -69,6 +71,7 @@ class Departures:
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._usual: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the step before
         self._seen: Counter[nn.Parameter] = Counter()  # in this one
+        self._watched: set[nn.Parameter] = set()  # in the step before; who is watched takes all of autograd's at once
         self._armed: set[int] = set()  # chunks in their last backward pass
         self._next = 0  # bucket to leave
         self._hooks: list[Any] = [
@@ -100,10 +103,16 @@ class Departures:
         for bucket in self._buckets:
             bucket.wait()
         self._usual = self._seen
+        self._watched = {p for p in self._bucket_of if has_hooks(p)}
         self.reset()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """A hook of autograd."""
+        """A hook of autograd, which may have found nothing."""
+        if parameter.grad is not None:
+            self.take(parameter, self._bucket_of[parameter].add)
+
+    def take(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
+        """A gradient is there, which `add` adds to its bucket. Raises RuntimeError if that has left."""
         bucket = self._bucket_of[parameter]
         if bucket.left:
             raise RuntimeError(
@@ -111,7 +120,7 @@ class Departures:
                 f"the weight is used more often than in the step before. Do not overlap the reduction with the backward pass "
                 f"(--no-overlap-grad-reduce; overlap_grad_reduce: false in the pipeline section of a ds_config)"
             )
-        bucket.add(parameter)
+        add(parameter)
         if self._chunk_of.get(parameter, 0) in self._armed:
             self._seen[parameter] += 1
             while self._next < len(self._buckets) and self._is_complete(self._buckets[self._next]):
@@ -121,7 +130,9 @@ class Departures:
         """As far as the step before tells; a weight that had no gradient then may still get one."""
         if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed:
             return False
-        return all(0 < self._usual[p] <= self._seen[p] for p in bucket.parameters)
+        return all(
+            0 < self._usual[p] <= self._seen[p] and has_hooks(p) == (p in self._watched) for p in bucket.parameters
+        )
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]

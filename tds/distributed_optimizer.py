@@ -6,6 +6,7 @@ weights are on their way while the next share is stepped. DeepSpeed's begin when
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
+from ._torch import has_hooks
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .departures import Departures, pack
@@ -80,6 +82,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in group_of]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._departures = Departures(self.buckets, chunk_of)
+        for bucket in self.buckets:
+            for p in bucket.parameters if bucket.adds_products else ():
+                p.add_product = partial(self._add_product, p)  # type: ignore[attr-defined]
+
+    def _add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
+        """For a layer that multiplies: the gradient of `parameter` [o, i] is left [o, n] times right [n, i], and autograd gets none.
+
+        False if autograd must get it, as a hook is to see it.
+        """
+        if has_hooks(parameter):
+            return False
+        assert self._departures
+        self._departures.take(parameter, partial(self._bucket_of[parameter].add_product, left, right))
+        return True
 
     def _refuse_what_it_cannot_step(self, module: nn.Module) -> None:
         """Raise ValueError for weights that would silently not learn."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import onednn_linear, will_run
+from .._torch import onednn_linear, will_accumulate, will_run
 from .mesh import Axis, Options
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 from .traced import enter, is_traced
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     onednn = (
         options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[:-1].numel() >= FEWEST_ROWS
     )
-    if axis.size == 1 and not onednn:
+    if axis.size == 1 and not onednn and (torch.compiler.is_compiling() or not hasattr(weight, "add_product")):
         return F.linear(x, weight, bias)
     if is_traced(axis) and not onednn:
         return F.linear(enter(x, axis, options.sequence_parallel), weight, bias)
@@ -84,10 +84,22 @@ class _Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
         if of_weight:
             x = whole.wait() if whole is not None else x
-            weight_grad = _product(flat.t(), x.reshape(-1, x.shape[-1]).t(), None, ctx.onednn)
+            weight_grad = _gradient_of_weight(ctx, weight, flat.t(), x.reshape(-1, x.shape[-1]))
         if of_bias:
             bias_grad = flat.sum(0)
         return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None
+
+
+def _gradient_of_weight(ctx: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """grad [o, s b] times x [s b, i]; None if `weight.add_product` has taken both and added that to a sum, in the product's own pass over memory."""
+    take: Any = getattr(weight, "add_product", None)
+    apart = take is None or ctx.onednn or torch.is_grad_enabled() or not _is_added_up(ctx, 1)
+    return _product(grad, x.t(), None, ctx.onednn) if apart or not take(grad, x) else None
+
+
+def _is_added_up(ctx: Any, i: int) -> bool:
+    """Whether this backward pass adds the gradient of input `i` to its `.grad`, and does not hand it out."""
+    return will_accumulate(ctx.next_functions[i][0])
 
 
 def _start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:

@@ -1,0 +1,127 @@
+"""Gradients of weights that are added to their sums by the product itself, against autograd's."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tds
+from megatron import mpu
+from tds import buckets
+from tests.support import on_ranks
+
+
+class Model(nn.Module):
+    """With a weight that is used twice, one that something else uses, too, one that somebody watches, and one that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.shared, self.watched, self.frozen = (
+            mpu.ColumnParallelLinear(6, 6, gather_output=False, init_method=mpu.normal(0.5)) for _ in range(4)
+        )
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.twice, self.twice, self.shared, self.watched, self.frozen):
+            x = torch.tanh(layer(x)[0])
+        return x.square().sum() + self.shared.weight.square().sum()
+
+
+def _widened(total: Tensor, left: Tensor, right: Tensor, *, beta: int, out: Tensor, out_dtype: Any = None) -> Tensor:
+    """What only CUDA has: a product of bf16 matrices added to an fp32 sum."""
+    return torch.add(total * beta, left.float() @ right.float(), out=out)
+
+
+def _sums(dtype: torch.dtype) -> int:
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    model.watched.weight.register_hook(lambda grad: grad * 2)
+    plain = copy.deepcopy(model)
+    plain.watched.weight.register_hook(lambda grad: grad * 2)
+    ours = tds.DistributedOptimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    ours.attach(model, mpu.get_data_parallel_group())
+    added = []
+    honest = ours.buckets[0].__class__.add_product
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets.Bucket, "add_product", lambda *args: (added.append(args[3]), honest(*args)))
+        names = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+        sums: dict[str, Tensor] = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in names.items()}
+        for step in range(2):
+            for micro in range(3):
+                x = torch.randn(4, 6, dtype=dtype)
+                plain(x).backward()
+                for name, p in names.items():
+                    assert p.grad is not None
+                    sums[name] = (sums[name] if micro else 0) + p.grad.float()
+                    p.grad = None
+                if micro == 2:
+                    ours.arm()
+                model(x).backward()
+            ours.finish()
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+                    torch.testing.assert_close(
+                        ours._bucket_of[p]._grad_of[p], sums[name], **tolerance, msg=f"{step} {name}"
+                    )
+            ours.zero_grad()
+        handed_out = torch.autograd.grad(model(x), model.twice.weight)
+        torch.testing.assert_close(handed_out, torch.autograd.grad(plain(x), plain.twice.weight))
+    assert {id(p) for p in added} == {id(model.twice.weight), id(model.shared.weight)}
+    return len(added)
+
+
+def _sums_as_on_cuda() -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets.Bucket, "adds_products", True)
+        patch.setattr(torch, "addmm", _widened)
+        return _sums(torch.bfloat16)
+
+
+def test_sums_are_those_of_autograd() -> None:
+    """Products of a weight's own layer, twice and once a pass; whatever else autograd finds is added to them."""
+    assert on_ranks(1, _sums, torch.float32) == [2 * 3 * 3]
+    assert on_ranks(1, _sums_as_on_cuda) == [2 * 3 * 3]
+
+
+class _Touched(TorchDispatchMode):
+    """Counts how often a tensor of as many numbers is read or written."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.count = numbers, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "view" not in str(func) and str(func) not in ("aten.t.default", "aten.detach.default"):
+            self.count += sum(isinstance(t, Tensor) and t.numel() == self.numbers for t in (*args, out))
+        return out
+
+
+def _passes(direct: bool) -> list[int]:
+    mpu.initialize_model_parallel(1)
+    layer = mpu.ColumnParallelLinear(6, 7, bias=False, gather_output=False)
+    ours = tds.DistributedOptimizer(torch.optim.AdamW(layer.parameters()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets.Bucket, "adds_products", direct)
+        ours.attach(layer, mpu.get_data_parallel_group())
+    counts = []
+    for _ in range(2):
+        loss = layer(torch.randn(2, 6))[0].sum()
+        with _Touched(42) as touched:
+            loss.backward()
+        counts.append(touched.count)
+    return counts
+
+
+def _both() -> tuple[list[int], list[int]]:
+    return _passes(True), _passes(False)
+
+
+def test_memory_is_gone_over_less_often() -> None:
+    """Of the first micro-batch and of one after it: autograd's product is written, read and added to the sum."""
+    assert on_ranks(1, _both) == [([2, 2], [4, 4])]
