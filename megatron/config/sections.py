@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from .fields import ConfigError, Section, at_least, between, flag, is_range, one_of, opt
 from .model import ModelConfig
+from .optim import OptimConfig
 from .output import CheckpointConfig, LogConfig
 
 
@@ -225,29 +226,6 @@ class TrainConfig(Section):
             for word in ranges or ():
                 if not is_range(word):
                     raise ConfigError(f"{name} {word} is no number and no range as 10-12")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig(Section):
-    """The optimizer and its learning rate."""
-
-    optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
-    lr: float = opt(1.5e-4, "peak learning rate", at_least(0))
-    min_lr: float = opt(0.0, "learning rate at the end of the decay", at_least(0))
-    lr_decay_style: str = opt("cosine", "how it falls after the warm-up", one_of("cosine", "linear", "constant"))
-    lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))
-    warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", between(0, 1))
-    override_lr_schedule: bool = opt(
-        False,
-        "after loading the learning rate follows these flags, not the schedule that the checkpoint was trained by",
-    )
-    weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
-    clip_grad: float | None = opt(
-        None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", at_least(0)
-    )
-    adam_beta1: float = opt(0.9, "Adam's decay of the mean", between(0, 1))
-    adam_beta2: float = opt(0.999, "Adam's decay of the squares", between(0, 1))
-    adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))
 
 
 @dataclass(frozen=True, kw_only=True)

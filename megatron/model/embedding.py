@@ -10,6 +10,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from .block import Dropout
+from .layers import global_parameters
 from .norm import build_norm
 
 
@@ -38,6 +39,8 @@ class WordEmbedding(nn.Module):
 
 class PositionEmbedding(nn.Module):
     """Adds a learned vector for each position, then dropout."""
+
+    looks_up = True
 
     def __init__(self, config: ModelConfig, positions: int, name: str) -> None:
         super().__init__()
@@ -69,3 +72,14 @@ class FinalNorm(nn.Module):
         """(hidden [s, b, h], document ids) -> the same"""
         hidden, document_ids = inputs
         return self.norm(hidden), document_ids
+
+
+def looked_up(model: nn.Module) -> set[nn.Parameter]:
+    """The tables of tokens and positions, an output matrix that is tied to them among them."""
+    tables = [
+        m
+        for m in model.modules()
+        if isinstance(m, (nn.Embedding, mpu.VocabParallelEmbedding)) or hasattr(m, "looks_up")
+    ]
+    found = {p for table in tables for p in table.parameters(recurse=False)}
+    return found - {p for name, p in global_parameters(model) if name.startswith("head.")}

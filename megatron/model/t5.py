@@ -59,6 +59,8 @@ class Head:
 class StackStart(nn.Module):
     """The foot of a stack: learned positions, if the model has them, and dropout. ids_at: which input holds the document ids."""
 
+    looks_up = True
+
     def __init__(self, config: Config, name: str, ids_at: int) -> None:
         super().__init__()
         self.ids_at, self.restart = ids_at, config.data.reset_position_ids

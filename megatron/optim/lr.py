@@ -1,6 +1,7 @@
 """The learning rate as a pure function of the iteration: no state to save, nothing to restore."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ def lr_at(iteration: int, config: Config) -> float:
     """Learning rate of the optimizer step number `iteration`, counted from 0.
 
     It rises linearly to --lr over the warm-up, then falls so that the last iteration of the
-    decay has exactly --min-lr; `constant` stays at the peak.
+    decay has exactly --min-lr; `constant` stays at the peak, `wsd` until it falls at the end (Hu et al. 2024).
     """
     o, total = config.optim, config.lr_decay_iters
     warmup = int(o.warmup * total)
@@ -19,26 +20,42 @@ def lr_at(iteration: int, config: Config) -> float:
         return o.lr * (iteration + 1) / warmup
     if o.lr_decay_style == "constant":
         return o.lr
-    done = min((iteration + 1 - warmup) / max(total - warmup, 1), 1.0)
-    left = 1 - done if o.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return o.min_lr + (o.lr - o.min_lr) * left
+    begin = max(total - _falling(config), warmup) if o.lr_decay_style == "wsd" else warmup
+    done = min(max(iteration + 1 - begin, 0) / max(total - begin, 1), 1.0)
+    style = o.lr_wsd_decay_style if o.lr_decay_style == "wsd" else o.lr_decay_style
+    return o.min_lr + (o.lr - o.min_lr) * LEFT[style](done)
+
+
+LEFT: dict[str, Callable[[float], float]] = {  # of the way down, by the share of the fall that is done
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "minus-sqrt": lambda done: 1 - math.sqrt(done),
+    "exponential": lambda done: 2 * 0.5**done - 1,
+}
+
+
+def _falling(config: Config) -> int:
+    """Iterations of the fall at the end of `wsd`."""
+    return config.optim.lr_wsd_decay_iters or max(config.lr_decay_iters // 10, 1)
 
 
 def _schedule(config: Config) -> dict[str, Any]:
     """All that the learning rate depends on, apart from the iteration."""
-    names = ("lr", "min_lr", "lr_decay_style", "warmup")
-    return {**{name: getattr(config.optim, name) for name in names}, "lr_decay_iters": config.lr_decay_iters}
+    wsd = config.optim.lr_decay_style == "wsd"
+    names = ("lr", "min_lr", "lr_decay_style", "warmup", *(("lr_wsd_decay_style",) if wsd else ()))
+    schedule = {**{name: getattr(config.optim, name) for name in names}, "lr_decay_iters": config.lr_decay_iters}
+    return schedule | ({"lr_wsd_decay_iters": _falling(config)} if wsd else {})
 
 
 def describe(config: Config) -> str:
     """The schedule in words."""
     o, total = config.optim, config.lr_decay_iters
     rise = f"up to {o.lr:g} over {int(o.warmup * total)} iterations"
-    return (
-        f"{rise}, then constant"
-        if o.lr_decay_style == "constant"
-        else f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at {total}"
-    )
+    if o.lr_decay_style == "constant":
+        return f"{rise}, then constant"
+    if o.lr_decay_style == "wsd":
+        return f"{rise}, constant until {total - _falling(config)}, {o.lr_wsd_decay_style} to {o.min_lr:g} at {total}"
+    return f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at {total}"
 
 
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:

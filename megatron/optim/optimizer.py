@@ -1,5 +1,6 @@
 """The optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay only on matrices."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from megatron.kernels import adamw
 from megatron.mpu import spec_of
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms, which have one dimension, do not."""
+def parameter_groups(
+    module: nn.Module, weight_decay: float, spared: Collection[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms, which have one dimension, do not. spared: matrices that do not either."""
     parameters = [p for p in module.parameters() if p.requires_grad]
+    spared = set(spared)
     groups = [
-        {"params": [p for p in parameters if _is_matrix(p)], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
+        {"params": [p for p in parameters if _is_matrix(p) and p not in spared], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if not _is_matrix(p) or p in spared], "weight_decay": 0.0},
     ]
     # A pipeline stage may have no parameters (a stretch of norms or starts), but an optimizer must have one.
     return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}]
@@ -25,9 +29,11 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
     return len(spec_of(parameter).local_shape) > 1  # the shape that ZeRO-3 leaves it says nothing
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig, kernels: str = "torch") -> torch.optim.Optimizer:
-    """kernels: see `megatron.kernels`."""
-    groups = parameter_groups(module, config.weight_decay)
+def build_optimizer(
+    module: nn.Module, config: OptimConfig, kernels: str = "torch", spared: Collection[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """kernels: see `megatron.kernels`. spared: see `parameter_groups`."""
+    groups = parameter_groups(module, config.weight_decay, spared)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
     return adamw(groups, kernels, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)

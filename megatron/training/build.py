@@ -14,6 +14,7 @@ from tds.apart import taken_apart
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
+from ..model.embedding import looked_up
 from ..model.layers import after_each_layer, global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
@@ -60,7 +61,8 @@ def build_engine(
     """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
     compile_layers(model, config)
     pipeline = on_all_ranks(lambda: _checked(model, task, config))
-    optimizer = build_optimizer(model, config.optim, config.model.kernels)
+    spared = () if config.optim.embedding_weight_decay else looked_up(model)
+    optimizer = build_optimizer(model, config.optim, config.model.kernels, spared)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer)
     engine, *_ = tds.initialize(

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.config.command_line import parse
 from megatron.optim import lr_at, settled
+from megatron.optim.lr import describe
 
 
 def rates(*argv: str) -> list[float]:
@@ -26,6 +27,27 @@ def test_closed_forms() -> None:
     assert rates("--lr-decay-style", "linear")[10:100] == pytest.approx([0.1 + 0.9 * (1 - d) for d in done])
     cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * d)) for d in done]
     assert rates("--lr-decay-style", "cosine")[10:100] == pytest.approx(cosine)
+
+
+def test_wsd_stays_until_the_fall() -> None:
+    forms = {
+        "linear": lambda f: 1 - f,
+        "cosine": lambda f: (1 + math.cos(math.pi * f)) / 2,
+        "minus-sqrt": lambda f: 1 - f**0.5,
+        "exponential": lambda f: 2 ** (1 - f) - 1,
+    }
+    for style, form in forms.items():
+        found = rates("--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "20", "--lr-wsd-decay-style", style)
+        assert found[9:80] == [1.0] * 71
+        assert found[80:100] == pytest.approx([0.1 + 0.9 * form((i + 1) / 20) for i in range(20)])
+        assert found[100:] == pytest.approx([0.1] * 20)
+    short = rates("--lr-decay-style", "wsd")
+    assert short[89] == 1.0 > short[90]
+    config = parse(["--train-iters", "100", "--lr", "1e-3", "--lr-decay-style", "wsd"])
+    assert describe(config) == "up to 0.001 over 1 iterations, constant until 90, minus-sqrt to 0 at 100"
+    longer = parse(["--train-iters", "200", "--lr", "1e-3", "--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "20"])
+    kept, note = settled(longer, config)
+    assert note and [lr_at(n, kept) for n in range(100)] == [lr_at(n, config) for n in range(100)]
 
 
 def test_constant_and_no_warmup() -> None:
