@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,9 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from . import biased_attention
+from .document_attention import document_attention
 from .heads import split_heads
-from .masks import added_mask, causal_mask
+from .masks import Documents, added_mask, causal_mask
 from .recompute import Recipe, instead_of
 
 
@@ -74,6 +76,7 @@ class Attention(nn.Module):
         self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_rng(), stream
         self.qkv_again = "qkv" in config.recompute_modules
         self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.unfused
+        self.by_document = "document-attention" not in config.unfused
         self.dense = mpu.RowParallelLinear(
             self.inner,
             config.hidden_size,
@@ -96,11 +99,10 @@ class Attention(nn.Module):
             init_method=partial(_fill_heads, config.init_method_std, self.head_size, factors),
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | None, bias: Tensor | None) -> Tensor:
         """query [b, n/t, q, d], key, value [b, n/t, k, d] -> [q, b, n/t * d].
 
-        mask: [b, 1, q, k], True where a query may look, or None. bias: [1, n/t, q, k], added to the
-        scores, or None. Without either no q x k tensor is made.
+        mask: within which documents a query may look, or None. bias: [1, n/t, q, k], added to the scores, or None.
         """
         call = self._with_dropout if self.dropout and self.training else self._sdpa
         if self.recompute and self.training:
@@ -109,18 +111,23 @@ class Attention(nn.Module):
         b, _, q, _ = context.shape
         return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
 
-    def _computed_again(self, call: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    def _computed_again(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | None, bias: Tensor | None
     ) -> Tensor:
         with self.rng.fork(self.stream, query.device, split=True):
             return self._sdpa(query, key, value, mask, bias, self.dropout)
 
     def _sdpa(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, p: float = 0.0
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, bias: Tensor | None, p: float = 0.0
     ) -> Tensor:
+        if documents is not None and bias is None and not p and self.by_document:
+            found = document_attention(query, key, value, documents, self.scale)
+            if found is not None:
+                return found
+        mask = None if documents is None else documents.mask()
         q, k = query.shape[2], key.shape[2]
         # A mask of documents is causal already where it must be; a single newest token sees all there are.
         plain_causal = self.causal and mask is None and q > 1
@@ -158,7 +165,7 @@ class SelfAttention(Attention):
     def forward(
         self,
         hidden: Tensor,
-        mask: Tensor | None,
+        mask: Documents | None,
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
@@ -184,7 +191,7 @@ class CrossAttention(Attention):
         self,
         hidden: Tensor,
         encoded: Tensor,
-        mask: Tensor | None,
+        mask: Documents | None,
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
     ) -> tuple[Tensor, Tensor | None]:

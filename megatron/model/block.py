@@ -14,7 +14,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from .attention import CrossAttention, KeyValueCache, SelfAttention
-from .masks import document_mask
+from .masks import Documents, within
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
@@ -39,10 +39,10 @@ class Dropout(nn.Module):
 
 
 class Encoded(NamedTuple):
-    """What a decoder layer looks at: [k, b, h], and who may look where ([b, 1, q, k] or None)."""
+    """What a decoder layer looks at: [k, b, h], and who may look where."""
 
     states: Tensor
-    mask: Tensor | None
+    mask: Documents | None
 
 
 class Caches:
@@ -79,7 +79,7 @@ class TransformerLayer(nn.Module):
     def layer(
         self,
         hidden: Tensor,
-        mask: Tensor | None,
+        mask: Documents | None,
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
@@ -89,7 +89,7 @@ class TransformerLayer(nn.Module):
             return self._layer(hidden, mask, bias, encoded, caches)
 
     def _layer(
-        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, encoded: Encoded | None, caches: Caches | None
+        self, hidden: Tensor, mask: Documents | None, bias: Tensor | None, encoded: Encoded | None, caches: Caches | None
     ) -> Tensor:
         normed, recipe = self._normed(self.input_layernorm, hidden)
         with instead_of((recipe, normed)):
@@ -120,4 +120,4 @@ class Block(TransformerLayer):
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
         """(hidden [s, b, h], document ids [b, s] or empty) -> the same."""
         hidden, document_ids = inputs
-        return self.layer(hidden, document_mask(document_ids, causal=True), caches=caches), document_ids
+        return self.layer(hidden, within(document_ids, causal=True), caches=caches), document_ids

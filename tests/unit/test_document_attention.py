@@ -1,0 +1,126 @@
+"""Attention that goes through documents one by one is attention with their mask; a softmax written down is the reference."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model import document_attention
+from megatron.model.chunks import SMALL, chunks_of
+from megatron.model.masks import Documents
+
+HEADS, WIDTH, SCALE = 3, 8, 0.3
+
+
+def _rows(*rows: list[tuple[int, int]]) -> Tensor:
+    """Document ids of rows, each a list of (id, tokens)."""
+    return torch.stack([torch.cat([torch.full((count,), number) for number, count in row]) for row in rows])
+
+
+LONG = _rows([(1, 90), (2, 70), (3, 7), (4, 9), (5, 24)], [(1, 1), (2, 199)], [(1, 200)], [(1, 70), (2, 70), (0, 60)])
+TINY = _rows([(i, 1) for i in range(1, 31)], [(i, 2) for i in range(1, 16)], [(1, 15), (2, 14), (3, 1)])
+ENCODED = _rows([(1, 60), (2, 80), (3, 10), (0, 10)], [(2, 160)], [(1, 40), (0, 120)], [(1, 80), (2, 80)])
+FEW = _rows([(1, 9), (3, 2), (4, 2), (0, 2)], [(1, 15)], [(i, 1) for i in range(1, 16)])
+CASES = {
+    "long": Documents(LONG, None, True),
+    "tiny": Documents(TINY, None, True),
+    "encoder": Documents(LONG),
+    "cross": Documents(LONG, ENCODED),
+    "cross, tiny": Documents(FEW, TINY),
+}
+
+
+def _written_down(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    queries, keys, causal = documents
+    keys = queries if keys is None else keys
+    sees = queries[:, :, None] == keys[:, None, :]
+    if causal:
+        sees &= torch.arange(queries.shape[1])[:, None] >= torch.arange(keys.shape[1])
+    sees |= ~sees.any(-1, keepdim=True)
+    scores = (query @ key.mT * SCALE).masked_fill(~sees[:, None], -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def _drawn(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values as a projection leaves them, [b, n, s, d] of [s, b, n, d], and a gradient."""
+    dice = torch.Generator().manual_seed(1)
+    queries, keys, _ = documents
+    shapes = [x.shape for x in (queries, *([queries if keys is None else keys] * 2), queries)]
+    drawn = [torch.randn(s, b, HEADS, WIDTH, generator=dice, dtype=torch.float64).to(dtype) for b, s in shapes]
+    return [x.permute(1, 2, 0, 3) for x in drawn]
+
+
+def _gradients(call: Any, documents: Documents, dtype: torch.dtype) -> list[Tensor]:
+    *inputs, grad = _drawn(documents, dtype)
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = call(*inputs, documents)
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def _ours(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    found = document_attention.document_attention(query, key, value, documents, SCALE)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_attention_with_a_mask(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    found, wanted = (
+        _gradients(_ours, CASES[name], dtype),
+        _gradients(_written_down, CASES[name], torch.float64),
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_heads_lie_side_by_side_as_layers_go_on_with_them() -> None:
+    out = _gradients(_ours, CASES["long"], torch.float32)[0]
+    assert out.permute(2, 0, 1, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_hold_every_query_once_and_no_score_too_many(name: str) -> None:
+    documents = CASES[name]
+    chunks = chunks_of(documents)
+    assert chunks is not None and chunks_of(documents) is chunks, "found once"
+    seen = torch.zeros_like(documents.queries)
+    for row, queries, keys, mask in chunks.found:
+        seen[row, queries] += 1
+        if mask is not None:
+            assert mask.shape == (1, 1, queries.stop - queries.start, keys.stop - keys.start)
+            assert mask.numel() <= SMALL**2
+    assert (seen == 1).all()
+
+
+def test_tiny_documents_share_chunks() -> None:
+    chunks = chunks_of(Documents(torch.arange(1, 513).expand(4, 512), None, True))
+    assert chunks is not None and len(chunks.found) == 4 * 512 // SMALL
+
+
+def test_a_document_in_two_pieces_needs_the_mask() -> None:
+    ids = _rows([(1, 3), (2, 3), (1, 3)])
+    query, key, value, _ = _drawn(Documents(ids), torch.float32)
+    for documents in (Documents(ids), Documents(ids.clone(), None, True), Documents(ids.clone(), _rows([(1, 9)]))):
+        assert document_attention.document_attention(query, key, value, documents, SCALE) is None
+
+
+def test_chunks_change_and_go_with_their_ids() -> None:
+    gc.disable()
+    try:
+        ids = TINY.clone()
+        before = chunks_of(Documents(ids, None, True))
+        assert before is not None
+        ids[2] = 1
+        after = chunks_of(Documents(ids, None, True))
+        assert after is not None and len(after.found) == len(before.found) and after.found[-1].mask is None
+        assert before.found[-1].mask is not None
+        gone = weakref.ref(before.found[-1].mask)
+        del before, after, ids
+        assert gone() is None, "without the collector of garbage"
+    finally:
+        gc.enable()
