@@ -19,7 +19,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from . import biased_attention
-from .document_attention import document_attention
+from .document_attention import chunks_for, document_attention
 from .heads import split_heads
 from .masks import Documents, added_mask, causal_mask
 from .recompute import Recipe, instead_of
@@ -121,12 +121,19 @@ class Attention(nn.Module):
             return self._sdpa(query, key, value, mask, bias, self.dropout)
 
     def _sdpa(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, bias: Tensor | None, p: float = 0.0
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None,
+        bias: Tensor | None,
+        p: float = 0.0,
     ) -> Tensor:
-        if documents is not None and bias is None and not p and self.by_document:
-            found = document_attention(query, key, value, documents, self.scale)
-            if found is not None:
-                return found
+        chunks = chunks_for(query, documents) if documents is not None and not p and self.by_document else None
+        if chunks is not None and bias is None:
+            return document_attention(query, key, value, chunks, self.scale)
+        if chunks is not None and bias is not None and self.fused:
+            return biased_attention.biased_attention(query, key, value, bias, chunks, self.scale)
         mask = None if documents is None else documents.mask()
         q, k = query.shape[2], key.shape[2]
         # A mask of documents is causal already where it must be; a single newest token sees all there are.

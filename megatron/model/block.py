@@ -89,7 +89,12 @@ class TransformerLayer(nn.Module):
             return self._layer(hidden, mask, bias, encoded, caches)
 
     def _layer(
-        self, hidden: Tensor, mask: Documents | None, bias: Tensor | None, encoded: Encoded | None, caches: Caches | None
+        self,
+        hidden: Tensor,
+        mask: Documents | None,
+        bias: Tensor | None,
+        encoded: Encoded | None,
+        caches: Caches | None,
     ) -> Tensor:
         normed, recipe = self._normed(self.input_layernorm, hidden)
         with instead_of((recipe, normed)):

@@ -16,17 +16,16 @@ from .chunks import Chunk, Chunks, chunks_of
 from .masks import Documents, added_mask
 
 
-def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float
-) -> Tensor | None:
-    """query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d]; None where a mask serves better, or has to."""
+def chunks_for(query: Tensor, documents: Documents) -> Chunks | None:
+    """The chunks to compute query [b, n, q, d] by; None where a mask serves better, or has to."""
     if query.device.type != "cpu" or torch.compiler.is_compiling() or not has_flash_on_cpu():
         return None
-    chunks = chunks_of(documents)
-    if chunks is None:
-        return None
-    found: Tensor = _ByChunk.apply(query, key, value, chunks, scale)  # type: ignore[no-untyped-call]
-    return found
+    return chunks_of(documents)
+
+
+def document_attention(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, scale: float) -> Tensor:
+    """query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d]."""
+    return _DocumentAttention.apply(query, key, value, chunks, scale)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def laid_out(like: Tensor) -> Tensor:
@@ -41,7 +40,7 @@ def parts(chunk: Chunk, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return query[row, :, queries], *(x[row, :, keys] for x in others)
 
 
-class _ByChunk(torch.autograd.Function):
+class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, scale: float) -> Tensor:
         out, sums = laid_out(query), query.new_empty(query.shape[:3], dtype=_wide(query))

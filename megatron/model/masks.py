@@ -74,7 +74,7 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def follows(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
-    """What `make` makes of `owner` and `other` as they are now, once, and kept as long as `owner` lives."""
+    """What `make` makes of `owner` and `other` [...] as they are now, once, and kept as long as `owner` lives."""
     if torch.compiler.is_compiling():  # which makes one kernel of it
         return make()
     found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_follows", {})

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model import document_attention
+from megatron.model.biased_attention import biased_attention
 from megatron.model.chunks import SMALL, chunks_of
+from megatron.model.document_attention import chunks_for, document_attention
 from megatron.model.masks import Documents
 
 HEADS, WIDTH, SCALE = 3, 8, 0.3
@@ -33,14 +34,16 @@ CASES = {
 }
 
 
-def _written_down(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+def _written_down(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, bias: Tensor | float = 0.0
+) -> Tensor:
     queries, keys, causal = documents
     keys = queries if keys is None else keys
     sees = queries[:, :, None] == keys[:, None, :]
     if causal:
         sees &= torch.arange(queries.shape[1])[:, None] >= torch.arange(keys.shape[1])
     sees |= ~sees.any(-1, keepdim=True)
-    scores = (query @ key.mT * SCALE).masked_fill(~sees[:, None], -torch.inf)
+    scores = (query @ key.mT * SCALE + bias).masked_fill(~sees[:, None], -torch.inf)
     return scores.softmax(-1) @ value
 
 
@@ -61,9 +64,9 @@ def _gradients(call: Any, documents: Documents, dtype: torch.dtype) -> list[Tens
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    found = document_attention.document_attention(query, key, value, documents, SCALE)
-    assert found is not None
-    return found
+    chunks = chunks_for(query, documents)
+    assert chunks is not None
+    return document_attention(query, key, value, chunks, SCALE)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 0.05)])
@@ -76,6 +79,24 @@ def test_it_is_attention_with_a_mask(name: str, dtype: torch.dtype, tolerance: f
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["long", "tiny", "encoder"])
+def test_with_a_learned_bias(name: str) -> None:
+    documents = CASES[name]
+    *inputs, grad = _drawn(documents, torch.float64)
+    s = grad.shape[2]
+    inputs = [x.detach().requires_grad_() for x in (*inputs, torch.randn(1, HEADS, s, s, dtype=torch.float64))]
+    query, key, value, bias = inputs
+    chunks = chunks_for(query, documents)
+    ours, theirs = (
+        [out, *torch.autograd.grad(out, inputs, grad)]
+        for out in (
+            biased_attention(query, key, value, bias, chunks, SCALE),
+            _written_down(query, key, value, documents, bias),
+        )
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_heads_lie_side_by_side_as_layers_go_on_with_them() -> None:
@@ -104,9 +125,8 @@ def test_tiny_documents_share_chunks() -> None:
 
 def test_a_document_in_two_pieces_needs_the_mask() -> None:
     ids = _rows([(1, 3), (2, 3), (1, 3)])
-    query, key, value, _ = _drawn(Documents(ids), torch.float32)
     for documents in (Documents(ids), Documents(ids.clone(), None, True), Documents(ids.clone(), _rows([(1, 9)]))):
-        assert document_attention.document_attention(query, key, value, documents, SCALE) is None
+        assert chunks_of(documents) is None
 
 
 def test_chunks_change_and_go_with_their_ids() -> None:
