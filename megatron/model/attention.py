@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from . import biased_attention
+from . import attention_dropout, biased_attention
 from .document_attention import chunks_for, document_attention
 from .heads import split_heads
 from .masks import Documents, added_mask, causal_mask
@@ -73,7 +73,8 @@ class Attention(nn.Module):
         self.scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
         # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
-        self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_rng(), stream
+        self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
+        self.stream = mpu.Stream(self.rng, stream, split=True)
         self.qkv_again = "qkv" in config.recompute_modules
         self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.unfused
         self.by_document = "document-attention" not in config.unfused
@@ -104,7 +105,8 @@ class Attention(nn.Module):
 
         mask: within which documents a query may look, or None. bias: [1, n/t, q, k], added to the scores, or None.
         """
-        call = self._with_dropout if self.dropout and self.training else self._sdpa
+        p = self.dropout if self.training else 0.0
+        call = self._with_dropout if p and query.device.type != "cpu" else partial(self._sdpa, p=p)
         if self.recompute and self.training:
             call = partial(self._computed_again, call)
         context: Tensor = call(query, key, value, mask, bias)
@@ -117,7 +119,7 @@ class Attention(nn.Module):
     def _with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | None, bias: Tensor | None
     ) -> Tensor:
-        with self.rng.fork(self.stream, query.device, split=True):
+        with self.rng.fork(self.stream.name, query.device, self.stream.split):
             return self._sdpa(query, key, value, mask, bias, self.dropout)
 
     def _sdpa(
@@ -127,18 +129,21 @@ class Attention(nn.Module):
         value: Tensor,
         documents: Documents | None,
         bias: Tensor | None,
-        p: float = 0.0,
+        p: float,
     ) -> Tensor:
-        chunks = chunks_for(query, documents) if documents is not None and not p and self.by_document else None
-        if chunks is not None and bias is None:
+        chunks = chunks_for(query, documents) if documents is not None and self.by_document else None
+        if chunks is not None and bias is None and not p:
             return document_attention(query, key, value, chunks, self.scale)
-        if chunks is not None and bias is not None and self.fused:
+        if chunks is not None and bias is None and chunks.once:
+            return attention_dropout.by_document(query, key, value, chunks, self.scale, p, self.stream)
+        if chunks is not None and bias is not None and not p and self.fused:
             return biased_attention.biased_attention(query, key, value, bias, chunks, self.scale)
         mask = None if documents is None else documents.mask()
         q, k = query.shape[2], key.shape[2]
         # A mask of documents is causal already where it must be; a single newest token sees all there are.
         plain_causal = self.causal and mask is None and q > 1
-        if plain_causal and (bias is not None or q != k):
+        by_hand = p > 0 and query.device.type == "cpu"
+        if plain_causal and (bias is not None or q != k or by_hand):
             mask, plain_causal = causal_mask(q, k, query.device), False
         if bias is not None:
             if not p and self.fused and biased_attention.serves(query, bias):
@@ -146,6 +151,8 @@ class Attention(nn.Module):
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         elif mask is not None:
             mask = added_mask(mask, query.dtype)
+        if by_hand:
+            return attention_dropout.attention_with_dropout(query, key, value, mask, self.scale, p, self.stream)
         with kernels_for(query, mask):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale

@@ -7,7 +7,6 @@ import math
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -26,16 +25,12 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
-        self.p, self.stream, self.rng = p, stream, mpu.get_rng()
-        self.split = mpu.sequence_axis().size > 1  # each rank drops from its own stretch
+        # with sequence parallelism each rank drops from its own stretch
+        self.p, self.stream = p, mpu.Stream(mpu.get_rng(), stream, split=mpu.sequence_axis().size > 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[...] -> [...]"""
-        return self._drop(x) if self.training and self.p else x
-
-    def _drop(self, x: Tensor) -> Tensor:
-        with self.rng.fork(self.stream, x.device, self.split):
-            return F.dropout(x, self.p)
+        return self.stream.drop(x, self.p) if self.training and self.p else x
 
 
 class Encoded(NamedTuple):
