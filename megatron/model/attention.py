@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from . import attention_dropout, biased_attention
+from . import attention_dropout, biased_attention, packed_attention
 from .document_attention import chunks_for, document_attention
 from .heads import split_heads
 from .masks import Documents, added_mask, causal_mask
@@ -131,13 +131,10 @@ class Attention(nn.Module):
         bias: Tensor | None,
         p: float,
     ) -> Tensor:
-        chunks = chunks_for(query, documents) if documents is not None and self.by_document else None
-        if chunks is not None and bias is None and not p:
-            return document_attention(query, key, value, chunks, self.scale)
-        if chunks is not None and bias is None and chunks.once:
-            return attention_dropout.by_document(query, key, value, chunks, self.scale, p, self.stream)
-        if chunks is not None and bias is not None and not p and self.fused:
-            return biased_attention.biased_attention(query, key, value, bias, chunks, self.scale)
+        if documents is not None and self.by_document:
+            found = self._document_by_document(query, key, value, documents, bias, p)
+            if found is not None:
+                return found
         mask = None if documents is None else documents.mask()
         q, k = query.shape[2], key.shape[2]
         # A mask of documents is causal already where it must be; a single newest token sees all there are.
@@ -157,6 +154,24 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale
             )
+
+    def _document_by_document(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, bias: Tensor | None, p: float
+    ) -> Tensor | None:
+        """None where a mask serves better, or has to."""
+        chunks = chunks_for(query, documents)
+        if bias is not None:
+            if chunks is None or p or not self.fused:
+                return None
+            return biased_attention.biased_attention(query, key, value, bias, chunks, self.scale)
+        if chunks is not None and not p:
+            return document_attention(query, key, value, chunks, self.scale)
+        if chunks is not None and chunks.once:
+            return attention_dropout.by_document(query, key, value, chunks, self.scale, p, self.stream)
+        # Packing copies queries, keys and values; those that are not to be kept are known by where they lie.
+        if not p and not self.qkv_again and packed_attention.serves(query, documents):
+            return packed_attention.packed_attention(query, key, value, documents, self.scale)
+        return None
 
     def _projected(
         self, projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None

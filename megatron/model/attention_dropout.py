@@ -24,7 +24,7 @@ def attention_with_dropout(
 def by_document(
     query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, scale: float, p: float, stream: mpu.Stream
 ) -> Tensor:
-    """The same within documents, chunk by chunk; every key is in one of them.
+    """The same within documents, chunk by chunk, query [b, n, q, d] -> [b, n, q, d]; every key is in one chunk.
 
     Of the mask for all q x k weights each takes its part, so that what is dropped does not depend on who computes it.
     """
