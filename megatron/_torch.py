@@ -50,6 +50,28 @@ def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
     return kernel(grad, p, -1, p.dtype) if kernel else p * (grad - (grad * p).sum(-1, keepdim=True))
 
 
+def has_flash_on_cpu() -> bool:
+    """Whether the two functions below can be called; the public one finds no gradients of a part by itself."""
+    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+    return all(hasattr(torch.ops.aten, name) for name in names)
+
+
+def flash_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """query [b, n, q, d], key, value [b, n, k, d], added to scores [1 or b, 1 or n, q, k] -> ([b, n, q, d], logs of sums [b, n, q])."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
+
+
+def flash_on_cpu_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, added: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value from that of `out`; out, sums: what `flash_on_cpu` returned."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(grad, query, key, value, out, sums, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """What `tensor` is a view of, or itself: autograd keeps views of weights, which only this tells from activations."""
     base: Tensor | None = getattr(tensor, "_base", None)

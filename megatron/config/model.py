@@ -9,7 +9,7 @@ from .fields import ConfigError, Section, at_least, between, each_of, one_of, op
 FAMILIES = ("gpt2", "t5")
 # What is computed in another way than a textbook writes it down; the loss is the same but for rounding.
 ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu")
-FUSED = ("biased-attention", "cross-entropy", "gated-gelu", "relative-positions", "rms-norm")
+FUSED = ("biased-attention", "cross-entropy", "document-attention", "gated-gelu", "relative-positions", "rms-norm")
 
 
 @dataclass(frozen=True, kw_only=True)

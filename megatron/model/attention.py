@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from . import biased_attention
+from . import attention_dropout, biased_attention, packed_attention
+from .document_attention import chunks_for, document_attention
 from .heads import split_heads
-from .masks import added_mask, causal_mask
+from .masks import Documents, added_mask, causal_mask
 from .recompute import Recipe, instead_of
 
 
@@ -71,9 +73,11 @@ class Attention(nn.Module):
         self.scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
         # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
-        self.dropout, self.rng, self.stream = config.attention_dropout, mpu.get_rng(), stream
+        self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
+        self.stream = mpu.Stream(self.rng, stream, split=True)
         self.qkv_again = "qkv" in config.recompute_modules
         self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.unfused
+        self.by_document = "document-attention" not in config.unfused
         self.dense = mpu.RowParallelLinear(
             self.inner,
             config.hidden_size,
@@ -96,35 +100,47 @@ class Attention(nn.Module):
             init_method=partial(_fill_heads, config.init_method_std, self.head_size, factors),
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | None, bias: Tensor | None) -> Tensor:
         """query [b, n/t, q, d], key, value [b, n/t, k, d] -> [q, b, n/t * d].
 
-        mask: [b, 1, q, k], True where a query may look, or None. bias: [1, n/t, q, k], added to the
-        scores, or None. Without either no q x k tensor is made.
+        mask: within which documents a query may look, or None. bias: [1, n/t, q, k], added to the scores, or None.
         """
-        call = self._with_dropout if self.dropout and self.training else self._sdpa
+        p = self.dropout if self.training else 0.0
+        call = self._with_dropout if p and query.device.type != "cpu" else partial(self._sdpa, p=p)
         if self.recompute and self.training:
             call = partial(self._computed_again, call)
         context: Tensor = call(query, key, value, mask, bias)
         b, _, q, _ = context.shape
         return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
 
-    def _computed_again(self, call: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    def _computed_again(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | None, bias: Tensor | None
     ) -> Tensor:
-        with self.rng.fork(self.stream, query.device, split=True):
+        with self.rng.fork(self.stream.name, query.device, self.stream.split):
             return self._sdpa(query, key, value, mask, bias, self.dropout)
 
     def _sdpa(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, p: float = 0.0
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None,
+        bias: Tensor | None,
+        p: float,
     ) -> Tensor:
+        if documents is not None and self.by_document:
+            found = self._document_by_document(query, key, value, documents, bias, p)
+            if found is not None:
+                return found
+        mask = None if documents is None else documents.mask()
         q, k = query.shape[2], key.shape[2]
         # A mask of documents is causal already where it must be; a single newest token sees all there are.
         plain_causal = self.causal and mask is None and q > 1
-        if plain_causal and (bias is not None or q != k):
+        by_hand = p > 0 and query.device.type == "cpu"
+        if plain_causal and (bias is not None or q != k or by_hand):
             mask, plain_causal = causal_mask(q, k, query.device), False
         if bias is not None:
             if not p and self.fused and biased_attention.serves(query, bias):
@@ -132,10 +148,30 @@ class Attention(nn.Module):
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         elif mask is not None:
             mask = added_mask(mask, query.dtype)
+        if by_hand:
+            return attention_dropout.attention_with_dropout(query, key, value, mask, self.scale, p, self.stream)
         with kernels_for(query, mask):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale
             )
+
+    def _document_by_document(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, bias: Tensor | None, p: float
+    ) -> Tensor | None:
+        """None where a mask serves better, or has to."""
+        chunks = chunks_for(query, documents)
+        if bias is not None:
+            if chunks is None or p or not self.fused:
+                return None
+            return biased_attention.biased_attention(query, key, value, bias, chunks, self.scale)
+        if chunks is not None and not p:
+            return document_attention(query, key, value, chunks, self.scale)
+        if chunks is not None and chunks.once:
+            return attention_dropout.by_document(query, key, value, chunks, self.scale, p, self.stream)
+        # Packing copies queries, keys and values; those that are not to be kept are known by where they lie.
+        if not p and not self.qkv_again and packed_attention.serves(query, documents):
+            return packed_attention.packed_attention(query, key, value, documents, self.scale)
+        return None
 
     def _projected(
         self, projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None
@@ -158,7 +194,7 @@ class SelfAttention(Attention):
     def forward(
         self,
         hidden: Tensor,
-        mask: Tensor | None,
+        mask: Documents | None,
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
@@ -184,7 +220,7 @@ class CrossAttention(Attention):
         self,
         hidden: Tensor,
         encoded: Tensor,
-        mask: Tensor | None,
+        mask: Documents | None,
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
     ) -> tuple[Tensor, Tensor | None]:

@@ -1,12 +1,13 @@
 """Attention whose scores have a learned bias, on a CPU: neither scores nor probabilities are kept for the backward pass.
 
 torch's fused attention on a CPU has no gradient for the bias. Without it [b, n, q, k] probabilities are kept for
-every layer; here they are computed again, sample by sample, so that they stay in the cache (the recomputation of
-Dao et al. 2022).
+every layer; here they are computed again, sample by sample or document by document, so that they stay in the cache (the
+recomputation of Dao et al. 2022).
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from megatron import mpu
 from megatron._torch import softmax_backward
 
+from .chunks import Chunk, Chunks
+from .masks import causal_mask
+
 
 def serves(query: Tensor, bias: Tensor) -> bool:
     """Whether torch would keep the probabilities of query [b, n, q, d] and bias [1, n, q, k]: accelerators have a fused kernel that differentiates the bias, too."""
@@ -23,22 +27,47 @@ def serves(query: Tensor, bias: Tensor) -> bool:
 
 
 def biased_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sees: Tensor | Chunks | None, scale: float
 ) -> Tensor:
-    """query [b, n, q, d], key, value [b, n, k, d], bias [1, n, q, k], mask [1 or b, 1, q, k] or None -> [b, n, q, d]."""
-    return _BiasedAttention.apply(query, key, value, bias, mask, scale)  # type: ignore[no-untyped-call,no-any-return]
+    """query [b, n, q, d], key, value [b, n, k, d], bias [1, n, q, k] -> [b, n, q, d].
+
+    sees: bool mask [1 or b, 1, q, k], or the chunks of self-attention within documents, or None.
+    """
+    return _BiasedAttention.apply(query, key, value, bias, sees, scale)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _pieces(query: Tensor, mask: Tensor | None, chunks: Chunks | None, by_row: bool) -> Iterable[Chunk]:
+    """What is computed at a time, each with its mask; without documents whole rows, all at once or one by one."""
+    everything = slice(None)
+    if chunks is not None:
+        for chunk in chunks.found:
+            q = chunk.queries.stop - chunk.queries.start
+            alone = chunks.causal and chunk.mask is None
+            yield chunk._replace(mask=causal_mask(q, q, query.device)) if alone else chunk
+    elif by_row:
+        for i in range(len(query)):
+            of_row = mask[i : i + 1] if mask is not None and len(mask) > 1 else mask
+            yield Chunk(slice(i, i + 1), everything, everything, of_row)
+    else:
+        yield Chunk(everything, everything, everything, mask)
 
 
 class _BiasedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sees: Tensor | Chunks | None, scale: float
     ) -> Tensor:
+        mask, ctx.chunks = (None, sees) if isinstance(sees, Chunks) else (sees, None)
         ctx.scale, ctx.rest = scale, None
         ctx.save_for_backward(query, key, value, bias, mask)
-        scores = bias.detach()  # or torch would not take its fused kernel
-        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, scale=scale)
+        out = torch.empty_like(query)
+        for row, queries, keys, seen in _pieces(query, mask, ctx.chunks, by_row=False):
+            scores = bias.detach()[:, :, queries, keys]  # or torch would not take its fused kernel
+            scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+            at = row, slice(None), queries
+            k, v = key[row, :, keys], value[row, :, keys]
+            out[at] = F.scaled_dot_product_attention(query[at], k, v, attn_mask=scores, scale=scale)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -49,17 +78,18 @@ class _BiasedAttention(torch.autograd.Function):
         of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
         added, of_bias = bias[0].to(wide), torch.zeros_like(bias, dtype=wide)
-        for i in range(len(query)):
-            q, k, v, g = (x[i].to(wide) for x in (query, key, value, grad))
-            scores = torch.baddbmm(added, q, k.mT, alpha=ctx.scale)
-            if mask is not None:
-                scores.masked_fill_(~mask[i if len(mask) > 1 else 0], -torch.inf)
+        for row, queries, keys, seen in _pieces(query, mask, ctx.chunks, by_row=True):
+            mine, theirs = (row, slice(None), queries), (row, slice(None), keys)
+            q, k, v, g = (x[0].to(wide) for x in (query[mine], key[theirs], value[theirs], grad[mine]))
+            scores = torch.baddbmm(added[:, queries, keys], q, k.mT, alpha=ctx.scale)
+            if seen is not None:
+                scores.masked_fill_(~seen[0], -torch.inf)
             p = torch.softmax(scores, -1)
-            of_value[i] = p.mT @ g
+            of_value[theirs] = p.mT @ g
             of_scores = softmax_backward(g @ v.mT, p)
-            of_bias[0] += of_scores
-            of_query[i] = (of_scores @ k).mul_(ctx.scale)
-            of_key[i] = (of_scores.mT @ q).mul_(ctx.scale)
+            of_bias[0, :, queries, keys] += of_scores
+            of_query[mine] = (of_scores @ k).mul_(ctx.scale)
+            of_key[theirs] = (of_scores.mT @ q).mul_(ctx.scale)
         if mpu.is_asked_for(ctx, 3):
             return of_query, of_key, of_value, of_bias.to(bias.dtype), None, None
         ctx.rest = of_bias.to(bias.dtype)

@@ -7,14 +7,13 @@ import math
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
 
 from .attention import CrossAttention, KeyValueCache, SelfAttention
-from .masks import document_mask
+from .masks import Documents, within
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
@@ -26,23 +25,19 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
-        self.p, self.stream, self.rng = p, stream, mpu.get_rng()
-        self.split = mpu.sequence_axis().size > 1  # each rank drops from its own stretch
+        # with sequence parallelism each rank drops from its own stretch
+        self.p, self.stream = p, mpu.Stream(mpu.get_rng(), stream, split=mpu.sequence_axis().size > 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[...] -> [...]"""
-        return self._drop(x) if self.training and self.p else x
-
-    def _drop(self, x: Tensor) -> Tensor:
-        with self.rng.fork(self.stream, x.device, self.split):
-            return F.dropout(x, self.p)
+        return self.stream.drop(x, self.p) if self.training and self.p else x
 
 
 class Encoded(NamedTuple):
-    """What a decoder layer looks at: [k, b, h], and who may look where ([b, 1, q, k] or None)."""
+    """What a decoder layer looks at: [k, b, h], and who may look where."""
 
     states: Tensor
-    mask: Tensor | None
+    mask: Documents | None
 
 
 class Caches:
@@ -79,7 +74,7 @@ class TransformerLayer(nn.Module):
     def layer(
         self,
         hidden: Tensor,
-        mask: Tensor | None,
+        mask: Documents | None,
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
@@ -89,7 +84,12 @@ class TransformerLayer(nn.Module):
             return self._layer(hidden, mask, bias, encoded, caches)
 
     def _layer(
-        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, encoded: Encoded | None, caches: Caches | None
+        self,
+        hidden: Tensor,
+        mask: Documents | None,
+        bias: Tensor | None,
+        encoded: Encoded | None,
+        caches: Caches | None,
     ) -> Tensor:
         normed, recipe = self._normed(self.input_layernorm, hidden)
         with instead_of((recipe, normed)):
@@ -120,4 +120,4 @@ class Block(TransformerLayer):
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
         """(hidden [s, b, h], document ids [b, s] or empty) -> the same."""
         hidden, document_ids = inputs
-        return self.layer(hidden, document_mask(document_ids, causal=True), caches=caches), document_ids
+        return self.layer(hidden, within(document_ids, causal=True), caches=caches), document_ids

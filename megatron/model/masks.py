@@ -4,12 +4,36 @@ Shapes: b batch, q queries, k keys. A document id of 0 is padding; empty ids mea
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron._torch import version
+
+Found = TypeVar("Found")
+
+
+class Documents(NamedTuple):
+    """Who may look at whom: document ids int [b, q] of the queries, [b, k] of the keys (None: the same), and whether at nothing after itself."""
+
+    queries: Tensor
+    keys: Tensor | None = None
+    causal: bool = False
+
+    def mask(self) -> Tensor:
+        """[b, 1, q, k], see `document_mask`."""
+        found = document_mask(*self)
+        assert found is not None
+        return found
+
+
+def within(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
+    """Document ids [b, q] and [b, k] as `document_mask` takes them; None where every query looks everywhere. Raises its errors."""
+    if not queries.numel():
+        return None
+    _check(queries)
+    return Documents(queries, keys, causal)
 
 
 def no_documents(device: torch.device) -> Tensor:
@@ -27,13 +51,16 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
     """
     if not queries.numel():
         return None
+    _check(queries)
+    return follows(queries, ("mask", causal), keys, lambda: _mask(queries, keys, causal))
+
+
+def _check(queries: Tensor) -> None:
     if queries.dim() != 2 or queries.dtype == torch.bool:
         raise ValueError(
             f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
             f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
         )
-    others = queries if keys is None else keys
-    return _once(queries, ("mask", id(others), version(others), causal), others, lambda: _mask(queries, keys, causal))
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,20 +68,21 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     Layers share this one, too; torch would make one of its own for each of them, and keep it for the backward pass.
     """
-    return _once(
-        mask, ("added", dtype), mask, lambda: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return follows(
+        mask, ("added", dtype), None, lambda: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     )
 
 
-def _once(owner: Tensor, key: tuple[Any, ...], kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """What follows from `owner` as it is now, kept as long as that tensor is. kept: lives as long, so that its id stays its own."""
+def follows(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
+    """What `make` makes of `owner` and `other` [...] as they are now, once, and kept as long as `owner` lives."""
     if torch.compiler.is_compiling():  # which makes one kernel of it
         return make()
-    follows: dict[Any, tuple[Tensor, Tensor]] = owner.__dict__.setdefault("_follows", {})
-    key = (*key, version(owner))
-    if key not in follows:
-        follows[key] = (None if kept is owner else kept), make()  # type: ignore[assignment]  # no circle
-    return follows[key][1]
+    found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_follows", {})
+    kept = None if other is owner else other  # no circle; kept, so that its id stays its own
+    key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
+    if key not in found:
+        found[key] = kept, make()
+    return found[key][1]
 
 
 def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:

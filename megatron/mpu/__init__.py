@@ -10,6 +10,7 @@ from .._torch import onednn_is_there
 from . import mesh as _mesh
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_right
 from .data import broadcast_data
+from .dropout import Stream
 from .grads import clip_grad_norm, counts_here, grad_norm
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
 from .linear import is_asked_for
@@ -191,6 +192,7 @@ __all__ = [
     "Options",
     "ParamSpec",
     "RngStreams",
+    "Stream",
     "RowParallelLinear",
     "Topology",
     "VocabParallelEmbedding",

@@ -1,10 +1,9 @@
 """Named streams of random numbers, and activation checkpointing that replays them.
 
-Every dropout site draws from a stream of its own, whose state at the start of an iteration is
-a pure function of (seed, iteration, name, data rank, and the model rank where activations are
-split). So masks do not depend on how layers are cut into pipeline stages nor on the schedule,
-model-parallel ranks agree where they hold copies and differ where they hold parts, and a
-resumed run needs no saved generator state.
+Every dropout site draws from a stream of its own. What it draws is a pure function of (seed, iteration, name, data rank, the model
+rank where activations are split, and how often it has drawn in this iteration). So masks do not depend on how layers are cut into
+pipeline stages nor on the schedule, model-parallel ranks agree where they hold copies and differ where they hold parts, a resumed
+run needs no saved generator state, and a recomputation needs only to count from the same number again.
 """
 
 import hashlib
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+GOLDEN = 0x9E3779B97F4A7C15  # odd in each half, so that seeds differ where a generator takes only 32 bits of them (Steele et al. 2014)
 
 
 def derive_seed(*parts: object) -> int:
@@ -60,7 +61,8 @@ class RngStreams:
     def __init__(self, seed: int = 1234, data_rank: int = 0, model_rank: int = 0, pipe_rank: int = 0) -> None:
         self.seed, self.data_rank, self.model_rank, self.pipe_rank = seed, data_rank, model_rank, pipe_rank
         self.iteration = 0
-        self._states: dict[str, Tensor] = {}
+        self._draws: dict[str, int] = {}  # of each stream in this iteration
+        self._seeds: dict[tuple[int, int, str, bool], int] = {}
 
     def begin(self, iteration: int) -> None:
         """Start every stream again for this iteration (one optimizer step), and torch's own generators with them.
@@ -69,39 +71,42 @@ class RngStreams:
         after a resume; which numbers, depends on the layout.
         """
         self.iteration = iteration
-        self._states.clear()
+        self._draws.clear()
+        self._seeds.clear()
         torch.manual_seed(derive_seed(self.seed, iteration, "torch", self.data_rank, self.pipe_rank))
+
+    def next_seed(self, name: str, split: bool) -> int:
+        """Of the next draw from the stream `name`; split: the activation is split over the model-parallel ranks, so each draws its own."""
+        key = self.seed, self.iteration, name, split
+        if key not in self._seeds:
+            where = self.model_rank if split else "all"
+            self._seeds[key] = derive_seed(self.seed, self.iteration, name, self.data_rank, where)
+        before = self._draws.get(name, 0)
+        self._draws[name] = before + 1
+        return (self._seeds[key] + before * GOLDEN) % (1 << 63)
 
     @contextmanager
     def fork(self, name: str, device: torch.device, split: bool = False) -> Iterator[None]:
-        """Draw from the stream `name` inside the block, leaving torch's own generator untouched.
-
-        split: the activation is split over the model-parallel ranks, so each draws its own mask.
-        """
+        """Draw from the stream `name` inside the block, leaving torch's own generator untouched. split: see `next_seed`."""
         outside = _get_state(device)
-        if name in self._states:
-            _set_state(self._states[name], device)
-        else:
-            where = self.model_rank if split else "all"
-            _seed(derive_seed(self.seed, self.iteration, name, self.data_rank, where), device)
+        _seed(self.next_seed(name, split), device)
         try:
             yield
         finally:
-            self._states[name] = _get_state(device)
             _set_state(outside, device)
 
     @contextmanager
-    def _replay(self, states: dict[str, Tensor], iteration: int) -> Iterator[None]:
-        later, now = self._states, self.iteration
-        self._states, self.iteration = dict(states), iteration
+    def _replay(self, draws: dict[str, int], iteration: int) -> Iterator[None]:
+        later, now = self._draws, self.iteration
+        self._draws, self.iteration = dict(draws), iteration
         try:
             yield
         finally:
-            self._states, self.iteration = later, now
+            self._draws, self.iteration = later, now
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For torch's checkpoint: nothing around the forward pass, this moment's states around its repeat."""
-        return nullcontext(), self._replay(dict(self._states), self.iteration)
+        """For torch's checkpoint: nothing around the forward pass, around its repeat the streams as they are at this moment."""
+        return nullcontext(), self._replay(dict(self._draws), self.iteration)
 
 
 def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any) -> Any:

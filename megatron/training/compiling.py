@@ -8,7 +8,7 @@ import torch
 from .._torch import cpp_compiler_found
 from ..config import Config
 from ..model.attention import Attention
-from ..model.block import Dropout, TransformerLayer
+from ..model.block import TransformerLayer
 from ..mpu import linear, mappings
 from ..ranks.rank_0 import print_rank_0
 
@@ -16,8 +16,8 @@ from ..ranks.rank_0 import print_rank_0
 def compile_layers(model: Any, config: Config) -> None:
     """Let each transformer layer of this process be compiled at its first call.
 
-    Sums over model-parallel ranks are part of it (`mpu/traced.py`); dropout with its named streams, recomputation and oneDNN's products stay
-    outside.
+    Sums over model-parallel ranks are part of it (`mpu/traced.py`), and dropout with its named streams (`mpu/dropout.py`). Recomputation,
+    oneDNN's products and, on accelerators, attention with dropout stay outside.
     Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes.
     """
     if not config.train.compile:
@@ -35,7 +35,6 @@ def compile_layers(model: Any, config: Config) -> None:
 def _keep_outside() -> None:
     """Mark what is not for the compiler; only now, since the marking loads torch's compiler, which takes seconds."""
     kept = [
-        (Dropout, "_drop"),
         (Attention, "_with_dropout"),
         (Attention, "_computed_again"),
         (mappings, "over_ranks"),

@@ -1,35 +1,36 @@
-"""--compile with layers that are split over ranks: their sums are part of what is compiled."""
+"""--compile with layers that are split over ranks: their sums are part of what is compiled, and so is dropout."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model.block import Block
+from megatron.model.layers import init_weights
 from megatron.model.masks import no_documents
 from megatron.training import compiling
 from megatron.training.compiling import compile_layers, compiler_found
-from tests.support import on_ranks
+from tests.support import covering, on_ranks
 
-FLAGS = (
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --hidden-dropout 0 "
-    "--attention-dropout 0 --compile --cpu-matmul torch"
-)
+FLAGS = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --compile --cpu-matmul torch"
+DROPOUTS = ["--hidden-dropout 0 --attention-dropout 0", "--hidden-dropout 0.2 --attention-dropout 0.3"]
 
 
-def _compiled(sequence: bool) -> int:
+def _compiled(sequence: bool, dropout: str) -> int:
     """Breaks of the graph in one layer; asserts that outputs and gradients are those of the layer itself."""
-    config = parse(FLAGS.split())
+    config = parse(f"{FLAGS} {dropout}".split())
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=sequence))
     torch.manual_seed(0)
     layer, ids = Block(config.model, "layers.0"), no_documents(torch.device("cpu"))
     torch.manual_seed(1 + dist.get_rank() * sequence)
     x = torch.randn(8 // (2 if sequence else 1), 2, 32)
 
-    def run() -> list[torch.Tensor]:
+    def run() -> list[Tensor]:
         given = x.clone().requires_grad_()
         layer.zero_grad()
+        mpu.get_rng().begin(3)
         out, _ = layer((given, ids))
         out.square().sum().backward()
         return [out.detach(), given.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[union-attr,list-item]
@@ -43,8 +44,41 @@ def _compiled(sequence: bool) -> int:
     return int(found.graph_break_count)
 
 
+@pytest.mark.parametrize("dropout", covering(DROPOUTS, lambda dropout: dropout == DROPOUTS[1]))
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_layer_is_compiled_with_its_sums_over_ranks(sequence: bool) -> None:
+def test_a_layer_is_compiled_with_its_sums_over_ranks(sequence: bool, dropout: str) -> None:
     if not compiler_found():
         pytest.skip("needs a C++ compiler")
-    assert max(on_ranks(2, _compiled, sequence, timeout=200)) == 0
+    assert max(on_ranks(2, _compiled, sequence, dropout, timeout=200)) == 0
+
+
+def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_not() -> None:
+    config = parse(f"{FLAGS} {DROPOUTS[1]} --init-method-std 0.3".split())
+    layers = [Block(config.model, f"layers.{i}").double() for i in range(3)]
+    init_weights(nn.Sequential(*layers), 1)
+    ids = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 3], [1, 2, 2, 2, 2, 2, 3, 3]])
+    x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def run(again: bool) -> list[Tensor]:
+        """Outputs and gradients of two micro-batches; again: the layers are recomputed in the backward pass."""
+        mpu.get_rng().begin(3)
+        found = []
+        for _ in range(2):
+            hidden = given = x.clone().requires_grad_()
+            for layer in layers:
+                hidden, _ = mpu.checkpoint(layer, (hidden, ids)) if again else layer((hidden, ids))
+            (grad,) = torch.autograd.grad(hidden.square().sum(), given)
+            found += [hidden.detach(), grad]
+        return found
+
+    expected = run(False)
+    torch.testing.assert_close(run(True), expected, rtol=0, atol=0)
+    assert (expected[0] - expected[2]).abs().max() > 0.1, "each micro-batch draws anew"
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiling._keep_outside()
+    for layer in layers:
+        layer.compile(backend="aot_eager_decomp_partition")  # all that torch.compile does but the kernels
+    for again in (False, True):
+        torch.testing.assert_close(run(again), expected, rtol=1e-9, atol=1e-9)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -60,6 +60,7 @@ def _listening() -> Iterator[list[str]]:
 
 OURS = {
     "biased-attention": "_BiasedAttentionBackward",
+    "document-attention": "_DocumentAttentionBackward",
     "cross-entropy": "_VocabParallelCrossEntropyBackward",
     "gated-gelu": "_GatedGeluBackward",
     "relative-positions": "FlipBackward0",
@@ -68,13 +69,15 @@ OURS = {
 
 
 def _learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
-    """The losses and gradients of T5 in fp64, the operations of its graph, and the order of its backward pass."""
+    """The losses and gradients of T5 in fp64, the operations of its graph, and the order of its backward pass; several documents a row."""
     config = parse(f"{FLAGS} {flags}".split())
     initialize_megatron(config)
     model = T5Model(config).double()
     dice = torch.Generator().manual_seed(1)
     encoder, decoder = torch.randint(50, (3, 12), generator=dice), torch.randint(50, (3, 7), generator=dice)
-    losses = model(encoder, decoder[:, :-1], labels=decoder[:, 1:])
+    of_encoder = torch.tensor([[1] * 5 + [2] * 7, [1] * 4 + [2] * 4 + [3] * 4, [1] * 10 + [0] * 2])
+    of_decoder = torch.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 3, 4], [1, 1, 1, 1, 1, 0]])
+    losses = model(encoder, decoder[:, :-1], of_encoder, of_decoder, labels=decoder[:, 1:])
     with _listening() as said:
         losses.sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,71 @@
+"""Self-attention within documents on CUDA by torch's kernel for packed sequences (Dao 2023): no mask, work as on a CPU (document_attention.py).
+
+Shapes: s sequence, b batch, n heads of this rank, d width of a head.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masks import Documents, follows
+
+
+def serves(query: Tensor, documents: Documents) -> bool:
+    """Whether the kernel is there (torch >= 2.11, Ampere or later) and takes query [b, n, s, d] and the documents' layout.
+
+    Compiled code takes the mask, which a compiler fuses. Asks the device once a batch.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
+        return False
+    if torch.compiler.is_compiling() or documents.keys is not None or query.shape[-1] > 256 or kernel() is None:
+        return False
+    if torch.get_device_module(query.device).get_device_capability(query.device)[0] < 8:
+        return False
+    return borders(documents) is not None
+
+
+@functools.cache
+def kernel() -> Callable[..., Any] | None:
+    """torch's `varlen_attn`; None where there is none, or none that takes a scale and a window."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters) else None
+
+
+def borders(documents: Documents) -> Tensor | None:
+    """Where documents begin among all tokens, row after row, and the number of tokens: int32 [documents + 1]; None where one is in several pieces.
+
+    Their number is read from the device here, once for all layers: a list of fixed length would have to have room for as many documents
+    as tokens, and the kernel starts its blocks for each of them.
+    """
+    return follows(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
+
+
+def _borders(ids: Tensor) -> Tensor | None:
+    begins = _changes(ids)
+    if bool((_changes(ids.sort(dim=1).values).sum() != begins.sum()).item()):
+        return None
+    end = torch.full((1,), ids.numel(), device=ids.device)
+    return torch.cat([begins.flatten().nonzero().flatten(), end]).int()
+
+
+def _changes(ids: Tensor) -> Tensor:
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return begins
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
+    """query, key, value [b, n, s, d] -> [b, n, s, d]; only where `serves`."""
+    call, ends, (b, _, s, _) = kernel(), borders(documents), query.shape
+    assert call is not None and ends is not None
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, n, d]
+    window = (-1, 0) if documents.causal else (-1, -1)
+    out: Tensor = call(*packed, ends, ends, s, s, scale=scale, window_size=window)
+    return out.view(b, s, *out.shape[1:]).transpose(1, 2)

@@ -1,0 +1,186 @@
+"""Attention that goes through documents one by one is attention with their mask; a softmax written down is the reference."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.model import GPT2Model, T5Model
+from megatron.model.biased_attention import biased_attention
+from megatron.model.chunks import SMALL, chunks_of
+from megatron.model.document_attention import chunks_for, document_attention
+from megatron.model.masks import Documents
+
+HEADS, WIDTH, SCALE = 3, 8, 0.3
+
+
+def _rows(*rows: list[tuple[int, int]]) -> Tensor:
+    """Document ids of rows, each a list of (id, tokens)."""
+    return torch.stack([torch.cat([torch.full((count,), number) for number, count in row]) for row in rows])
+
+
+LONG = _rows([(1, 90), (2, 70), (3, 7), (4, 9), (5, 24)], [(1, 1), (2, 199)], [(1, 200)], [(1, 70), (2, 70), (0, 60)])
+TINY = _rows([(i, 1) for i in range(1, 31)], [(i, 2) for i in range(1, 16)], [(1, 15), (2, 14), (3, 1)])
+ENCODED = _rows([(1, 60), (2, 80), (3, 10), (0, 10)], [(2, 160)], [(1, 40), (0, 120)], [(1, 80), (2, 80)])
+FEW = _rows([(1, 9), (3, 2), (4, 2), (0, 2)], [(1, 15)], [(i, 1) for i in range(1, 16)])
+CASES = {
+    "long": Documents(LONG, None, True),
+    "tiny": Documents(TINY, None, True),
+    "encoder": Documents(LONG),
+    "cross": Documents(LONG, ENCODED),
+    "cross, tiny": Documents(FEW, TINY),
+}
+
+
+def _written_down(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, bias: Tensor | float = 0.0
+) -> Tensor:
+    queries, keys, causal = documents
+    keys = queries if keys is None else keys
+    sees = queries[:, :, None] == keys[:, None, :]
+    if causal:
+        sees &= torch.arange(queries.shape[1])[:, None] >= torch.arange(keys.shape[1])
+    sees |= ~sees.any(-1, keepdim=True)
+    scores = (query @ key.mT * SCALE + bias).masked_fill(~sees[:, None], -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def _drawn(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values as a projection leaves them, [b, n, s, d] of [s, b, n, d], and a gradient."""
+    dice = torch.Generator().manual_seed(1)
+    queries, keys, _ = documents
+    shapes = [x.shape for x in (queries, *([queries if keys is None else keys] * 2), queries)]
+    drawn = [torch.randn(s, b, HEADS, WIDTH, generator=dice, dtype=torch.float64).to(dtype) for b, s in shapes]
+    return [x.permute(1, 2, 0, 3) for x in drawn]
+
+
+def _gradients(call: Any, documents: Documents, dtype: torch.dtype) -> list[Tensor]:
+    *inputs, grad = _drawn(documents, dtype)
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = call(*inputs, documents)
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def _ours(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    chunks = chunks_for(query, documents)
+    assert chunks is not None
+    return document_attention(query, key, value, chunks, SCALE)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_attention_with_a_mask(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    found, wanted = (
+        _gradients(_ours, CASES[name], dtype),
+        _gradients(_written_down, CASES[name], torch.float64),
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["long", "tiny", "encoder"])
+def test_with_a_learned_bias(name: str) -> None:
+    documents = CASES[name]
+    *inputs, grad = _drawn(documents, torch.float64)
+    s = grad.shape[2]
+    inputs = [x.detach().requires_grad_() for x in (*inputs, torch.randn(1, HEADS, s, s, dtype=torch.float64))]
+    query, key, value, bias = inputs
+    chunks = chunks_for(query, documents)
+    ours, theirs = (
+        [out, *torch.autograd.grad(out, inputs, grad)]
+        for out in (
+            biased_attention(query, key, value, bias, chunks, SCALE),
+            _written_down(query, key, value, documents, bias),
+        )
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_lie_side_by_side_as_layers_go_on_with_them() -> None:
+    out = _gradients(_ours, CASES["long"], torch.float32)[0]
+    assert out.permute(2, 0, 1, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_hold_every_query_once_and_no_score_too_many(name: str) -> None:
+    documents = CASES[name]
+    chunks = chunks_of(documents)
+    assert chunks is not None and chunks_of(documents) is chunks, "found once"
+    seen = torch.zeros_like(documents.queries)
+    for row, queries, keys, mask in chunks.found:
+        seen[row, queries] += 1
+        if mask is not None:
+            assert mask.shape == (1, 1, queries.stop - queries.start, keys.stop - keys.start)
+            assert mask.numel() <= SMALL**2
+    assert (seen == 1).all()
+
+
+def test_tiny_documents_share_chunks() -> None:
+    chunks = chunks_of(Documents(torch.arange(1, 513).expand(4, 512), None, True))
+    assert chunks is not None and len(chunks.found) == 4 * 512 // SMALL
+
+
+def test_a_document_in_two_pieces_needs_the_mask() -> None:
+    ids = _rows([(1, 3), (2, 3), (1, 3)])
+    for documents in (Documents(ids), Documents(ids.clone(), None, True), Documents(ids.clone(), _rows([(1, 9)]))):
+        assert chunks_of(documents) is None
+
+
+def test_chunks_change_and_go_with_their_ids() -> None:
+    gc.disable()
+    try:
+        ids = TINY.clone()
+        before = chunks_of(Documents(ids, None, True))
+        assert before is not None
+        ids[2] = 1
+        after = chunks_of(Documents(ids, None, True))
+        assert after is not None and len(after.found) == len(before.found) and after.found[-1].mask is None
+        assert before.found[-1].mask is not None
+        gone = weakref.ref(before.found[-1].mask)
+        del before, after, ids
+        assert gone() is None, "without the collector of garbage"
+    finally:
+        gc.enable()
+
+
+FLAGS = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 160 --vocab-size 50 --make-vocab-size-divisible-by 2"
+FAMILIES = {
+    "gpt2": FLAGS,
+    "t5": f"{FLAGS} --family t5 --enc-seq-length 200 --dec-seq-length 160",
+    "t5, relative": f"{FLAGS} --family t5 --enc-seq-length 200 --dec-seq-length 160 --position-embedding relative",
+}
+
+
+def _learns(flags: str) -> list[Tensor]:
+    """The loss of a model in fp64 over two micro-batches, and its gradients."""
+    config = parse(flags.split())
+    torch.manual_seed(1)
+    model: Any = (T5Model if config.is_t5 else GPT2Model)(config).double()
+    mpu.get_rng().begin(1)
+    text, others = torch.arange(3 * 200).view(3, 200) % 50, torch.arange(4 * 160).view(4, 160) % 47
+    losses = []
+    for _ in range(2):
+        if config.is_t5:
+            losses.append(model(text, others[:3], LONG[:3], ENCODED[:3], labels=others[:3] // 2))
+        else:
+            losses.append(model(others, None, ENCODED, labels=others // 2))
+    loss = torch.stack(losses)
+    loss.sum().backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "more", ["", "--checkpoint-attention", "--checkpoint-activations", "--recompute-modules norm qkv"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> None:
+    flags = f"{FAMILIES[family]} --hidden-dropout {dropout} --attention-dropout {dropout}"
+    ours, theirs = _learns(f"{flags} {more}"), _learns(f"{flags} --unfused document-attention biased-attention")
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)

@@ -1,0 +1,109 @@
+"""Dropout sites draw from streams of their own: as torch's dropout does from a seed, and as often as they are asked."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron import mpu
+from megatron.model.attention_dropout import attention_with_dropout, by_document
+from megatron.model.chunks import chunks_of
+from megatron.model.masks import Documents, added_mask, causal_mask
+
+
+def _rng() -> mpu.RngStreams:
+    rng = mpu.RngStreams(seed=5, data_rank=1, model_rank=2)
+    rng.begin(7)
+    return rng
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_it_is_torchs_dropout(p: float) -> None:
+    x = torch.randn(40, 3, 16, requires_grad=True)
+    stream, peeked = mpu.Stream(_rng(), "a"), _rng()
+    for _ in range(2):
+        ours = stream.drop(x, p)
+        with mpu.seeded(peeked.next_seed("a", split=False)):
+            theirs = F.dropout(x, p)
+        assert torch.equal(ours, theirs)
+        assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (ours, theirs)))
+
+
+def test_sites_draws_and_ranks_differ_and_begin_starts_again() -> None:
+    ones = torch.ones(200)
+    rng, other = _rng(), mpu.RngStreams(seed=5, data_rank=1, model_rank=3)
+    other.begin(7)
+    first, second = mpu.Stream(rng, "a"), mpu.Stream(rng, "b")
+    drawn = [first.drop(ones, 0.5), first.drop(ones, 0.5), second.drop(ones, 0.5)]
+    drawn.append(mpu.Stream(rng, "c", split=True).drop(ones, 0.5))
+    drawn.append(mpu.Stream(other, "c", split=True).drop(ones, 0.5))
+    assert not any(torch.equal(x, y) for i, x in enumerate(drawn) for y in drawn[:i])
+    assert torch.equal(mpu.Stream(other, "a").drop(ones, 0.5), drawn[0])
+    rng.begin(7)
+    assert torch.equal(first.drop(ones, 0.5), drawn[0]) and torch.equal(first.drop(ones, 0.5), drawn[1])
+    rng.begin(8)
+    assert not torch.equal(first.drop(ones, 0.5), drawn[0])
+
+
+def test_torchs_own_generator_is_left_alone() -> None:
+    stream = mpu.Stream(_rng(), "a")
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    stream.drop(torch.ones(9), 0.5)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_compiled_graph_draws_the_same_and_takes_any_stream() -> None:
+    rng, ones = _rng(), torch.ones(64)
+    streams = [mpu.Stream(rng, name) for name in "abc"]
+    expected = [stream.drop(ones, 0.5) for stream in streams]
+    rng.begin(7)
+    compiled = torch.compile(lambda stream: stream.drop(ones, 0.5), fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    assert all(torch.equal(compiled(stream), wanted) for stream, wanted in zip(streams, expected, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_copy_has_a_number_of_its_own() -> None:
+    stream = mpu.Stream(_rng(), "a")
+    for other in (copy.deepcopy(stream), pickle.loads(pickle.dumps(stream))):
+        assert other.number != stream.number
+        assert torch.equal(other.drop(torch.ones(9), 0.5), mpu.Stream(_rng(), "a").drop(torch.ones(9), 0.5))
+
+
+def _factors(weights: Tensor) -> Tensor:
+    return mpu.Stream(_rng(), "a", split=True).draw(weights.shape, 0.4, weights.device, weights.dtype) / 0.6
+
+
+def _same(ours: Tensor, theirs: Tensor, inputs: list[Tensor]) -> None:
+    found, wanted = ([out, *torch.autograd.grad(out.square().sum(), inputs)] for out in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_drops_weights() -> None:
+    query, key, value = (torch.randn(2, 3, 10, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = causal_mask(10, 10, query.device)
+    ours = attention_with_dropout(
+        query, key, value, added_mask(mask, query.dtype), 0.5, 0.4, mpu.Stream(_rng(), "a", split=True)
+    )
+    weights = (query @ key.mT * 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    theirs = (weights * _factors(weights)) @ value
+    _same(ours, theirs, [query, key, value])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_drop_weights_one_by_one(causal: bool) -> None:
+    ids = torch.tensor([[1] * 90 + [2] * 70, [1] * 100 + [2] * 30 + [3] * 30])
+    query, key, value = (torch.randn(2, 3, 160, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    chunks = chunks_of(Documents(ids, None, causal))
+    assert chunks is not None and len(chunks.found) == 4, "the last two share a chunk"
+    ours = by_document(query, key, value, chunks, 0.5, 0.4, mpu.Stream(_rng(), "a", split=True))
+    sees = (ids[:, :, None] == ids[:, None])[:, None]
+    sees = sees.tril() if causal else sees
+    weights = (query @ key.mT * 0.5).masked_fill(~sees, -torch.inf).softmax(-1)
+    theirs = (weights * _factors(weights)) @ value
+    _same(ours, theirs, [query, key, value])
