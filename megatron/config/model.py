@@ -71,6 +71,13 @@ class ModelConfig(Section):
         "what layers keep for the backward pass waits in the host's memory instead of the accelerator's",
         free=True,
     )
+    logits_chunk_size: int = opt(
+        0,
+        "tokens whose logits exist at the same time: the output layer is computed with the loss, in chunks; 0: all of a micro-batch. "
+        "--unfused cross-entropy computes all",
+        at_least(0),
+        free=True,
+    )
     unfused: tuple[str, ...] = opt(
         (),
         f"compute these as a textbook writes them, with torch's own gradients: slower, to check numbers by ({', '.join(FUSED)})",

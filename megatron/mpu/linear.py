@@ -29,11 +29,9 @@ FEWEST_ROWS = 32  # fewer, as in decoding, are a matter of reading the weights, 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
     """x [..., i], the same on all ranks of `axis`, or with sequence parallelism [s/t, ..., i] -> [..., o/t] of the whole sequence.
 
-    weight [o/t, i], bias [o/t]. By oneDNN, if `options` ask for it, where the dtype is fp32 and the device a CPU.
+    weight [o/t, i], bias [o/t]. By oneDNN or torch's BLAS, see `by_onednn`.
     """
-    onednn = (
-        options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[:-1].numel() >= FEWEST_ROWS
-    )
+    onednn = by_onednn(x, options)
     if axis.size == 1 and not onednn:
         return F.linear(x, weight, bias)
     if is_traced(axis) and not onednn:
@@ -41,16 +39,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     return _own_linear(x, weight, bias, axis, options, onednn)
 
 
+def by_onednn(x: Tensor, options: Options) -> bool:
+    """Whether products of x [..., i] are oneDNN's: if `options` ask for it, where the dtype is fp32 and the device a CPU."""
+    rows = x.shape[:-1].numel()
+    return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
+
+
 def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options, onednn: bool) -> Tensor:
     sequence = options.sequence_axis(axis)
     return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
     """x [..., i] times weight [o, i] transposed, either of them laid out in any way -> [..., o]"""
     if onednn:
         return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def add_product(total: Tensor, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> None:
+    """total [..., o] += factor * (x [..., i] times weight [o, i] transposed): in one pass, where that is torch's to do."""
+    if total.dtype == x.dtype and not onednn:
+        total.addmm_(x, weight.t(), alpha=factor)
+    else:
+        total.add_(product(x, weight, None, onednn), alpha=factor)
 
 
 class _Linear(torch.autograd.Function):
@@ -67,7 +79,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
         ctx.save_for_backward(x, weight)
-        return _product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
+        return product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -77,20 +89,21 @@ class _Linear(torch.autograd.Function):
         whole = start_all_gather(x, ctx.sequence) if of_weight and ctx.sequence.size > 1 else None
         if whole is not None and not ctx.overlap:
             whole.settle()
-        summed = _start_sum(_product(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
+        summed = start_sum(product(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
         if summed is not None and not ctx.overlap:
             summed.settle()
         weight_grad = bias_grad = None
         flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
         if of_weight:
             x = whole.wait() if whole is not None else x
-            weight_grad = _product(flat.t(), x.reshape(-1, x.shape[-1]).t(), None, ctx.onednn)
+            weight_grad = product(flat.t(), x.reshape(-1, x.shape[-1]).t(), None, ctx.onednn)
         if of_bias:
             bias_grad = flat.sum(0)
         return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None
 
 
-def _start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
+def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
+    """Partial sums [s, ...] of the ranks of `axis` -> their total, or with sequence parallelism this rank's stretch [s/t, ...] of it."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
