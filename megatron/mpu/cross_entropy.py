@@ -139,9 +139,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        logits, *found = ctx.saved_tensors
-        out = gradient(logits, Found(*found, ctx.real), grad, ctx.smoothed, ctx.label_smoothing)
-        return out, None, None, None, None
+        logits, share, local, mine = ctx.saved_tensors
+        found = Found(share, local, mine, ctx.real)
+        return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(

@@ -58,7 +58,7 @@ class DeferredLogits:
 
 
 def deferred(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
-    """Of the arguments as in DeferredLogits, in the dtype that autocast, which may end before the loss is computed, asks for now."""
+    """hidden [s, b, h] or [s/t, b, h] and weight [v/t, h], in the dtype that autocast asks for now: it may end before the loss is computed."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

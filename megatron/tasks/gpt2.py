@@ -55,7 +55,7 @@ class GPT2(Task):
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """The model's own sum, which may compute logits in chunks."""
+        """The sum of the model's own loss, a scalar: with the sum as its end it may compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total

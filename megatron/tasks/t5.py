@@ -103,7 +103,7 @@ class T5(Task):
         return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """The model's own sum, which may compute logits in chunks."""
+        """The sum of the model's own loss, a scalar: with the sum as its end it may compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total

@@ -11,8 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.model import T5Model
 from megatron.model.loss import TokenLoss
 from megatron.mpu.linear_cross_entropy import DeferredLogits
+from megatron.ranks.initialize import initialize_megatron
 from tests.support import covering, on_ranks
 
 SEQ, BATCH, HIDDEN, VOCAB = 8, 3, 6, 29  # padded to 32 or more: the last rank of four has some padding
@@ -214,3 +217,30 @@ def test_no_more_logits_exist_than_those_of_a_chunk(learns: bool) -> None:
                 loss.backward()
         found[chunk] = largest.numbers
     assert found == {0: tokens * vocab, 8: 8 * vocab}
+
+
+T5_FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 --vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --scale-tied-logits --model-parallel-size 2"
+)
+
+
+def _scaled(flags: str) -> dict[str, Tensor]:
+    config = parse(f"{T5_FLAGS} {flags}".split())
+    initialize_megatron(config)
+    model = T5Model(config).double()
+    dice = torch.Generator().manual_seed(1)
+    encoder, decoder = torch.randint(50, (3, 12), generator=dice), torch.randint(50, (3, 7), generator=dice)
+    before, labels = decoder[:, :-1], decoder[:, 1:]
+    total = model(encoder, before, labels=labels, loss_mask=torch.ones(3, 6))
+    names = {type(node).__name__ for node, _ in total.grad_fn.next_functions} | {type(total.grad_fn).__name__}
+    assert ("_LinearCrossEntropyBackward" in names) == (flags == "--logits-chunk-size 7")
+    total.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"total": total.detach(), "logits": model(encoder, before).detach(), **found}
+
+
+def test_scaled_logits_of_a_tied_matrix_and_the_textbook_form() -> None:
+    whole = on_ranks(2, _scaled, "--logits-chunk-size 0")
+    for flags in ("--logits-chunk-size 7", "--logits-chunk-size 7 --unfused cross-entropy"):
+        torch.testing.assert_close(on_ranks(2, _scaled, flags), whole, rtol=1e-10, atol=1e-12)
