@@ -57,12 +57,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Ten
     return F.linear(x, weight, bias)
 
 
-def add_product(total: Tensor, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> None:
-    """total [..., o] += factor * (x [..., i] times weight [o, i] transposed): in one pass, where that is torch's to do."""
-    if total.dtype == x.dtype and not onednn:
-        total.addmm_(x, weight.t(), alpha=factor)
-    else:
-        total.add_(product(x, weight, None, onednn), alpha=factor)
+def add_product(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
+    """total [..., o] with factor * (x [..., i] times weight [o, i] transposed) added in place; None begins one, in fp32 at least.
+
+    In one pass over memory where it is torch's product and of the dtype of the total.
+    """
+    if total is not None and total.dtype == x.dtype and not onednn:
+        return total.addmm_(x, weight.t(), alpha=factor)
+    found = product(x, weight, None, onednn)
+    if total is not None:
+        return total.add_(found, alpha=factor)
+    found = found.to(torch.promote_types(x.dtype, torch.float32))
+    return found.mul_(factor) if factor != 1.0 else found
 
 
 class _Linear(torch.autograd.Function):

@@ -100,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         tokens = _all_tokens(put_off)
         hidden_grad = torch.empty_like(tokens) if of_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=dtype) if of_weight else None
+        weight_grad = None
         losses = torch.empty_like(target, dtype=dtype)
         unit = FP16_UNIT if hidden.dtype == torch.float16 else 1.0
         for rows, logits in _chunks(put_off, tokens):
@@ -111,10 +111,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             onednn = by_onednn(x, put_off.options)
             if hidden_grad is not None:
                 hidden_grad[rows] = product(d, weight.t(), None, onednn)
-            if weight_grad is not None:
+            if of_weight:
                 # A sum over many tokens would leave fp16's range: a mean does not.
                 count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
-                add_product(weight_grad, d.t(), (x / count if count != 1.0 else x).t(), onednn, count)
+                mean = x / count if count != 1.0 else x
+                weight_grad = add_product(weight_grad, d.t(), mean.t(), onednn, count)
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad, ctx.put_off, ctx.unit, ctx.dtype = weight_grad, _places(put_off), unit, weight.dtype
         return (losses * weights).sum()
