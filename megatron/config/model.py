@@ -73,8 +73,9 @@ class ModelConfig(Section):
     )
     logits_chunk_size: int = opt(
         0,
-        "tokens whose logits exist at the same time: the output layer is computed with the loss, in chunks; 0: all of a micro-batch. "
-        "--unfused cross-entropy computes all",
+        "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of micro-batches with more "
+        "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than --hidden-size + this (an fp32 "
+        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --unfused cross-entropy computes all",
         at_least(0),
         free=True,
     )
