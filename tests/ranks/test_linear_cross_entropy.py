@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tds
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model import T5Model
 from megatron.model.loss import TokenLoss
+from megatron.model.pipe import GPT2ModelPipe
 from megatron.mpu.linear_cross_entropy import DeferredLogits
 from megatron.ranks.initialize import initialize_megatron
 from tests.support import covering, on_ranks
@@ -244,3 +246,32 @@ def test_scaled_logits_of_a_tied_matrix_and_the_textbook_form() -> None:
     whole = on_ranks(2, _scaled, "--logits-chunk-size 0")
     for flags in ("--logits-chunk-size 7", "--logits-chunk-size 7 --unfused cross-entropy"):
         torch.testing.assert_close(on_ranks(2, _scaled, flags), whole, rtol=1e-10, atol=1e-12)
+
+
+GPT2_FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --family gpt2 --seq-length 8 --vocab-size 50 --batch-size 3 "
+    "--pipe-parallel-size 1 --hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 4"
+)
+
+
+def _logits_of_a_pipeline(chunk: int) -> list[Tensor]:
+    """The loss and the logits of an evaluation, and the outputs of one that computes no loss."""
+    config = parse(f"{GPT2_FLAGS} --logits-chunk-size {chunk}".split())
+    initialize_megatron(config)
+    model = GPT2ModelPipe(config)
+    engine, *_ = tds.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1},
+    )
+    text = torch.randint(50, (3, 9), generator=torch.Generator().manual_seed(1))
+    inputs = text[:, :-1], torch.arange(8).expand(3, 8).contiguous(), torch.zeros(0, dtype=torch.int32)
+    batch = inputs, (text[:, 1:], torch.ones(3, 8))
+    loss, logits = engine.eval_batch(iter([batch]), return_logits=True)
+    return [loss, logits, engine.eval_batch(iter([batch]), compute_loss=False)]
+
+
+def test_an_evaluation_gives_logits_where_they_are_asked_for() -> None:
+    ((loss, logits, outputs),), ((wanted, expected, _),) = (on_ranks(1, _logits_of_a_pipeline, n) for n in (5, 0))
+    assert logits.shape == (8, 3, 52)
+    torch.testing.assert_close([loss, logits, outputs], [wanted, expected, expected])
