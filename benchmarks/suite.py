@@ -28,7 +28,7 @@ T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8
 
 def _switched(model: str) -> str:
     """Flags that each turn one optimisation off, or on where it is off by default."""
-    flags = ["--cpu-matmul_torch", "--no-keep-freed-memory", "--unfused_cross-entropy"]
+    flags = ["--cpu-matmul_torch", "--no-keep-freed-memory", "--unfused_cross-entropy", "--logits-chunk-size_512"]
     if model == "t5":
         flags += [f"--unfused_{name}" for name in ("biased-attention", "gated-gelu", "relative-positions", "rms-norm")]
     else:

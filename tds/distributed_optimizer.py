@@ -84,9 +84,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._departures = Departures(self.buckets, chunk_of)
         for bucket in self.buckets:
             for p in bucket.parameters if bucket.adds_products else ():
-                p.add_product = partial(self._add_product, p)  # type: ignore[attr-defined]
+                p.take_product = partial(self._take_product, p)  # type: ignore[attr-defined]
 
-    def _add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
+    def _take_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
         """For a layer that multiplies: the gradient of `parameter` [o, i] is left [o, n] times right [n, i], and autograd gets none.
 
         False if autograd must get it, as a hook is to see it.

@@ -23,7 +23,7 @@ from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
 from .losses import Losses
 from .memory import alias, given_up_grad, handed
-from .nested import as_tuple, unwrap
+from .nested import as_tuple, in_full, unwrap
 from .plain import TakesDistributedOptimizer
 from .progress import Progress
 from .reductions import Reductions
@@ -147,11 +147,11 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
                 self._run(list(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks)), micros)
                 loss = self._share_losses() if compute_loss else None
                 found = evaluation.result(self, loss, reduce_output, bcast_loss)
+                logits = in_full(self.outputs) if return_logits else None
         finally:
-            self.data_iterator = training
+            self.data_iterator, self.outputs = training, None
         if loss is not None:
             self._report("eval_loss", loss)
-        logits, self.outputs = self.outputs, None
         return (found, logits) if return_logits else found
 
     @property
@@ -235,7 +235,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         """At the end of the pipeline: the loss."""
         self.outputs = None if self.module.training else outputs
         if not self._step.compute_loss:
-            self.fwd_outputs.append(outputs)
+            self.fwd_outputs.append(in_full(outputs))
             return
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
         additional = getattr(self.module, "get_additional_losses", lambda: None)()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import finish
 from .memory import handed
-from .nested import as_tuple, each_tensor, to_device
+from .nested import as_tuple, each_tensor, in_full, to_device
 
 ROUNDS = 5  # of which the first warms up
 
@@ -49,7 +49,7 @@ def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
     inputs = each_tensor(inputs, lambda t: handed(t.detach().clone().requires_grad_(t.is_floating_point())))
     finish(device)
     begin = time.perf_counter()
-    outputs = call(inputs)
+    outputs = in_full(call(inputs))
     learning = [t for t in as_tuple(outputs) if t.requires_grad]
     if learning:
         torch.autograd.backward(learning, [torch.ones_like(t) for t in learning])

@@ -262,10 +262,9 @@ def _run(
     return inputs
 
 
-def _whole(model: GPT2Model | T5Model, logits: object) -> Tensor:
+def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
     """[s, b, v/t] of the padded vocabulary -> [b, v] of the newest token."""
-    assert isinstance(logits, Tensor)
-    return mpu.gather_from_model_parallel_region(logits[-1])[..., : model.vocab_size]
+    return mpu.gather_from_model_parallel_region(mpu.whole_logits(logits)[-1])[..., : model.vocab_size]
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

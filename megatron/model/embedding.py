@@ -25,16 +25,24 @@ class WordEmbedding(nn.Module):
             init_method=mpu.normal(config.init_method_std),
             multiple=config.make_vocab_size_divisible_by,
         )
+        self.sequence = mpu.sequence_axis()
+        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.unfused else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others)."""
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
+    def output(self, hidden: Tensor) -> Tensor | mpu.DeferredLogits:
+        """hidden [s, b, h] -> logits [s, b, v/t] of the padded vocabulary, put off if they are to be computed in more than one chunk."""
+        if self.chunk and mpu.whole_length(hidden, self.sequence) * hidden.shape[1] > self.chunk:
+            return self.word_embeddings.deferred_logits(hidden, self.chunk)
+        return self.word_embeddings.logits(hidden)
+
     @staticmethod
-    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, Tensor]) -> Tensor:
-        """(hidden [s, b, h], document ids) -> logits [s, b, v/t] of the padded vocabulary."""
-        return embedding.word_embeddings.logits(inputs[0])
+    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, Tensor]) -> Tensor | mpu.DeferredLogits:
+        """(hidden [s, b, h], document ids) -> what `output` gives."""
+        return embedding.output(inputs[0])
 
 
 class PositionEmbedding(nn.Module):

@@ -78,8 +78,9 @@ class GPT2Model(LayerStack):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens [b, s] -> logits, or with labels [b, s] the loss of every token, [b, s] in fp32.
+        """tokens [b, s] -> logits, with labels [b, s] the loss of every token, [b, s] in fp32, with a loss_mask [b, s] its sum.
 
         position_ids: [b, s], counted from 0 if not given. document_ids: see `SelfAttention`.
         """
@@ -89,5 +90,5 @@ class GPT2Model(LayerStack):
             document_ids = no_documents(tokens.device)
         logits: Any = self.run((tokens, position_ids, document_ids))  # [s, b, v/t]
         if labels is not None:
-            return self.loss_fn.per_token(logits, labels)
+            return self.loss_fn.of_labels(logits, labels, loss_mask)
         return self.output(logits, self.vocab_size, self.parallel_output)

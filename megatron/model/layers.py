@@ -144,9 +144,9 @@ class LayerStack(nn.Module):
         """(global name, module) of every layer built here, tied ones once."""
         yield from self._named
 
-    def output(self, logits: Tensor, vocab_size: int, parallel: bool) -> Tensor:
+    def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
         """[s, b, v/t] of the padded vocabulary -> [b, s, v/t] (parallel), or [b, s, v] gathered and without padding."""
-        logits = logits.transpose(0, 1)
+        logits = mpu.whole_logits(logits).transpose(0, 1)
         return logits if parallel else mpu.gather_from_model_parallel_region(logits, self._axis)[..., :vocab_size]
 
     def run(self, inputs: Any) -> Any:

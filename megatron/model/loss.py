@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron import mpu
 
 IsText = Callable[[Tensor], Tensor]
+Logits = Tensor | mpu.DeferredLogits
 Targets = tuple[Tensor, Tensor]  # labels and loss mask, both [b, s]
 
 
@@ -34,16 +35,34 @@ class TokenLoss:
         self.axis = mpu.get_mesh().model
         self.aside: dict[str, Tensor] = {}  # sums over the text of the last micro-batch, filled only without gradients
 
-    def per_token(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits [s, b, v/t], labels [b, s] -> loss [b, s] in nats, fp32 (fp64 for fp64 logits)."""
+    def of_labels(self, logits: Logits, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+        """The loss of every token, as `per_token` gives it, or with a loss mask [b, s] their sum."""
+        return self.per_token(logits, labels) if loss_mask is None else self(logits, (labels, loss_mask))
+
+    def per_token(self, logits: Logits, labels: Tensor) -> Tensor:
+        """logits [s, b, v/t], labels [b, s] -> loss [b, s] in nats, fp32 (fp64 for fp64 logits).
+
+        Logits that were put off are computed in chunks where no gradient is wanted. With one, whose factor may be another for each
+        token, they are computed all at once.
+        """
+        if isinstance(logits, mpu.DeferredLogits) and not torch.is_grad_enabled():
+            across = labels.t()
+            tokens = across.reshape(1, -1)
+            found = [self._seen(chunk.unsqueeze(1), tokens[:, rows]) for rows, chunk in logits.chunks()]
+            self.aside = {name: torch.stack([aside[name] for _, aside in found]).sum() for name in found[0][1]}
+            return torch.cat([losses for losses, _ in found], dim=1).view(across.shape).t()
+        losses, self.aside = self._seen(mpu.whole_logits(logits), labels)
+        return losses
+
+    def _seen(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of every token, and what is looked at apart."""
         if self.fused:
             across = labels.t().contiguous()
             losses = mpu.vocab_parallel_cross_entropy(logits, across, self.vocab_size, axis=self.axis).t()
         else:
             losses = self._gathered(logits, labels)
         looks = self.is_text is not None and not torch.is_grad_enabled()
-        self.aside = self._of_text(logits, labels, losses) if looks else {}
-        return losses
+        return losses, self._of_text(logits, labels, losses) if looks else {}
 
     def _of_text(self, logits: Tensor, labels: Tensor, losses: Tensor) -> dict[str, Tensor]:
         assert self.is_text is not None
@@ -58,9 +77,12 @@ class TokenLoss:
         wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
         return F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")
 
-    def __call__(self, logits: Tensor, targets: Targets) -> Tensor:
+    def __call__(self, logits: Logits, targets: Targets) -> Tensor:
         """logits [s, b, v/t], targets (labels [b, s], loss mask [b, s]) -> the sum, a scalar."""
         labels, loss_mask = targets
+        if isinstance(logits, mpu.DeferredLogits) and torch.is_grad_enabled():
+            self.aside = {}
+            return logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size)
         return (self.per_token(logits, labels) * loss_mask).sum()
 
     def count_targets(self, targets: Targets) -> Tensor:

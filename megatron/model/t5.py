@@ -45,15 +45,15 @@ def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 class Head:
-    """Called on the output matrix: (hidden [q, b, h], ...) -> logits [q, b, v/t]."""
+    """Called on the output matrix: (hidden [q, b, h], ...) -> logits [q, b, v/t], or what puts them off."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
 
-    def __call__(self, embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Tensor:
-        """(hidden [q, b, h], ...) -> logits [q, b, v/t] of the padded vocabulary"""
+    def __call__(self, embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
+        """(hidden [q, b, h], ...) -> what `WordEmbedding.output` gives"""
         hidden = inputs[0] * self.factor if self.factor != 1.0 else inputs[0]
-        return embedding.word_embeddings.logits(hidden)
+        return embedding.output(hidden)
 
 
 class StackStart(nn.Module):
@@ -216,8 +216,9 @@ class T5Model(LayerStack):
         encoder_document_ids: Tensor | None = None,
         decoder_document_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [b, k] and [b, q] -> logits, or with labels [b, q] the loss of every token, [b, q] in fp32.
+        """Tokens [b, k] and [b, q] -> logits, with labels [b, q] the loss of every token, [b, q] in fp32, with a loss_mask [b, q] its sum.
 
         document_ids: [b, s] number of the document of each token, 0 for padding; tokens see only their own
         document. Give both or neither; neither is one document without padding.
@@ -231,5 +232,5 @@ class T5Model(LayerStack):
             (encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids)
         )  # [q, b, v/t]
         if labels is not None:
-            return self.loss_fn.per_token(logits, labels)
+            return self.loss_fn.of_labels(logits, labels, loss_mask)
         return self.output(logits, self.vocab_size, self.parallel_output)

@@ -14,6 +14,7 @@ from .dropout import Stream
 from .grads import clip_grad_norm, counts_here, grad_norm
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
 from .linear import is_asked_for
+from .linear_cross_entropy import DeferredLogits, whole_logits
 from .mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
@@ -186,6 +187,7 @@ __all__ = [
     "Axis",
     "ColumnParallelLinear",
     "Coord",
+    "DeferredLogits",
     "InitMethod",
     "LayerNorm",
     "Mesh",
@@ -252,5 +254,6 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_right",
     "whole_length",
+    "whole_logits",
     "zeros",
 ]

@@ -7,7 +7,7 @@ of the logits is in fp32 at any time.
 Shapes: ... any leading dimensions (tokens), v/t this rank's rows of the padded vocabulary.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,60 @@ def _together(
     return own_sum / sum_exp, loss
 
 
+class Found(NamedTuple):
+    """What the gradient of the logits of tokens [n] is made of, besides these.
+
+    share: of each token's probability, what this rank's logits hold, [n]. target: the row of the target among this
+    rank's, 0 where another has it; mine: whether this rank has it, both [n]. real: rows that are not padding.
+    """
+
+    share: Tensor
+    target: Tensor
+    mine: Tensor
+    real: int
+
+
+def find(
+    logits: Tensor, target: Tensor, vocab_size: int, axis: Axis, label_smoothing: float = 0.0
+) -> tuple[Tensor, Found]:
+    """logits [n, v/t], target [n] -> the losses [n] in fp32 (fp64 for fp64 logits), and what `gradient` asks for."""
+    rows = logits.shape[-1]
+    first = axis.rank * rows
+    real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    local = target - first
+    mine = (local >= 0) & (local < real)
+    local = local.masked_fill(~mine, 0)
+    x = logits[:, :real]
+    if axis.size == 1:
+        share = torch.ones_like(target, dtype=dtype)
+        loss = _alone(x, local, dtype, label_smoothing)
+    else:
+        share, loss = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
+    return loss, Found(share, local, mine, real)
+
+
+def gradient(logits: Tensor, found: Found, grad: Tensor, smoothed: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+    """Of the losses [n], whose gradient is `grad` [n], with respect to logits [n, v/t]: of their shape and dtype.
+
+    smoothed: what label smoothing takes from each row of the vocabulary, label_smoothing / v.
+    """
+    real = found.real
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out[:, real:] = 0.0
+    for chunk in _chunks(logits) if real else []:
+        same = out.dtype == grad.dtype  # then no copy is needed
+        d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
+        d *= (grad[chunk] * found.share[chunk]).unsqueeze(-1)
+        if smoothed:
+            d -= (smoothed * grad[chunk]).unsqueeze(-1)
+        of_target = (label_smoothing - 1) * found.mine[chunk] * grad[chunk]
+        d.scatter_add_(-1, found.target[chunk].unsqueeze(-1), of_target.unsqueeze(-1))
+        if not same:
+            out[chunk, :real] = d
+    return out
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """On [n, v/t]. Probabilities are computed again for the backward pass, chunk by chunk, and never stored."""
 
@@ -78,39 +132,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, label_smoothing: float, axis: Axis
     ) -> Tensor:
-        rows = logits.shape[-1]
-        first = axis.rank * rows
-        real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        local = target - first
-        mine = (local >= 0) & (local < real)
-        local = local.masked_fill(~mine, 0)
-        x = logits[:, :real]
-        if axis.size == 1:
-            share = torch.ones_like(target, dtype=dtype)
-            loss = _alone(x, local, dtype, label_smoothing)
-        else:
-            share, loss = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
-        ctx.save_for_backward(logits, share, local, mine)
-        ctx.label_smoothing, ctx.vocab_size, ctx.real = label_smoothing, vocab_size, real
+        loss, found = find(logits, target, vocab_size, axis, label_smoothing)
+        ctx.save_for_backward(logits, *found[:3])
+        ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         logits, share, local, mine = ctx.saved_tensors
-        eps, real = ctx.label_smoothing, ctx.real
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        out[:, real:] = 0.0
-        for chunk in _chunks(logits) if real else []:
-            same = out.dtype == grad.dtype  # then no copy is needed
-            d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
-            d *= (grad[chunk] * share[chunk]).unsqueeze(-1)
-            if eps:
-                d -= (eps / ctx.vocab_size * grad[chunk]).unsqueeze(-1)
-            d.scatter_add_(-1, local[chunk].unsqueeze(-1), ((eps - 1) * mine[chunk] * grad[chunk]).unsqueeze(-1))
-            if not same:
-                out[chunk, :real] = d
-        return out, None, None, None, None
+        found = Found(share, local, mine, ctx.real)
+        return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(

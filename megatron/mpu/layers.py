@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import mappings
 from .linear import linear
+from .linear_cross_entropy import DeferredLogits, deferred
 from .mappings import (
     gather_from_model_parallel_region,
     scatter_to_model_parallel_region,
@@ -79,6 +80,10 @@ class VocabParallelEmbedding(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] (or [s/t, b, h]) -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""
         return linear(hidden, self.weight, None, self.axis, self.options)
+
+    def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:
+        """[s, b, h] (or [s/t, b, h]) -> the same logits, for a loss that computes those of `chunk` tokens at a time."""
+        return deferred(hidden, self.weight, self.axis, self.options, chunk)
 
 
 def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:

@@ -29,16 +29,26 @@ FEWEST_ROWS = 32  # fewer, as in decoding, are a matter of reading the weights, 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
     """x [..., i], the same on all ranks of `axis`, or with sequence parallelism [s/t, ..., i] -> [..., o/t] of the whole sequence.
 
-    weight [o/t, i], bias [o/t]. By oneDNN, if `options` ask for it, where the dtype is fp32 and the device a CPU.
+    weight [o/t, i], bias [o/t]. By oneDNN or torch's BLAS, see `by_onednn`.
     """
-    onednn = (
-        options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[:-1].numel() >= FEWEST_ROWS
-    )
-    if axis.size == 1 and not onednn and (torch.compiler.is_compiling() or not hasattr(weight, "add_product")):
+    onednn = by_onednn(x, options)
+    if axis.size == 1 and not onednn and not _is_taken(x, weight):
         return F.linear(x, weight, bias)
     if is_traced(axis) and not onednn:
         return F.linear(enter(x, axis, options.sequence_parallel), weight, bias)
     return _own_linear(x, weight, bias, axis, options, onednn)
+
+
+def _is_taken(x: Tensor, weight: Tensor) -> bool:
+    """Whether somebody may take the factors of the weight's gradient; autocast and compilers know only autograd's way."""
+    cast = torch.is_autocast_enabled(x.device.type)
+    return hasattr(weight, "take_product") and not cast and not torch.compiler.is_compiling()
+
+
+def by_onednn(x: Tensor, options: Options) -> bool:
+    """Whether products of x [..., i] are oneDNN's: if `options` ask for it, where the dtype is fp32 and the device a CPU."""
+    rows = x.shape[:-1].numel()
+    return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
 
 
 def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options, onednn: bool) -> Tensor:
@@ -46,11 +56,25 @@ def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, opti
     return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
     """x [..., i] times weight [o, i] transposed, either of them laid out in any way -> [..., o]"""
     if onednn:
         return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def add_product(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
+    """total [..., o] with factor * (x [..., i] times weight [o, i] transposed) added in place; None begins one, in fp32 at least.
+
+    In one pass over memory where it is torch's product and of the dtype of the total.
+    """
+    if total is not None and total.dtype == x.dtype and not onednn:
+        return total.addmm_(x, weight.t(), alpha=factor)
+    found = product(x, weight, None, onednn)
+    if total is not None:
+        return total.add_(found, alpha=factor)
+    found = found.to(torch.promote_types(x.dtype, torch.float32))
+    return found.mul_(factor) if factor != 1.0 else found
 
 
 class _Linear(torch.autograd.Function):
@@ -67,7 +91,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
         ctx.save_for_backward(x, weight)
-        return _product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
+        return product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -77,7 +101,7 @@ class _Linear(torch.autograd.Function):
         whole = start_all_gather(x, ctx.sequence) if of_weight and ctx.sequence.size > 1 else None
         if whole is not None and not ctx.overlap:
             whole.settle()
-        summed = _start_sum(_product(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
+        summed = start_sum(product(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
         if summed is not None and not ctx.overlap:
             summed.settle()
         weight_grad = bias_grad = None
@@ -91,10 +115,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _gradient_of_weight(ctx: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad [o, s b] times x [s b, i]; None if `weight.add_product` has taken both and added that to a sum, in the product's own pass over memory."""
-    take: Any = getattr(weight, "add_product", None)
+    """grad [o, s b] times x [s b, i]; None if `weight.take_product` has taken both and added that to a sum, in the product's own pass over memory."""
+    take: Any = getattr(weight, "take_product", None)
     apart = take is None or ctx.onednn or torch.is_grad_enabled() or not _is_added_up(ctx, 1)
-    return _product(grad, x.t(), None, ctx.onednn) if apart or not take(grad, x) else None
+    return product(grad, x.t(), None, ctx.onednn) if apart or not take(grad, x) else None
 
 
 def _is_added_up(ctx: Any, i: int) -> bool:
@@ -102,7 +126,8 @@ def _is_added_up(ctx: Any, i: int) -> bool:
     return will_accumulate(ctx.next_functions[i][0])
 
 
-def _start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
+def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
+    """Partial sums [s, ...] of the ranks of `axis` -> their total, or with sequence parallelism this rank's stretch [s/t, ...] of it."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)

@@ -1,5 +1,7 @@
 """GPT-2: the next token of running text."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -52,3 +54,9 @@ class GPT2(Task):
             config.data.eod_mask_loss,
         )
         return (tokens, position_ids, document_ids), (labels, loss_mask)
+
+    def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
+        """The sum of the model's own loss, a scalar: with the sum as its end it may compute logits in chunks."""
+        inputs, (labels, loss_mask) = batch
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
+        return total

@@ -1,7 +1,7 @@
 """T5: the spans that were cut out of a text, or its end (--objective)."""
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,3 +101,9 @@ class T5(Task):
             for side in ("encoder", "decoder")
         )
         return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)
+
+    def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
+        """The sum of the model's own loss, a scalar: with the sum as its end it may compute logits in chunks."""
+        inputs, (labels, loss_mask) = batch
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
+        return total

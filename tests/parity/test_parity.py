@@ -117,6 +117,49 @@ def test_every_schedule(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+CHUNKED = [
+    (Layout(0, 1, 1), ""),
+    (Layout(0, 2, 1, zero=1), ""),
+    (Layout(0, 2, 1, zero=2), ""),
+    (Layout(0, 2, 1, zero=3), ""),
+    (Layout(0, 2, 2), "--sequence-parallel"),
+    (Layout(2, 1, 1), "--pipeline-schedule zb-h1"),
+    (Layout(2, 1, 1), "--pipeline-schedule zb-h1 --no-tie-embeddings"),
+    (Layout(1, 1, 1), "--pipeline-schedule zb-h1"),
+    (Layout(2, 1, 1), "--pipeline-schedule gpipe"),
+    (Layout(2, 2, 1, zero=1), "--pipeline-schedule interleaved --virtual-pipeline-size 2"),
+    (Layout(2, 1, 2), "--sequence-parallel --checkpoint-activations"),
+    (Layout(2, 1, 1), "--partition-method measured"),
+]
+
+
+@pytest.mark.parametrize(("layout", "more"), covering(CHUNKED, (CHUNKED[3], CHUNKED[5]).__contains__, several=True))
+def test_logits_in_chunks(
+    layout: Layout, more: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """48 tokens of a micro-batch, 20 at a time. An untied output layer begins with other weights, so it has another reference."""
+    if "--no-tie-embeddings" in more:
+        expected = ours(layout, tmp_path / "whole", tiny_data, vocab_file, *more.split(), "--logits-chunk-size", "0")
+    found = ours(layout, tmp_path / "chunks", tiny_data, vocab_file, *more.split(), "--logits-chunk-size", "20")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    covering(
+        [(layout, precision) for layout in MIXED for precision in ("bf16", "fp16")],
+        [(MIXED[3], "fp16"), (MIXED[0], "bf16")].__contains__,
+        several=True,
+    ),
+)
+def test_logits_in_chunks_in_mixed_precision(
+    layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """As near to fp32 as with whole logits, which is below."""
+    found = ours(layout, tmp_path, tiny_data, vocab_file, "--logits-chunk-size", "20", precision=precision)
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
 SEQUENCE = [Layout(0, 1, 2), Layout(0, 2, 2, zero=1), Layout(2, 1, 2), Layout(2, 2, 2)]
 SAVING = (
     "",

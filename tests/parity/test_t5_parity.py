@@ -68,6 +68,8 @@ def test_losses_equal_one_process(
         if not request.config.getoption("--full"):
             saving = saving[::2]
         ways += [Way(variant, f"--sequence-parallel {each}") for variant in VARIANTS for each in saving]
+        ways += [Way(variant, "--sequence-parallel --logits-chunk-size 5") for variant in VARIANTS]
+    ways += [Way(variant, "--logits-chunk-size 5") for variant in VARIANTS]
     check(grid, ways, tiny_data, vocab_file)
 
 
@@ -95,8 +97,9 @@ def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str) -> None:
 def test_masked_text_is_looked_at_apart(
     grid: tuple[int, int, int], variant: str, tiny_data: str, vocab_file: str
 ) -> None:
-    """Loss and right guesses of text, and their number, without sentinels, ends and padding."""
+    """Loss and right guesses of text, and their number, without sentinels, ends and padding; where there are two replicas, in chunks."""
     wanted = expected_evaluation(Way(variant), tiny_data, vocab_file)
     assert 0 < wanted[0]["text_tokens"] < wanted[0]["targets"]
-    found = evaluated(grid, Way(variant), tiny_data, vocab_file)
+    chunk = 5 if grid[1] == 2 else 0
+    found = evaluated(grid, Way(variant, f"--logits-chunk-size {chunk}"), tiny_data, vocab_file)
     assert found == [pytest.approx(each, rel=2e-5) for each in wanted]

@@ -52,7 +52,7 @@ def _listening() -> Iterator[list[str]]:
         for name, owner, what in (
             ("start", Pending, "__init__"),
             ("settle", Pending, "settle"),
-            ("product", linear, "_product"),
+            ("product", linear, "product"),
         ):
             patch.setattr(owner, what, telling(name, getattr(owner, what)))
         yield said

@@ -1,0 +1,150 @@
+"""An output layer whose logits are computed with the loss, a chunk of tokens at a time (as in Liger Kernel, Hsu et al. 2024).
+
+The logits of a large vocabulary and their gradient outweigh every other activation. The loss of a chunk needs its own
+logits only, and their gradient is known up to a factor as soon as the loss is: so each chunk's logits become at once
+the gradients of hidden states and weight, and are forgotten. The backward pass multiplies by the factor.
+
+Shapes: s sequence, b batch, n = s b tokens, h hidden, v vocabulary, t model-parallel ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cross_entropy import find, gradient
+from .linear import add_product, by_onednn, is_asked_for, linear, product, start_sum
+from .mesh import Axis, Options
+from .sequence import start_all_gather
+
+# fp16 has no number below 6e-8, and the loss is not scaled yet when gradients are computed: what they are multiplied by meanwhile.
+FP16_UNIT = 256.0
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """What an output layer gives instead of logits, for a loss that computes them in chunks.
+
+    hidden: [s, b, h], or [s/t, b, h] with sequence parallelism. weight: [v/t, h]. axis, options: see `linear`. chunk: tokens
+    whose logits exist at the same time.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    axis: Axis
+    options: Options
+    chunk: int
+
+    def in_full(self) -> Tensor:
+        """The logits of all tokens, [s, b, v/t]."""
+        return linear(self.hidden, self.weight, None, self.axis, self.options)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Which of the n tokens, and their logits [c, v/t]; without gradients."""
+        with torch.no_grad():
+            yield from _chunks(self)
+
+    def summed_loss(self, target: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
+        """The cross entropy in nats of every token, times its weight, summed: a scalar in fp32 (fp64 for fp64 hidden states).
+
+        target: ids [s, b] < vocab_size, weights: [s, b], which get no gradient. The product is done in the dtype that autocast asks for.
+        Its backward pass may run once, or once for the hidden states and once for the weight; RuntimeError after that.
+        """
+        return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call,no-any-return]
+            self.hidden, self.weight, target.reshape(-1), weights.reshape(-1), vocab_size, self
+        )
+
+
+def deferred(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
+    """hidden [s, b, h] or [s/t, b, h] and weight [v/t, h], in the dtype that autocast asks for now: it may end before the loss is computed."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return DeferredLogits(hidden, weight, axis, options, chunk)
+
+
+def whole_logits(logits: Tensor | DeferredLogits) -> Tensor:
+    """[s, b, v/t], computed now if they were put off."""
+    return logits.in_full() if isinstance(logits, DeferredLogits) else logits
+
+
+def _all_tokens(put_off: DeferredLogits) -> Tensor:
+    """The hidden states of all tokens, [n, h]."""
+    hidden, sequence = put_off.hidden, put_off.options.sequence_axis(put_off.axis)
+    whole = start_all_gather(hidden, sequence).wait() if sequence.size > 1 else hidden
+    return whole.reshape(-1, whole.shape[-1])
+
+
+def _chunks(put_off: DeferredLogits, tokens: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    tokens = _all_tokens(put_off) if tokens is None else tokens
+    for at in range(0, len(tokens), put_off.chunk):
+        x = tokens[at : at + put_off.chunk]
+        yield slice(at, at + len(x)), product(x, put_off.weight, None, by_onednn(x, put_off.options))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        weights: Tensor,
+        vocab_size: int,
+        put_off: DeferredLogits,
+    ) -> Tensor:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        tokens = _all_tokens(put_off)
+        hidden_grad = torch.empty_like(tokens) if of_hidden else None
+        weight_grad = None
+        losses = torch.empty_like(target, dtype=dtype)
+        unit = FP16_UNIT if hidden.dtype == torch.float16 else 1.0
+        for rows, logits in _chunks(put_off, tokens):
+            losses[rows], found = find(logits, target[rows], vocab_size, put_off.axis)
+            d = gradient(logits, found, weights[rows].to(dtype) * unit)  # [c, v/t]
+            del logits
+            x = tokens[rows]
+            onednn = by_onednn(x, put_off.options)
+            if hidden_grad is not None:
+                hidden_grad[rows] = product(d, weight.t(), None, onednn)
+            if of_weight:
+                # A sum over many tokens would leave fp16's range: a mean does not.
+                count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
+                mean = x / count if count != 1.0 else x
+                weight_grad = add_product(weight_grad, d.t(), mean.t(), onednn, count)
+        ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
+        ctx.weight_grad, ctx.put_off, ctx.unit, ctx.dtype = weight_grad, _places(put_off), unit, weight.dtype
+        return (losses * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        axis, sequence, overlap = ctx.put_off
+        factor = grad / ctx.unit
+        summed = weight_grad = None
+        if is_asked_for(ctx, 0):
+            ctx.hidden_grad, partial = None, _given(ctx.hidden_grad)
+            scaled = (partial.to(factor.dtype) * factor).to(partial.dtype)
+            summed = start_sum(scaled, axis, sequence)
+            if not overlap:
+                summed.settle()
+        if is_asked_for(ctx, 1):
+            ctx.weight_grad, weight_grad = None, _given(ctx.weight_grad)
+            weight_grad = weight_grad.mul_(factor).to(ctx.dtype)
+        return summed.wait() if summed is not None else None, weight_grad, None, None, None, None
+
+
+def _places(put_off: DeferredLogits) -> tuple[Axis, Axis, bool]:
+    """Over which ranks a gradient is summed and a sequence shared out, and whether sums may be under way meanwhile."""
+    return put_off.axis, put_off.options.sequence_axis(put_off.axis), put_off.options.overlap
+
+
+def _given(gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        raise RuntimeError(
+            "the gradients of an output layer in chunks are there for one backward pass: use --logits-chunk-size 0 for a second one"
+        )
+    return gradient
