@@ -4,12 +4,14 @@ Shapes: b batch, q queries, k keys. A document id of 0 is padding; empty ids mea
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron._torch import version
+
+T = TypeVar("T")
 
 
 def no_documents(device: torch.device) -> Tensor:
@@ -46,15 +48,21 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _once(owner: Tensor, key: tuple[Any, ...], kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
+def shared(owner: Tensor, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """What `make` gives, kept for the other layers that are given the same tensor `owner` [...], under `key`."""
+    return _once(owner, key, owner, make)
+
+
+def _once(owner: Tensor, key: tuple[Any, ...], kept: Tensor, make: Callable[[], T]) -> T:
     """What follows from `owner` as it is now, kept as long as that tensor is. kept: lives as long, so that its id stays its own."""
     if torch.compiler.is_compiling():  # which makes one kernel of it
         return make()
-    follows: dict[Any, tuple[Tensor, Tensor]] = owner.__dict__.setdefault("_follows", {})
+    follows: dict[Any, tuple[Tensor | None, Any]] = owner.__dict__.setdefault("_follows", {})
     key = (*key, version(owner))
     if key not in follows:
-        follows[key] = (None if kept is owner else kept), make()  # type: ignore[assignment]  # no circle
-    return follows[key][1]
+        follows[key] = (None if kept is owner else kept), make()  # no circle
+    found: T = follows[key][1]
+    return found
 
 
 def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
@@ -69,6 +77,22 @@ def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """[1, 1, q, k]: the last `queries` of `keys` tokens look at themselves and at what precedes them."""
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def window_mask(document_ids: Tensor, queries: int, seen: int, window: int, mask: Tensor | None) -> Tensor | None:
+    """`mask` [b, 1, q, k], causal, or None -> the same for tokens that see no more than the last `window`, themselves included; [1 or b, 1, q, k].
+
+    queries: q; seen: tokens before these, all of which are keys. None where that makes no difference. Shared by the layers that are given the same ids.
+    """
+    keys = seen + queries
+    if keys <= window:
+        return mask
+
+    def make() -> Tensor:
+        near = causal_mask(queries, keys, document_ids.device).triu(keys - queries - window + 1)
+        return near if mask is None else near & mask
+
+    return shared(document_ids, ("window", queries, seen, window), make)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
