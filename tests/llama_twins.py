@@ -119,3 +119,31 @@ def copy_weights(model: Any, ours: nn.Module, sizes: Sizes) -> None:
     assert found.keys() == dict(global_parameters(ours)).keys()
     for name, p in global_parameters(ours):
         p.zero_()[: len(found[name])].copy_(found[name])
+
+
+@torch.no_grad()
+def load_ours(model: Any, w: Mapping[str, Tensor], sizes: Sizes) -> None:
+    """Fill a model of theirs with weights by our names: `ours_of` the other way."""
+    for name, p in model.named_parameters():
+        p.copy_(_their(name, w, sizes))
+
+
+def _their(name: str, w: Mapping[str, Tensor], sizes: Sizes) -> Tensor:
+    whole = {
+        "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+        "model.norm.weight": "final_norm.norm.weight",
+        "lm_head.weight": "head.word_embeddings.weight",
+    }
+    if name in whole:
+        return w[whole[name]]
+    at, _, rest = name.removeprefix("model.").replace("self_attn", "attention").rpartition(".")
+    for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm"), ("o_proj", "dense")):
+        at = at.replace(theirs, ours)
+    for rows, theirs in enumerate(("gate_proj", "up_proj")):
+        if theirs in at:
+            return w[f"{at.replace(theirs, 'dense_h_to_4h')}.{rest}"][rows::2]
+    for rows, theirs in ((slice(0, -2), "q_proj"), (slice(-2, -1), "k_proj"), (slice(-1, None), "v_proj")):
+        if theirs in at:
+            fused = w[f"{at.replace(theirs, 'query_key_value')}.{rest}"]
+            return fused.view(sizes.groups, -1, sizes.head, *fused.shape[1:])[:, rows].flatten(0, 2)
+    return w[f"{at.replace('down_proj', 'dense_4h_to_h')}.{rest}"]

@@ -18,7 +18,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from . import biased_attention
-from .grouped_heads import cut_groups, own_queries
+from .grouped_heads import by_head, cut_groups, own_queries
 from .heads import split_heads
 from .masks import added_mask, causal_mask
 from .norm import build_head_norm
@@ -219,7 +219,7 @@ class SelfAttention(Attention):
         if self.sharers.size > 1:
             qkv = own_queries(qkv, self.head_size, self.sharers)
         if self.query_norm is not None and self.key_norm is not None:
-            parts = qkv.unflatten(-1, (self.groups, -1, self.head_size))
+            parts = by_head(qkv, self.groups, self.head_size)
             normed = self.query_norm(parts[..., :-2, :]), self.key_norm(parts[..., -2:-1, :])
             qkv = torch.cat([*normed, parts[..., -1:, :]], 3).flatten(2)
         return cut_groups(qkv, self.groups, self.head_size, turn, self.plain_cut)

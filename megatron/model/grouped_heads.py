@@ -21,12 +21,17 @@ from megatron import mpu
 from .rotary import Rotation, rotate, rotate_into
 
 
+def by_head(fused: Tensor, groups: int, size: int) -> Tensor:
+    """[s, b, g (p + 2) d] -> [s, b, g, p + 2, d], the same numbers. groups, size: g and d."""
+    return fused.view(*fused.shape[:2], groups, -1, size)
+
+
 def own_queries(fused: Tensor, size: int, sharers: mpu.Axis) -> Tensor:
     """This rank's stretch of a group, [s, b, (p + 2) d / t], whose t sharers have p queries -> [s, b, (p / t + 2) d], its own queries, the key and the value.
 
     size: d. On the way back the gradients of key and value are summed over the sharers.
     """
-    whole = mpu.gather_partial_from_model_parallel_region(fused, sharers).unflatten(-1, (-1, size))
+    whole = by_head(mpu.gather_partial_from_model_parallel_region(fused, sharers), 1, size).squeeze(2)
     own = (whole.shape[2] - 2) // sharers.size
     return torch.cat([whole[:, :, own * sharers.rank :][:, :, :own], whole[:, :, -2:]], 2).flatten(2)
 
@@ -39,13 +44,13 @@ def cut_groups(
     groups, size: g and d. turn: of queries and keys. plain: by torch's own operations, which take memory and gradients as they like.
     """
     if plain or torch.compiler.is_compiling():  # a compiler does it in one pass by itself
-        parts = fused.unflatten(-1, (groups, -1, size))
+        parts = by_head(fused, groups, size)
         query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
         found = rotate(query, turn), rotate(key, turn), value
     elif fused.requires_grad and torch.is_grad_enabled():
         found = _CutGroups.apply(fused, groups, size, turn)  # type: ignore[no-untyped-call]
     else:
-        found = _cut(fused.unflatten(-1, (groups, -1, size)), turn)
+        found = _cut(by_head(fused, groups, size), turn)
     query, key, value = (each.permute(1, 2, 0, 3) for each in found)
     return query, key, value
 
@@ -54,8 +59,10 @@ def _cut(parts: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
     """[s, b, g, p + 2, d] -> queries [s, b, n, d], keys and values [s, b, g, d]; one recipe stands for all three (`recompute.py`)."""
     s, b, g, each, d = parts.shape
     shapes = [(s, b, g, each - 2, d), (s, b, g, 1, d), (s, b, g, 1, d)]
-    memory = parts.new_empty(parts.numel()).split([math.prod(shape) for shape in shapes])
-    query, key, value = (part.view(shape) for part, shape in zip(memory, shapes, strict=True))
+    memory, begins = parts.new_empty(parts.numel()), (0, s * b * g * (each - 2) * d, s * b * g * (each - 1) * d)
+    query, key, value = (
+        memory.narrow(0, begin, math.prod(shape)).view(shape) for begin, shape in zip(begins, shapes, strict=True)
+    )
     rotate_into(query, parts[..., :-2, :], turn)
     rotate_into(key, parts[..., -2:-1, :], turn)
     value.copy_(parts[..., -1:, :])
@@ -71,7 +78,7 @@ class _CutGroups(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.turn = turn
         ctx.set_materialize_grads(False)
-        parts = fused.unflatten(-1, (groups, -1, size))
+        parts = by_head(fused, groups, size)
         ctx.shape = parts.shape
         return _cut(parts, turn)
 
@@ -87,5 +94,5 @@ class _CutGroups(torch.autograd.Function):
             if grad is None:
                 place.zero_()
             else:
-                rotate_into(place, grad.unflatten(2, (groups, -1)), turn, back=True)
+                rotate_into(place, grad.view(*grad.shape[:2], groups, -1, grad.shape[-1]), turn, back=True)
         return whole.flatten(2), None, None, None
