@@ -18,9 +18,15 @@ FLAGS = (
 )
 
 
-def _compiled(sequence: bool) -> int:
+LLAMA = (
+    f"{FLAGS} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    "--num-key-value-heads 2 --qk-norm --sliding-window 5"
+)
+
+
+def _compiled(flags: str, sequence: bool) -> int:
     """Breaks of the graph in one layer; asserts that outputs and gradients are those of the layer itself."""
-    config = parse(FLAGS.split())
+    config = parse(flags.split())
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=sequence))
     torch.manual_seed(0)
     layer, ids = Block(config.model, "layers.0"), no_documents(torch.device("cpu"))
@@ -43,8 +49,8 @@ def _compiled(sequence: bool) -> int:
     return int(found.graph_break_count)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_layer_is_compiled_with_its_sums_over_ranks(sequence: bool) -> None:
+@pytest.mark.parametrize(("flags", "sequence"), [(FLAGS, False), (FLAGS, True), (LLAMA, True)])
+def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool) -> None:
     if not compiler_found():
         pytest.skip("needs a C++ compiler")
-    assert max(on_ranks(2, _compiled, sequence, timeout=200)) == 0
+    assert max(on_ranks(2, _compiled, flags, sequence, timeout=200)) == 0
