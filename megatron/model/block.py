@@ -132,11 +132,11 @@ class Block(TransformerLayer):
         self.positions_only = self.rotary and self.restart and data is not None and not data.reset_attention_mask
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
-        """(hidden [s, b, h], document ids [b, s] or empty) -> the same."""
+        """(hidden [s, b, h], document ids [b, s] or empty) -> the same. caches: of one text, in which positions go on."""
         hidden, document_ids = inputs
         s, seen = mpu.whole_length(hidden, self.sequence), caches.own.length if caches else 0
         mask = None if self.positions_only else document_mask(document_ids, causal=True)
         if self.window is not None:
             mask = window_mask(document_ids, s, seen, self.window, mask)
-        turn = rotation(self.config, document_ids, s, seen, self.restart) if self.rotary else None
+        turn = rotation(self.config, document_ids, s, seen, self.restart and not caches) if self.rotary else None
         return self.layer(hidden, mask, caches=caches, turn=turn), document_ids

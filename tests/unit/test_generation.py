@@ -28,7 +28,11 @@ LLAMA_FLAGS = (
     f"{GPT2_FLAGS} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
     "--num-key-value-heads 2 --no-tie-embeddings"
 )
-DECODERS = {"gpt2": GPT2_FLAGS, "llama": LLAMA_FLAGS, "mistral": f"{LLAMA_FLAGS} --qk-norm --sliding-window 4"}
+DECODERS = {
+    "gpt2": GPT2_FLAGS,
+    "llama": f"{LLAMA_FLAGS} --reset-position-ids --reset-attention-mask",
+    "mistral": f"{LLAMA_FLAGS} --qk-norm --sliding-window 4 --reset-position-ids",
+}
 CPM_FLAGS = f"{GPT2_FLAGS} --family t5 --num-decoder-layers 2"
 PROMPT = [4, 9, 2, 33, 8]
 

@@ -157,6 +157,13 @@ def test_documents(restart: bool, apart: bool, window: int | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_document_ids_that_contradict_the_flags() -> None:
+    _, ours = pair("Llama", "--reset-position-ids")
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="--reset-position-ids is given without --reset-attention-mask"):
+        ours(tokens, document_ids=tokens)
+
+
 def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.model import rotary
 
