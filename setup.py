@@ -29,14 +29,15 @@ COMMANDS = ("clean-corpus", "convert-checkpoint", "draw-schedule", "inspect-data
 setup(
     name="megatron-tds",
     version="0.1.0",
-    description="Pretraining of GPT-2 and T5 in any data x tensor x pipeline layout, from a laptop to a cluster",
+    description="Pretraining of GPT-2, Llama and T5 in any data x tensor x pipeline layout, from a laptop to a cluster",
     license="Apache-2.0",
     python_requires=">=3.11",
-    py_modules=["pretrain_gpt2", "pretrain_t5"],
+    py_modules=["pretrain_gpt2", "pretrain_llama", "pretrain_t5"],
     packages=find_packages(include=["megatron", "megatron.*", "tds", "tds.*", "data_utils", "data_utils.*"]),
     entry_points={
         "console_scripts": [
             "pretrain-gpt2 = pretrain_gpt2:main",
+            "pretrain-llama = pretrain_llama:main",
             "pretrain-t5 = pretrain_t5:main",
             *(f"{name} = megatron.commands.{name.replace('-', '_')}:cli" for name in COMMANDS),
             *(

@@ -1,4 +1,4 @@
-# What run_gpt2.sh and run_t5.sh share; sourced by them. ROOT is the checkout, NAME says which of the two runs.
+# What run_gpt2.sh, run_llama.sh and run_t5.sh share; sourced by them. ROOT is the checkout, NAME says which of them runs.
 # Paths that a user gives are taken from where he stands; what belongs to the checkout has $AT before it.
 # shellcheck shell=bash disable=SC2034,SC2154
 bash "$ROOT/scripts/setup.sh"

@@ -96,12 +96,18 @@ def refuse_contradictions(
 def _architecture(config: Config, positions: int) -> dict[str, Any]:
     m = config.model
     values = {f.name: getattr(m, f.name) for f in fields(m) if not f.metadata["free"]}
-    if m.position_embedding == "learned":
+    if m.position_embedding != "relative":
         values |= {"relative_attention_num_buckets": None, "relative_attention_max_distance": None}
-    else:
+    if m.position_embedding != "learned":
         positions = 0
     decoder = m.decoder_layers if config.is_t5 else 0
-    follows = {"kv_hidden_size": m.head_size, "ff_hidden_size": m.ff_size, "num_decoder_layers": decoder}
+    follows = {
+        "num_key_value_heads": m.key_value_heads,
+        "qkv_bias": m.has_qkv_bias,
+        "kv_hidden_size": m.head_size,
+        "ff_hidden_size": m.ff_size,
+        "num_decoder_layers": decoder,
+    }
     return values | follows | {"max_position_embeddings": positions}
 
 

@@ -46,6 +46,8 @@ def export(args: argparse.Namespace) -> None:
     reader = CheckpointReader(path)
     reader.verify()
     config = plain_config(reader)
+    if config.model.family == "llama":
+        raise ValueError(f"{path} is a llama: GPT-2 and T5 can be exported, Llama, Qwen and Mistral cannot yet")
     tokenizer = _tokenizer(config, args.vocab_file)
     reader.check_tokenizer(tokenizer.fingerprint)
     t5 = config.is_t5

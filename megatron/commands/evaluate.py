@@ -1,4 +1,4 @@
-"""How well a GPT-2 predicts a text (perplexity, bits per byte) or the end of it (cloze), ours or Hugging Face's; on the GPU if there is one."""
+"""How well a GPT-2 or Llama predicts a text (perplexity, bits per byte) or the end of it (cloze), ours or Hugging Face's; on the GPU if there is one."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Continue texts with a trained GPT-2, or fill the gaps of texts with a trained T5, on the GPU if there is one.
+"""Continue texts with a trained GPT-2 or Llama, or fill the gaps of texts with a trained T5, on the GPU if there is one.
 
 Loads a checkpoint of any layout.
 """

@@ -54,12 +54,12 @@ def opt(
     default: Any,
     help: str,
     check: Callable[[Any], str | None] | None = None,
-    family: str | None = None,
+    family: tuple[str, ...] | None = None,
     free: bool = False,
 ) -> Any:
     """A setting with its default, the help of its flag, and a check that returns what is wrong.
 
-    family: of models that read it; all do if None. free: a run may go on with another value of it, though it is of the model.
+    family: those of models that read it; all do if None. free: a run may go on with another value of it, though it is of the model.
     """
     return field(default=default, metadata={"help": help, "check": check, "family": family, "free": free})
 

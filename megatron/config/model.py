@@ -4,21 +4,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import ConfigError, Section, at_least, between, each_of, one_of, opt
+from .decoder import DecoderConfig
+from .fields import ConfigError, at_least, between, each_of, one_of, opt
 
-FAMILIES = ("gpt2", "t5")
+FAMILIES = ("gpt2", "llama", "t5")
+POSITIONS = {"gpt2": ("learned",), "llama": ("rope",), "t5": ("learned", "relative")}  # that each family has
 # What is computed in another way than a textbook writes it down; the loss is the same but for rounding.
-ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu")
-FUSED = ("biased-attention", "cross-entropy", "document-attention", "gated-gelu", "relative-positions", "rms-norm")
+ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu", "swiglu")
+GATED = ("gated-gelu", "swiglu")
+FUSED = (
+    "biased-attention",
+    "cross-entropy",
+    "document-attention",
+    "gated-gelu",
+    "relative-positions",
+    "rms-norm",
+    "rope",
+    "swiglu",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
+class ModelConfig(DecoderConfig):
     """The layers."""
 
     family: str | None = opt(
         None,
-        "gpt2 or t5, what the entry script trains and says itself; none for a model of your own",
+        f"{', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}, what the entry script trains and says itself; none for a model of your own",
         one_of(*FAMILIES),
     )
     num_layers: int = opt(12, "transformer layers", at_least(1))
@@ -29,21 +41,23 @@ class ModelConfig(Section):
         None,
         "layers of T5's decoder; --num-layers, which are those of its encoder, if not given",
         at_least(1),
-        family="t5",
+        family=("t5",),
     )
     normalization: str = opt("layernorm", "layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
     activation: str = opt("gelu-tanh", f"inside the MLP: {', '.join(ACTIVATIONS)}", one_of(*ACTIVATIONS))
-    position_embedding: str = opt("learned", "learned, or (T5) relative", one_of("learned", "relative"), family="t5")
+    position_embedding: str = opt(
+        "learned", "learned, (T5) relative, or (Llama) rope: rotary ones", one_of("learned", "relative", "rope")
+    )
     relative_attention_num_buckets: int = opt(
-        32, "distances that relative positions tell apart", at_least(4), family="t5"
+        32, "distances that relative positions tell apart", at_least(4), family=("t5",)
     )
     relative_attention_max_distance: int = opt(
-        128, "distance from which on all are one bucket", at_least(2), family="t5"
+        128, "distance from which on all are one bucket", at_least(2), family=("t5",)
     )
     scale_attention: bool = opt(True, "divide the scores by the root of the head's width; T5 does not")
     tie_embeddings: bool = opt(True, "the output layer uses the matrix of the embedding")
     scale_tied_logits: bool = opt(
-        False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix", family="t5"
+        False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix", family=("t5",)
     )
     ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", at_least(1))
     hidden_bias: bool = opt(True, "biases in the linear layers")
@@ -101,6 +115,22 @@ class ModelConfig(Section):
                 f"--hidden-size {self.hidden_size} cannot be split among --num-attention-heads "
                 f"{self.num_attention_heads}; choose a multiple or give --kv-hidden-size"
             )
+        if self.num_attention_heads % self.key_value_heads:
+            raise ConfigError(
+                f"--num-attention-heads {self.num_attention_heads} cannot be put into groups of --num-key-value-heads "
+                f"{self.key_value_heads}: it must be a multiple"
+            )
+        if self.family and self.position_embedding not in POSITIONS[self.family]:
+            raise ConfigError(
+                f"--position-embedding {self.position_embedding}: a {self.family} has "
+                f"{' or '.join(POSITIONS[self.family])} positions"
+            )
+        if self.position_embedding == "rope" and (self.rotary_size % 2 or not self.rotary_size):
+            raise ConfigError(
+                f"rotary positions turn pairs of numbers: --rotary-percent {self.rotary_percent:g} of a head of "
+                f"{self.head_size} (--kv-hidden-size) must be an even number of them, not {self.rotary_size}"
+            )
+        self.refuse_scaling()
 
     @property
     def decoder_layers(self) -> int:
@@ -113,9 +143,45 @@ class ModelConfig(Section):
         return self.kv_hidden_size or self.hidden_size // self.num_attention_heads
 
     @property
+    def key_value_heads(self) -> int:
+        """As many as attention heads, or fewer, each shared by a group of these."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of each head rotary positions turn."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Of queries, keys and values."""
+        return self.hidden_bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two of its inner layers, a gate and a value."""
+        return self.activation in GATED
+
+    @property
     def ff_size(self) -> int:
         """Of the inner layer of an MLP."""
         return self.ff_hidden_size or 4 * self.hidden_size
+
+
+def heads_problem(m: ModelConfig, ranks: int) -> str | None:
+    """Why the heads of keys and values cannot be split over so many model-parallel ranks, or None.
+
+    Where there are fewer heads than ranks, several ranks hold a part of one each.
+    """
+    heads, knob = m.key_value_heads, f"--model-parallel-size {ranks}"
+    if heads % ranks and ranks % heads:
+        return f"--num-key-value-heads {heads} cannot be split over {knob}: one must be a multiple of the other"
+    if ranks > heads and 2 * heads * m.head_size % ranks:
+        return (
+            f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} cannot be split over {knob}; it must be a "
+            f"multiple"
+        )
+    return None
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from .fields import ConfigError, Section, at_least, between, flag, is_range, one_of, opt
-from .model import ModelConfig
+from .model import ModelConfig, heads_problem
 from .optim import OptimConfig
 from .output import CheckpointConfig, LogConfig
 
@@ -121,24 +121,27 @@ class DataConfig(Section):
     )
     seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
     enc_seq_length: int | None = opt(
-        None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8), family="t5"
+        None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8), family=("t5",)
     )
     dec_seq_length: int | None = opt(
         None,
         "T5: most tokens that the decoder writes; as many as the masked spans need if not given",
         at_least(4),
-        family="t5",
+        family=("t5",),
     )
     objective: str = opt(
-        "span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"), family="t5"
+        "span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"), family=("t5",)
     )
     span_convention: str = opt(
-        "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", one_of("t5", "cpm"), family="t5"
+        "t5",
+        "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)",
+        one_of("t5", "cpm"),
+        family=("t5",),
     )
-    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family="t5")
-    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family="t5")
+    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=("t5",))
+    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=("t5",))
     num_sentinels: int = opt(
-        100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family="t5"
+        100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family=("t5",)
     )
     reset_position_ids: bool = opt(False, "count positions again after each end-of-document token")
     reset_attention_mask: bool = opt(False, "let no token see a document before its own")
@@ -247,6 +250,8 @@ class Config:
                 f"--num-attention-heads {m.num_attention_heads} cannot be split over --model-parallel-size "
                 f"{p.model_parallel_size}"
             )
+        if problem := heads_problem(m, p.model_parallel_size):
+            raise ConfigError(problem)
         if m.ff_size % p.model_parallel_size:
             raise ConfigError(
                 f"--ff-hidden-size {m.ff_size} cannot be split over --model-parallel-size {p.model_parallel_size}"
@@ -300,13 +305,14 @@ class Config:
             (flag(f.name), f.metadata["family"])
             for name, section, f in settings()
             if family
-            and f.metadata["family"] not in (None, family)
+            and f.metadata["family"] is not None
+            and family not in f.metadata["family"]
             and getattr(getattr(self, name), f.name) != f.default
         ]
         if strange:
             names = ", ".join(name for name, _ in strange)
             raise ConfigError(
-                f"{names}: read by {strange[0][1]} only, and this is a {family}; leave {'them' if len(strange) > 1 else 'it'} out"
+                f"{names}: read by {' and '.join(strange[0][1])} only, and this is a {family}; leave {'them' if len(strange) > 1 else 'it'} out"
             )
 
     def splits_sequences(self, accelerated: bool) -> bool:
@@ -319,7 +325,7 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Number of learned positions."""
+        """Number of learned positions; with others, how long a text the model reads."""
         d = self.data
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
 

@@ -308,7 +308,12 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
     """config.json of GPT2LMHeadModel. Raises ConfigError for what it cannot be."""
     _refuse([
         (m.normalization != "layernorm", f"--normalization {m.normalization}"),
-        (m.activation == "gated-gelu", "--activation gated-gelu"),
+        (m.gated, f"--activation {m.activation}"),
+        (m.position_embedding != "learned", f"--position-embedding {m.position_embedding}"),
+        (m.key_value_heads != m.num_attention_heads, f"--num-key-value-heads {m.key_value_heads}"),
+        (m.qk_norm, "--qk-norm"),
+        (m.sliding_window is not None, f"--sliding-window {m.sliding_window}"),
+        (m.has_qkv_bias != m.hidden_bias, "--no-qkv-bias"),
         (not m.hidden_bias, "--no-hidden-bias"),
         (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
     ], "GPT-2")  # fmt: skip
@@ -327,6 +332,7 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
     _refuse([
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
+        (m.activation == "swiglu", "--activation swiglu"),
         (m.hidden_bias, "--hidden-bias"),
     ], "T5")  # fmt: skip
     return {

@@ -1,7 +1,7 @@
 """Multi-head attention with its heads split over the model-parallel ranks.
 
 Shapes: s, q sequence of the queries, k of the keys, b batch, h hidden, n heads, d width of a head,
-t model-parallel ranks.
+t model-parallel ranks, g heads of keys and values on a rank: n/t, or fewer, each shared by a group of queries.
 """
 
 import math
@@ -20,9 +20,12 @@ from megatron.config import ModelConfig
 
 from . import attention_dropout, biased_attention, packed_attention
 from .document_attention import chunks_for, document_attention
+from .grouped_heads import by_head, cut_groups, own_queries
 from .heads import split_heads
 from .masks import Documents, added_mask, causal_mask
+from .norm import build_head_norm
 from .recompute import Recipe, instead_of
+from .rotary import Rotation
 
 
 def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
@@ -35,15 +38,27 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
+def _for_each(query: Tensor, key: Tensor) -> Tensor:
+    """[b, g, k, d] -> [b, n/t, k, d], one for each query of a group, for kernels that want as many."""
+    if key.shape[1] == query.shape[1]:
+        return key
+    return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
 class KeyValueCache:
-    """Keys and values of the tokens that were seen already, for one attention layer; [b, n/t, k, d] each."""
+    """Keys and values of the tokens that were seen already, for one attention layer; [b, g, k, d] each."""
 
     def __init__(self) -> None:
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 
+    @property
+    def length(self) -> int:
+        """How many tokens were seen, k."""
+        return 0 if self.key is None else self.key.shape[2]
+
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens, [b, n/t, q, d] each; returns all, [b, n/t, k, d]."""
+        """Append those of new tokens, [b, g, q, d] each; returns all, [b, g, k, d]."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
         self.key, self.value = key, value
@@ -68,6 +83,7 @@ class Attention(nn.Module):
         super().__init__()
         self.axis, self.causal = mpu.get_mesh().model, causal
         self.heads = config.num_attention_heads // self.axis.size
+        self.groups = max(config.key_value_heads // self.axis.size, 1)
         self.head_size = config.head_size
         self.inner = config.num_attention_heads * config.head_size
         self.scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
@@ -87,23 +103,28 @@ class Attention(nn.Module):
             init_method=mpu.normal(output_std),
         )
 
-    def _project(self, config: ModelConfig, *factors: float) -> mpu.ColumnParallelLinear:
+    def _project(
+        self, config: ModelConfig, *factors: float, heads: int | None = None, bias: bool | None = None
+    ) -> mpu.ColumnParallelLinear:
         """h -> len(factors) x n x d; rows stand head by head, so that a contiguous cut gives each rank whole heads.
 
-        factors: of the first values of each part.
+        factors: of the first values of each part. heads: n, if not as many as attention heads. bias: as --hidden-bias says if not given.
         """
         return mpu.ColumnParallelLinear(
             config.hidden_size,
-            len(factors) * self.inner,
-            bias=config.hidden_bias,
+            len(factors) * (heads or config.num_attention_heads) * self.head_size,
+            bias=config.hidden_bias if bias is None else bias,
             gather_output=False,
             init_method=partial(_fill_heads, config.init_method_std, self.head_size, factors),
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | None, bias: Tensor | None) -> Tensor:
-        """query [b, n/t, q, d], key, value [b, n/t, k, d] -> [q, b, n/t * d].
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
-        mask: within which documents a query may look, or None. bias: [1, n/t, q, k], added to the scores, or None.
+        mask: within which documents a query may look, or bool [1 or b, 1, q, k], True where it may, or None. bias: [1, n/t, q, k],
+        added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
         call = self._with_dropout if p and query.device.type != "cpu" else partial(self._sdpa, p=p)
@@ -117,7 +138,7 @@ class Attention(nn.Module):
         return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | None, bias: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | Tensor | None, bias: Tensor | None
     ) -> Tensor:
         with self.rng.fork(self.stream.name, query.device, self.stream.split):
             return self._sdpa(query, key, value, mask, bias, self.dropout)
@@ -127,15 +148,15 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Documents | None,
+        mask: Documents | Tensor | None,
         bias: Tensor | None,
         p: float,
     ) -> Tensor:
-        if documents is not None and self.by_document:
-            found = self._document_by_document(query, key, value, documents, bias, p)
+        if isinstance(mask, Documents):
+            found = self._document_by_document(query, key, value, mask, bias, p) if self.by_document else None
             if found is not None:
                 return found
-        mask = None if documents is None else documents.mask()
+            mask = mask.mask()
         q, k = query.shape[2], key.shape[2]
         # A mask of documents is causal already where it must be; a single newest token sees all there are.
         plain_causal = self.causal and mask is None and q > 1
@@ -149,10 +170,21 @@ class Attention(nn.Module):
         elif mask is not None:
             mask = added_mask(mask, query.dtype)
         if by_hand:
+            key, value = _for_each(query, key), _for_each(query, value)
             return attention_dropout.attention_with_dropout(query, key, value, mask, self.scale, p, self.stream)
+        grouped = key.shape[1] < query.shape[1]
+        if grouped and query.device.type == "cuda" and mask is not None:
+            key, value, grouped = _for_each(query, key), _for_each(query, value), False
         with kernels_for(query, mask):
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=p, is_causal=plain_causal, scale=self.scale
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=p,
+                is_causal=plain_causal,
+                scale=self.scale,
+                enable_gqa=grouped,
             )
 
     def _document_by_document(
@@ -160,6 +192,8 @@ class Attention(nn.Module):
     ) -> Tensor | None:
         """None where a mask serves better, or has to."""
         chunks = chunks_for(query, documents)
+        if chunks is not None or query.device.type == "cuda":
+            key, value = _for_each(query, key), _for_each(query, value)
         if bias is not None:
             if chunks is None or p or not self.fused:
                 return None
@@ -184,12 +218,20 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Every token looks at the tokens of its own sequence: at all of them, or (causal) at itself and those before it.
 
-    The rows of the fused projection are (query, key, value) of head 0 first.
+    The rows of the fused projection are (query, key, value) of head 0 first; in groups they stand as `grouped_heads.py` says.
     """
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
         super().__init__(config, f"{name}.attention", output_std, causal)
-        self.query_key_value = self._project(config, self.query_factor, 1.0, 1.0)
+        queries = config.num_attention_heads // config.key_value_heads
+        self.query_key_value = self._project(
+            config, *[self.query_factor] * queries, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
+        )
+        self.sharers = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
+        self.query_norm = build_head_norm(config) if config.qk_norm else None
+        self.key_norm = build_head_norm(config) if config.qk_norm else None
+        self.plain_cut = "rope" in config.unfused
+        self.in_groups = queries > 1 or config.qk_norm or config.position_embedding == "rope"
 
     def forward(
         self,
@@ -198,15 +240,33 @@ class SelfAttention(Attention):
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
+        turn: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`; recipe: of `hidden`."""
-        qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, n/t * 3 * d]
-        query, key, value = split_heads(qkv, self.heads, 3)
+        """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`; recipe: of `hidden`; turn: of queries and keys."""
+        qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
+        with instead_of((again, qkv)):
+            query, key, value = self._cut(qkv, turn)
+        if (
+            again is not None and self.in_groups
+        ):  # what is kept is what was cut out of it, all in the memory of the queries
+            again, qkv = Recipe(lambda given: self._cut(given, turn)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)
         with instead_of((again, qkv)):
             context = self.attend(query, key, value, mask, bias)
         return self.dense(context)  # type: ignore[no-any-return]
+
+    def _cut(self, qkv: Tensor, turn: Rotation | None) -> tuple[Tensor, ...]:
+        """[s, b, (n/t + 2 g) * d] -> queries [b, n/t, s, d], keys and values [b, g, s, d]."""
+        if not self.in_groups:
+            return split_heads(qkv, self.heads, 3)
+        if self.sharers.size > 1:
+            qkv = own_queries(qkv, self.head_size, self.sharers)
+        if self.query_norm is not None and self.key_norm is not None:
+            parts = by_head(qkv, self.groups, self.head_size)
+            normed = self.query_norm(parts[..., :-2, :]), self.key_norm(parts[..., -2:-1, :])
+            qkv = torch.cat([*normed, parts[..., -1:, :]], 3).flatten(2)
+        return cut_groups(qkv, self.groups, self.head_size, turn, self.plain_cut)
 
 
 class CrossAttention(Attention):

@@ -10,14 +10,15 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import ModelConfig
+from megatron.config import DataConfig, ModelConfig
 
 from .attention import CrossAttention, KeyValueCache, SelfAttention
-from .masks import Documents, within
+from .masks import Documents, window_mask, within
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
 from .recompute import Recipe, instead_of
+from .rotary import Rotation, rotation
 
 
 class Dropout(nn.Module):
@@ -74,26 +75,28 @@ class TransformerLayer(nn.Module):
     def layer(
         self,
         hidden: Tensor,
-        mask: Documents | None,
+        mask: Documents | Tensor | None,
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
+        turn: Rotation | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h] (s/t with sequence parallelism). mask, bias: of self-attention, see `Attention.attend`."""
+        """[s, b, h] -> [s, b, h] (s/t with sequence parallelism). mask, bias, turn: of self-attention, see `SelfAttention`."""
         with offloaded() if self.offload and self.training else nullcontext():
-            return self._layer(hidden, mask, bias, encoded, caches)
+            return self._layer(hidden, mask, bias, encoded, caches, turn)
 
     def _layer(
         self,
         hidden: Tensor,
-        mask: Documents | None,
+        mask: Documents | Tensor | None,
         bias: Tensor | None,
         encoded: Encoded | None,
         caches: Caches | None,
+        turn: Rotation | None,
     ) -> Tensor:
         normed, recipe = self._normed(self.input_layernorm, hidden)
         with instead_of((recipe, normed)):
-            added, added_bias = self.attention(normed, mask, bias, caches and caches.own, recipe)
+            added, added_bias = self.attention(normed, mask, bias, caches and caches.own, recipe, turn)
         hidden = hidden + self.attention_dropout(added if added_bias is None else added + added_bias)
         if encoded is not None:
             normed, recipe = self._normed(self.cross_layernorm, hidden)
@@ -112,12 +115,24 @@ class TransformerLayer(nn.Module):
 
 
 class Block(TransformerLayer):
-    """A layer of a left-to-right model. `name` is its name in the whole model."""
+    """A layer of a left-to-right model. `name` is its name in the whole model.
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    data: of which --reset-position-ids and --reset-attention-mask say what document ids are for: for rotary positions, for the mask, or both.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, data: DataConfig | None = None) -> None:
         super().__init__(config, name, branches=2 * config.num_layers)
+        self.config, self.window, self.rotary = config, config.sliding_window, config.position_embedding == "rope"
+        self.restart = data is not None and data.reset_position_ids
+        self.positions_only = self.rotary and self.restart and data is not None and not data.reset_attention_mask
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
-        """(hidden [s, b, h], document ids [b, s] or empty) -> the same."""
+        """(hidden [s, b, h], document ids [b, s] or empty) -> the same. caches: of one text, in which positions go on."""
         hidden, document_ids = inputs
-        return self.layer(hidden, within(document_ids, causal=True), caches=caches), document_ids
+        s, seen = mpu.whole_length(hidden, self.sequence), caches.own.length if caches else 0
+        documents = None if self.positions_only else within(document_ids, causal=True)
+        mask: Documents | Tensor | None = documents
+        if self.window is not None:
+            mask = window_mask(document_ids, s, seen, self.window, documents)
+        turn = rotation(self.config, document_ids, s, seen, self.restart and not caches) if self.rotary else None
+        return self.layer(hidden, mask, caches=caches, turn=turn), document_ids

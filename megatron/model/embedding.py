@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import ModelConfig
+from megatron.config import Config, ModelConfig
 
 from .block import Dropout
 from .layers import global_parameters
@@ -67,6 +67,30 @@ class PositionEmbedding(nn.Module):
             )
         vectors = nn.functional.embedding(mpu.local_shard(position_ids.t(), axis=self.sequence), self.weight)
         return self.dropout(hidden + vectors), document_ids
+
+
+class RotaryStart(nn.Module):
+    """The foot of a model whose blocks turn queries and keys by their positions: nothing is added here, there is only dropout.
+
+    With --reset-position-ids blocks count positions by document. Without --reset-attention-mask nobody gives document ids, so they are
+    made here, of positions that begin again, and go on for that alone; other positions than these the model does not have.
+    """
+
+    def __init__(self, config: Config, name: str) -> None:
+        super().__init__()
+        self.makes_ids = config.data.reset_position_ids and not config.data.reset_attention_mask
+        self.dropout = Dropout(config.model.hidden_dropout, name)
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids). Raises ValueError for ids that contradict the flags."""
+        hidden, position_ids, document_ids = inputs
+        if self.makes_ids:
+            if document_ids.numel():
+                raise ValueError(
+                    "document ids keep documents apart, but --reset-position-ids is given without --reset-attention-mask"
+                )
+            document_ids = (position_ids == 0).cumsum(1).int()
+        return self.dropout(hidden), document_ids
 
 
 class FinalNorm(nn.Module):

@@ -1,6 +1,8 @@
-"""GPT-2 (Radford et al. 2019) as one list of layers.
+"""GPT-2 (Radford et al. 2019) as one list of layers, and, as other settings of it, Llama, Qwen and Mistral (Touvron et al. 2023, Jiang et al. 2023).
 
         tokens, positions -> embedding -> Block x num_layers -> norm -> (tied) logits
+
+GPT-2 adds a vector for each position after its embedding; the others turn queries and keys in their blocks (`rotary.py`).
 
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
@@ -14,7 +16,7 @@ from torch import Tensor
 from megatron.config import Config
 
 from .block import Block
-from .embedding import FinalNorm, PositionEmbedding, WordEmbedding
+from .embedding import FinalNorm, PositionEmbedding, RotaryStart, WordEmbedding
 from .layers import Layer, LayerStack
 from .loss import TokenLoss
 from .masks import no_documents
@@ -26,9 +28,14 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
     m = config.model
     if config.is_t5:
         raise ValueError("a GPT-2 cannot be built from settings of family t5: pretrain_t5.py trains them")
-    if m.position_embedding != "learned":
-        raise ValueError("--position-embedding relative is for T5; GPT-2 has learned positions")
-    work = block_work(m, config.data.seq_length)
+    if m.position_embedding == "relative":
+        raise ValueError(
+            "--position-embedding relative is for T5; GPT-2 has learned positions, Llama rotary ones (rope)"
+        )
+    start = Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding"))
+    if m.position_embedding == "rope":
+        start = Layer("start", RotaryStart, (config, "start"))
+    names, work = [f"layers.{i}" for i in range(m.num_layers)], block_work(m, config.data.seq_length)
     return [
         Layer(
             "embedding",
@@ -37,8 +44,8 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
             tied="embedding" if m.tie_embeddings else None,
             puts_out=("hidden", "position_ids", "document_ids"),
         ),
-        Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding")),
-        *(Layer(f"layers.{i}", Block, (m, f"layers.{i}"), repeated=True, work=work) for i in range(m.num_layers)),
+        start,
+        *(Layer(name, Block, (m, name, config.data), repeated=True, work=work) for name in names),
         Layer("final_norm", FinalNorm, (m,)),
         output_layer(config, vocab_size, WordEmbedding.logits),
     ]
@@ -82,7 +89,8 @@ class GPT2Model(LayerStack):
     ) -> Tensor:
         """tokens [b, s] -> logits, with labels [b, s] the loss of every token, [b, s] in fp32, with a loss_mask [b, s] its sum.
 
-        position_ids: [b, s], counted from 0 if not given. document_ids: see `SelfAttention`.
+        position_ids: [b, s], counted from 0 if not given; rotary ones may only begin again, see `RotaryStart`. document_ids:
+        [b, s], the number of each token's document, to which its view is restricted; all is one if not given.
         """
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

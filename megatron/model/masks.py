@@ -99,6 +99,25 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
+def window_mask(
+    document_ids: Tensor, queries: int, seen: int, window: int, mask: Documents | None
+) -> Documents | Tensor | None:
+    """`mask`, causal, or None -> the same for tokens that see no more than the last `window`, themselves included: bool [1 or b, 1, q, k].
+
+    queries: q; seen: tokens before these, all of which are keys. `mask` itself where that makes no difference. Shared by the layers
+    that are given the same ids.
+    """
+    keys = seen + queries
+    if keys <= window:
+        return mask
+
+    def make() -> Tensor:
+        near = causal_mask(queries, keys, document_ids.device).triu(keys - queries - window + 1)
+        return near if mask is None else near & mask.mask()
+
+    return follows(document_ids, ("window", queries, seen, window), None, make)
+
+
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """[b, s] document ids -> [b, s] position of each token in its document, from 0."""
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)

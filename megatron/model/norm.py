@@ -47,6 +47,14 @@ class _RMSNorm(torch.autograd.Function):
         return of_x, of_weight, None
 
 
+def build_head_norm(config: ModelConfig) -> nn.Module:
+    """An RMS norm over the numbers of one head, the same for all heads; a copy on every rank, each of which has heads of its own."""
+    kind = nn.RMSNorm if "rms-norm" in config.unfused else norm_class(config.kernels, True) or RMSNorm
+    norm: Any = kind(config.head_size, eps=config.layernorm_epsilon)
+    mpu.declare(norm.weight, mpu.ones, sequence=mpu.get_mesh().model)
+    return norm  # type: ignore[no-any-return]
+
+
 def build_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h; a copy on every rank."""
     rms = config.normalization == "rmsnorm"

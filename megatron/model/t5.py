@@ -115,7 +115,7 @@ class DecoderBlock(TransformerLayer):
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
         """(hidden [q, b, h], encoded [k, b, h], document ids [b, k] and [b, q] or empty, table [r, n/t] or nothing)"""
         hidden, encoded, encoder_ids, decoder_ids, *table = inputs
-        seen = caches.own.key.shape[2] if caches and caches.own.key is not None else 0
+        seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], q, seen + q, self.config, causal=True) if table else None
         mask, cross = within(decoder_ids, causal=True), within(decoder_ids, encoder_ids)

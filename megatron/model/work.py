@@ -9,8 +9,9 @@ from megatron.config import Config, ModelConfig
 def block_work(m: ModelConfig, tokens: int, encoded: int = 0) -> int:
     """Of a transformer layer over `tokens` tokens. encoded: tokens of the encoder that a decoder's layer looks at, too."""
     inner = m.num_attention_heads * m.head_size
-    projection, mlp = m.hidden_size * inner, m.hidden_size * m.ff_size * (3 if m.activation == "gated-gelu" else 2)
-    own = tokens * (4 * projection + mlp) + 2 * tokens * tokens * inner
+    projection, mlp = m.hidden_size * inner, m.hidden_size * m.ff_size * (3 if m.gated else 2)
+    keys_and_values = 2 * m.hidden_size * m.key_value_heads * m.head_size
+    own = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
     cross = 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
     return own + (cross if encoded else 0)
 

@@ -18,10 +18,11 @@ from .linear_cross_entropy import DeferredLogits, whole_logits
 from .mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
+    gather_partial_from_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import Axis, Mesh, Options, Surroundings, built_with
+from .mesh import Axis, Mesh, Options, Surroundings, built_with, neighbours
 from .original import (
     LayerNorm,
     checkpoint,
@@ -211,6 +212,7 @@ __all__ = [
     "filled_later",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
+    "gather_partial_from_model_parallel_region",
     "get_cuda_rng_tracker",
     "get_data_parallel_group",
     "get_data_parallel_rank",
@@ -235,6 +237,7 @@ __all__ = [
     "local_shard",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
+    "neighbours",
     "normal",
     "onednn_is_there",
     "ones",

@@ -41,8 +41,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 
 def _is_taken(x: Tensor, weight: Tensor) -> bool:
     """Whether somebody may take the factors of the weight's gradient; autocast and compilers know only autograd's way."""
-    cast = torch.is_autocast_enabled(x.device.type)
-    return hasattr(weight, "take_product") and not cast and not torch.compiler.is_compiling()
+    if not hasattr(weight, "take_product") or torch.compiler.is_compiling():
+        return False
+    return not torch.is_autocast_enabled(x.device.type)
 
 
 def by_onednn(x: Tensor, options: Options) -> bool:

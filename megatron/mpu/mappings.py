@@ -1,10 +1,11 @@
-"""The four ways an activation enters or leaves the model-parallel ranks, each with its mirror image.
+"""The ways an activation enters or leaves the model-parallel ranks, each with its mirror image.
 
                  forward                 backward
     copy         identity                all-reduce      Megatron's f (Shoeybi et al. 2019)
     reduce       all-reduce              identity        Megatron's g
     scatter      keep own part           all-gather
     gather       all-gather              keep own part
+    partial      all-gather              sum, keep own part    what follows differs from rank to rank
 
 Shapes: ... any leading dimensions, n last dimension, t model-parallel ranks.
 """
@@ -111,3 +112,12 @@ def scatter_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Ten
 def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """[..., n/t] -> [..., n]."""
     return _apply(x, axis, all_gather, own_part)
+
+
+def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
+    """[..., n/t] -> [..., n], of which each rank makes something of its own: gradients of all ranks are summed on the way back."""
+    return _apply(x, axis, all_gather, _own_part_of_sum)
+
+
+def _own_part_of_sum(x: Tensor, axis: Axis) -> Tensor:
+    return own_part(all_reduce(x, axis), axis)

@@ -41,6 +41,15 @@ class Axis:
 ALONE = Axis(None, (0,), 0)
 
 
+def neighbours(axis: Axis, count: int) -> Axis:
+    """Those `count` ranks of `axis`, counted off from its first, of which this is one; all of them must call it. count divides the axis."""
+    if count == axis.size:
+        return axis
+    first = axis.rank - axis.rank % count
+    ranks = axis.ranks[first : first + count]
+    return Axis(group_of_members(ranks) if count > 1 else None, ranks, axis.rank - first)
+
+
 @dataclass(frozen=True)
 class Options:
     """How layers work on the ranks that they are split over.

@@ -175,7 +175,7 @@ def declare(
     dim: the dimension that is split over `axis`, None for a copy on every rank.
     full_size: true size of that dimension over all ranks, padding left out; by default there is none.
     sequence: the ranks over which the gradients of a copy are summed, as each of them sees its own stretch of the
-    sequence only: for the weights of norms, biases after a sum, learned positions.
+    sequence, or of the heads, only: for the weights of norms, biases after a sum, learned positions.
     """
     size, rank = (axis.size, axis.rank) if axis is not None and dim is not None else (1, 0)
     if dim is not None and full_size is None:

@@ -118,14 +118,16 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
 
     6 per parameter that multiplies a token (2 forward, 4 backward; Kaplan et al. 2020) and the
     attention products, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups do
-    not multiply. GPT-2: 6 N + 12 L s (heads x head size), N all parameters less positions, of which
-    the tied word matrix counts as logits. T5: the encoder's tokens pass its layers and the keys
+    not multiply. GPT-2 and Llama: 6 N + 12 L s (heads x head size), N all parameters less positions and an
+    embedding of its own; a tied word matrix counts as logits. T5: the encoder's tokens pass its layers and the keys
     and values of cross-attention, the decoder's the rest.
     """
     m = config.model
     if not decoder:
         inner = m.num_attention_heads * m.head_size
-        multiplied = parameters - config.positions * m.hidden_size
+        looked_up = config.positions if m.position_embedding == "learned" else 0
+        looked_up += 0 if m.tie_embeddings else m.vocab_size or 0
+        multiplied = parameters - looked_up * m.hidden_size
         return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
     blocks = m.num_layers * block_work(m, encoder) + m.decoder_layers * block_work(m, decoder, encoder)
     logits = decoder * m.hidden_size * (m.vocab_size or 0)

@@ -30,6 +30,10 @@ T5 = (
     f"{GPT2} --family t5 --enc-seq-length 40 --dec-seq-length 20 --normalization rmsnorm --position-embedding relative "
     "--no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings"
 )
+LLAMA = (
+    f"{GPT2} --family llama --num-key-value-heads 2 --position-embedding rope --normalization rmsnorm --activation swiglu --qk-norm "
+    "--no-hidden-bias --no-tie-embeddings --sliding-window 24"
+)
 RECOMPUTE = "--recompute-modules norm qkv activation"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
 SECONDS = 300  # that one training may take
@@ -76,7 +80,7 @@ def close(found: list[float], wanted: list[float], tolerance: float) -> str:
 def fp32_equals_the_cpu() -> str:
     return "; ".join(
         f"{name} {close(train(f'{flags} {DRY} --precision fp32')['losses'], train(f'{flags} {DRY} --precision fp32', True)['losses'], 1e-3)}"
-        for name, flags in (("GPT-2", GPT2), ("T5", T5))
+        for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5))
     )
 
 
@@ -84,7 +88,7 @@ def bf16_follows_the_cpu_in_fp32() -> str:
     """bf16 keeps 8 bits: losses may leave fp32's by the rounding of activations."""
     return "; ".join(
         f"{name} {close(train(f'{flags} {DRY} --precision bf16')['losses'], train(f'{flags} {DRY} --precision fp32', True)['losses'], 3e-2)}"
-        for name, flags in (("GPT-2", GPT2), ("T5", T5))
+        for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5))
     )
 
 

@@ -18,9 +18,15 @@ FLAGS = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 
 DROPOUTS = ["--hidden-dropout 0 --attention-dropout 0", "--hidden-dropout 0.2 --attention-dropout 0.3"]
 
 
-def _compiled(sequence: bool, dropout: str) -> int:
+LLAMA = (
+    f"{FLAGS} {DROPOUTS[0]} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    "--num-key-value-heads 2 --qk-norm --sliding-window 5"
+)
+
+
+def _compiled(flags: str, sequence: bool) -> int:
     """Breaks of the graph in one layer; asserts that outputs and gradients are those of the layer itself."""
-    config = parse(f"{FLAGS} {dropout}".split())
+    config = parse(flags.split())
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=sequence))
     torch.manual_seed(0)
     layer, ids = Block(config.model, "layers.0"), no_documents(torch.device("cpu"))
@@ -44,12 +50,14 @@ def _compiled(sequence: bool, dropout: str) -> int:
     return int(found.graph_break_count)
 
 
-@pytest.mark.parametrize("dropout", covering(DROPOUTS, lambda dropout: dropout == DROPOUTS[1]))
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_layer_is_compiled_with_its_sums_over_ranks(sequence: bool, dropout: str) -> None:
+CASES = [(f"{FLAGS} {dropout}", sequence) for dropout in DROPOUTS for sequence in (False, True)] + [(LLAMA, True)]
+
+
+@pytest.mark.parametrize(("flags", "sequence"), covering(CASES, lambda case: DROPOUTS[1] in case[0] and case[1], True))
+def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool) -> None:
     if not compiler_found():
         pytest.skip("needs a C++ compiler")
-    assert max(on_ranks(2, _compiled, sequence, dropout, timeout=200)) == 0
+    assert max(on_ranks(2, _compiled, flags, sequence, timeout=200)) == 0
 
 
 def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_not() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.command_line import parse
 from megatron.config.model import FUSED
-from megatron.model import T5Model
+from megatron.model import GPT2Model, T5Model
 from megatron.mpu import linear
 from megatron.mpu.sequence import Pending
 from megatron.ranks.initialize import initialize_megatron
@@ -62,10 +62,28 @@ OURS = {
     "biased-attention": "_BiasedAttentionBackward",
     "document-attention": "_DocumentAttentionBackward",
     "cross-entropy": "_VocabParallelCrossEntropyBackward",
-    "gated-gelu": "_GatedGeluBackward",
+    "gated-gelu": "_GatedBackward",
     "relative-positions": "FlipBackward0",
     "rms-norm": "_RMSNormBackward",
+    "rope": "_CutGroupsBackward",
+    "swiglu": "_GatedBackward",
 }
+IN_LLAMA = ("rope", "swiglu")  # the others are in T5
+
+
+LLAMA = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --family llama --seq-length 12 --vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization rmsnorm --qk-norm "
+    "--activation swiglu --position-embedding rope --no-hidden-bias --no-tie-embeddings"
+)
+
+
+def _llama_learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
+    """As `_learns`, of Llama."""
+    config = parse(f"{LLAMA} {flags}".split())
+    initialize_megatron(config)
+    tokens = torch.randint(50, (3, 13), generator=torch.Generator().manual_seed(1))
+    return _learned(GPT2Model(config).double(), tokens[:, :-1], labels=tokens[:, 1:])
 
 
 def _learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
@@ -77,7 +95,11 @@ def _learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
     encoder, decoder = torch.randint(50, (3, 12), generator=dice), torch.randint(50, (3, 7), generator=dice)
     of_encoder = torch.tensor([[1] * 5 + [2] * 7, [1] * 4 + [2] * 4 + [3] * 4, [1] * 10 + [0] * 2])
     of_decoder = torch.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 3, 4], [1, 1, 1, 1, 1, 0]])
-    losses = model(encoder, decoder[:, :-1], of_encoder, of_decoder, labels=decoder[:, 1:])
+    return _learned(model, encoder, decoder[:, :-1], of_encoder, of_decoder, labels=decoder[:, 1:])
+
+
+def _learned(model: Any, *inputs: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], set[str], list[str]]:
+    losses = model(*inputs, labels=labels)
     with _listening() as said:
         losses.sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -88,8 +110,9 @@ def _learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
 @pytest.mark.parametrize("name", [*FUSED, "all"])
 def test_unfused(ranks: int, name: str) -> None:
     flags = f"--model-parallel-size {ranks}"
-    names = FUSED if name == "all" else (name,)
-    fused, plain = on_ranks(ranks, _learns, flags), on_ranks(ranks, _learns, f"{flags} --unfused {' '.join(names)}")
+    names = [each for each in FUSED if each not in IN_LLAMA] if name == "all" else [name]
+    learns = _llama_learns if name in IN_LLAMA else _learns
+    fused, plain = on_ranks(ranks, learns, flags), on_ranks(ranks, learns, f"{flags} --unfused {' '.join(names)}")
     for (ours, with_ours, _), (theirs, without, _) in zip(fused, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
         assert {OURS[each] for each in names} <= with_ours - without

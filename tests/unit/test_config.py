@@ -105,10 +105,10 @@ def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     assert parse(t5, {"family": "t5"}).is_t5
     assert not parse(t5).is_t5, "a model of a user's own, which may read them"
     with pytest.raises(ConfigError) as refused:
-        parse([*t5, "--hidden-size", "36"], {"family": "gpt2"})
-    assert str(refused.value) == (
-        "--position-embedding, --enc-seq-length: read by t5 only, and this is a gpt2; leave them out"
-    )
+        parse(["--enc-seq-length", "32", "--objective", "prefix-lm", "--hidden-size", "36"], {"family": "gpt2"})
+    assert str(refused.value) == "--enc-seq-length, --objective: read by t5 only, and this is a gpt2; leave them out"
+    with pytest.raises(ConfigError, match="--position-embedding relative: a gpt2 has learned positions"):
+        parse(["--position-embedding", "relative"], {"family": "gpt2"})
     with pytest.raises(ConfigError, match="this script trains a gpt2: it cannot take --family t5"):
         parse(["--family", "t5"], {"family": "gpt2"})
 

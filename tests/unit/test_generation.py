@@ -17,26 +17,36 @@ from megatron.inference.generation import (
     sample,
 )
 from megatron.model import GPT2Model, T5Model
+from tests import llama_twins as twins
 
 from .test_t5_model import T5_FLAGS, copy_weights, hugging_face
 
 GPT2_FLAGS = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 50 --init-method-std 0.2"
 )
+LLAMA_FLAGS = (
+    f"{GPT2_FLAGS} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    "--num-key-value-heads 2 --no-tie-embeddings"
+)
+DECODERS = {
+    "gpt2": GPT2_FLAGS,
+    "llama": f"{LLAMA_FLAGS} --reset-position-ids --reset-attention-mask",
+    "mistral": f"{LLAMA_FLAGS} --qk-norm --sliding-window 4 --reset-position-ids",
+}
 CPM_FLAGS = f"{GPT2_FLAGS} --family t5 --num-decoder-layers 2"
 PROMPT = [4, 9, 2, 33, 8]
 
 
 def build(kind: str, cached: bool) -> Stepper:
-    if kind == "gpt2":
-        return GPT2Stepper(GPT2Model(parse(GPT2_FLAGS.split()), parallel_output=False).eval(), PROMPT, 24, cached)
+    if kind in DECODERS:
+        return GPT2Stepper(GPT2Model(parse(DECODERS[kind].split()), parallel_output=False).eval(), PROMPT, 24, cached)
     flags = (
         CPM_FLAGS if kind == "cpm" else f"{T5_FLAGS} --init-method-std 0.2 --activation gated-gelu --no-tie-embeddings"
     )
     return T5Stepper(T5Model(parse(flags.split()), parallel_output=False).eval(), PROMPT * 3, 1, cached)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "cpm", "t5"])
+@pytest.mark.parametrize("kind", [*DECODERS, "cpm", "t5"])
 @torch.no_grad()
 def test_logits_equal_those_computed_anew(kind: str) -> None:
     ours, anew = build(kind, True), build(kind, False)
@@ -50,14 +60,15 @@ def test_logits_equal_those_computed_anew(kind: str) -> None:
         anew.reorder(rows)
 
 
+@pytest.mark.parametrize("kind", DECODERS)
 @torch.no_grad()
-def test_gpt2_goes_on_behind_its_last_position() -> None:
-    found = sample(build("gpt2", True), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
-    assert found == sample(build("gpt2", False), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
+def test_a_decoder_goes_on_behind_its_last_position(kind: str) -> None:
+    found = sample(build(kind, True), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
+    assert found == sample(build(kind, False), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
     assert max(map(len, found)) == 40 or all(row[-1] == 49 for row in found)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "cpm", "t5"])
+@pytest.mark.parametrize("kind", ["gpt2", "mistral", "cpm", "t5"])
 def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> None:
     """Token for token: greedy, by draws, and by beams, which end after different numbers of tokens."""
     dice = torch.Generator().manual_seed(5)
@@ -66,7 +77,7 @@ def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> 
     model: Any = single.model  # type: ignore[attr-defined]
 
     def reads(given: list[list[int]]) -> Stepper:
-        return GPT2Stepper(model, given, 24) if kind == "gpt2" else T5Stepper(model, given, 1)
+        return GPT2Stepper(model, given, 24) if kind in DECODERS else T5Stepper(model, given, 1)
 
     lengths = set()
     # The end of a text is the token that the second prompt's beams or greedy text has in the middle.
@@ -128,7 +139,7 @@ def test_what_goes_to_the_model_goes_to_its_device() -> None:
     assert [len(best) for best in beam_searches(Elsewhere(2), 3, 5, 49)] == [3, 3]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "cpm", "t5"])
+@pytest.mark.parametrize("kind", [*DECODERS, "cpm", "t5"])
 def test_a_model_on_another_device_meets_no_tensor_of_the_cpu(kind: str) -> None:
     """torch's fake tensors refuse to compute with tensors of two devices, as a GPU would."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -159,6 +170,21 @@ def test_greedy_is_hugging_faces() -> None:
         torch.tensor([PROMPT * 2]), max_new_tokens=15, do_sample=False, num_beams=1, eos_token_id=1, use_cache=False
     )
     assert sample(ours, 1, 15, 1, Sampling(temperature=0), 0)[0] == expected[0, 1:].tolist()
+
+
+@pytest.mark.parametrize(("kind", "window"), [("Llama", None), ("Qwen3", None), ("Mistral", 7)])
+def test_greedy_decoders_are_hugging_faces(kind: str, window: int | None) -> None:
+    """Theirs keep keys and values as well, and leave those behind the window."""
+    other = twins.theirs(kind, window=window)
+    ours = GPT2Model(parse(twins.flags_of(kind, window=window).split()), parallel_output=False).eval()
+    twins.copy_weights(other, ours, twins.USUAL)
+    expected = other.generate(
+        torch.tensor([PROMPT]), max_new_tokens=25, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    assert (
+        sample(GPT2Stepper(ours, PROMPT, 64), 1, 25, -1, Sampling(temperature=0), 0)[0]
+        == expected[0, len(PROMPT) :].tolist()
+    )
 
 
 @pytest.mark.parametrize("beams", [2, 4])

@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from megatron.convert.hf_config import gpt2_config
 from megatron.convert.hf_folder import Folder
 from megatron.model import GPT2Model, T5Model
 
@@ -266,3 +269,15 @@ def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f" {len(CASES)} configurations right to 1e-5, {len(REFUSED)} refused by name ", end="")
     assert len(CASES) + len(REFUSED) >= 130
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--activation swiglu", "--activation gated-gelu", "--position-embedding rope", "--num-key-value-heads 1", "--qk-norm",
+        "--sliding-window 8", "--no-qkv-bias", "--no-hidden-bias", "--normalization rmsnorm",
+    ],
+)  # fmt: skip
+def test_what_a_gpt2_of_theirs_cannot_be(flags: str) -> None:
+    with pytest.raises(ConfigError, match=f"GPT-2 cannot be a model with {flags}$"):
+        gpt2_config(parse(flags.split()).model, 8, 0, "fp32")

@@ -24,6 +24,10 @@ T5 = (
     f"{FLAGS} --family t5 --enc-seq-length 24 --dec-seq-length 10 --normalization rmsnorm --position-embedding relative "
     "--no-scale-attention --no-hidden-bias --activation gated-gelu"
 )
+LLAMA = (
+    f"{FLAGS} --family llama --position-embedding rope --normalization rmsnorm --no-hidden-bias --activation swiglu "
+    "--num-key-value-heads 2"
+)
 ALL = "--recompute-modules norm qkv activation"
 
 
@@ -38,7 +42,11 @@ def _loss(flags: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, lambda: model(text[:, :-1], labels=text[:, 1:]).sum()
 
 
-@pytest.mark.parametrize("flags", [FLAGS, f"{FLAGS} --activation relu", T5], ids=["gpt2", "relu", "t5"])
+@pytest.mark.parametrize(
+    "flags",
+    [FLAGS, f"{FLAGS} --activation relu", T5, LLAMA, f"{LLAMA} --qk-norm"],
+    ids=["gpt2", "relu", "t5", "llama", "qwen3"],
+)
 @pytest.mark.parametrize("modules", [ALL, "--recompute-modules qkv", "--recompute-modules norm activation"])
 def test_numbers_are_the_same_to_the_bit(flags: str, modules: str) -> None:
     results = []
@@ -82,7 +90,7 @@ def _kept(flags: str) -> dict[str, int]:
     return alive
 
 
-@pytest.mark.parametrize("flags", [FLAGS, T5], ids=["gpt2", "t5"])
+@pytest.mark.parametrize("flags", [FLAGS, T5, f"{LLAMA} --qk-norm"], ids=["gpt2", "t5", "llama"])
 def test_what_is_computed_again_is_not_kept(flags: str) -> None:
     kept, less = _kept(flags), _kept(f"{flags} {ALL}")
     assert all(kept.values()), kept

@@ -10,11 +10,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers
-from megatron.model.layers import Layer
+from megatron.model.layers import Layer, count_parameters
 from megatron.model.pipe import balanced_cuts
 from megatron.model.t5 import t5_layers
+from megatron.training.metrics import flops_per_token
 
 GPT2 = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --make-vocab-size-divisible-by 1"
+LLAMA = (
+    f"{GPT2} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias --no-tie-embeddings "
+    "--num-key-value-heads 2"
+)
 T5 = (
     "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --ff-hidden-size 40 --enc-seq-length 20 "
     "--dec-seq-length 12 --seq-length 24 --vocab-size 100 --make-vocab-size-divisible-by 1"
@@ -30,14 +35,16 @@ def _model(flags: str) -> tuple[Any, tuple[torch.Tensor, ...], list[Layer]]:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-    """[b, n, s, d] each; unmasked, which makes no difference to the number of products."""
+    """[b, n, s, d] each, or fewer heads of k and v; unmasked, which makes no difference to the number of products."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        GPT2, f"{GPT2} --kv-hidden-size 6 --ff-hidden-size 50", T5, f"{T5} --activation gated-gelu --kv-hidden-size 6 --no-tie-embeddings",
+        GPT2, f"{GPT2} --kv-hidden-size 6 --ff-hidden-size 50", LLAMA, f"{LLAMA} --num-key-value-heads 1 --kv-hidden-size 6 --ff-hidden-size 50 "
+        "--qk-norm --qkv-bias --rotary-percent 0.7", T5, f"{T5} --activation gated-gelu --kv-hidden-size 6 --no-tie-embeddings",
     ],
 )  # fmt: skip
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +55,24 @@ def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.Mo
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*tokens)
     assert counter.get_total_flops() == 2 * sum(layer.work for layer in layers)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        GPT2,
+        f"{GPT2} --no-tie-embeddings",
+        LLAMA,
+        f"{LLAMA} --tie-embeddings --num-key-value-heads 1 --kv-hidden-size 6 --ff-hidden-size 50",
+    ],
+)
+def test_operations_of_a_step(flags: str) -> None:
+    """Three forward passes; by parameters that count, of which norms and biases are a few too many."""
+    config = parse(flags.split())
+    model, _, layers = _model(flags)
+    few = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    found = flops_per_token(count_parameters(model) - few, config, 24)
+    assert found == 6 * sum(layer.work for layer in layers) / 24
 
 
 def _shares(layers: list[Layer], cuts: list[int]) -> list[float]:

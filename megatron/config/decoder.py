@@ -1,0 +1,84 @@
+"""What decoders of today have and GPT-2 has not: rotary positions, heads in groups, norms and biases of queries and keys, windows.
+
+Llama, Qwen and Mistral are settings of these, next to the ones that all models share.
+"""
+
+from dataclasses import dataclass
+
+from .fields import ConfigError, Section, at_least, between, one_of, opt
+
+LLAMA = ("llama",)
+SCALINGS = ("linear", "llama3", "yarn")
+# Which of the numbers each way of scaling reads, by their names in `DecoderConfig`.
+_READ_BY = {
+    "linear": ("rope_scaling_factor",),
+    "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
+    "yarn": (
+        "rope_scaling_factor", "rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(Section):
+    """A part of the section `model`."""
+
+    num_key_value_heads: int | None = opt(
+        None,
+        "heads of keys and values, each shared by a group of the attention heads; as many as those if not given",
+        at_least(1),
+        family=LLAMA,
+    )
+    qkv_bias: bool | None = opt(
+        None, "biases of queries, keys and values; as --hidden-bias says if not given", family=LLAMA
+    )
+    qk_norm: bool = opt(False, "an RMS norm over each head of queries and keys, before they are rotated", family=LLAMA)
+    sliding_window: int | None = opt(
+        None, "latest tokens that a token sees, itself included; all if not given", at_least(1), family=LLAMA
+    )
+    rope_theta: float = opt(10000.0, "rotary positions: base of the wavelengths", at_least(1), family=LLAMA)
+    rotary_percent: float = opt(
+        1.0, "rotary positions: share of each head that is rotated", between(0, 1), family=LLAMA
+    )
+    rope_scaling: str | None = opt(
+        None, f"rotary positions for longer texts: {', '.join(SCALINGS)}", one_of(*SCALINGS), family=LLAMA
+    )
+    rope_scaling_factor: float = opt(1.0, "how much longer", at_least(1), family=LLAMA)
+    rope_original_length: int | None = opt(
+        None, "llama3, yarn: tokens that were read before that", at_least(1), family=LLAMA
+    )
+    rope_low_freq_factor: float = opt(
+        1.0, "llama3: waves that fit fewer times into the original length are scaled", at_least(0), family=LLAMA
+    )
+    rope_high_freq_factor: float = opt(
+        4.0, "llama3: waves that fit more often into it are not", at_least(0), family=LLAMA
+    )
+    rope_beta_fast: float = opt(32.0, "yarn: turns within the original length that are not scaled", family=LLAMA)
+    rope_beta_slow: float = opt(1.0, "yarn: turns within the original length that are", family=LLAMA)
+    rope_attention_factor: float | None = opt(
+        None, "yarn: of queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not given", at_least(0), family=LLAMA
+    )
+
+    def refuse_scaling(self) -> None:
+        """Raise ConfigError for numbers of --rope-scaling that cannot be, or that this way of scaling does not read."""
+        read = _READ_BY.get(self.rope_scaling or "", ())
+        strange = [
+            name
+            for name, f in type(self).__dataclass_fields__.items()
+            if any(name in each for each in _READ_BY.values()) and name not in read and getattr(self, name) != f.default
+        ]
+        if strange:
+            names = ", ".join("--" + name.replace("_", "-") for name in strange)
+            raise ConfigError(f"{names}: not read by --rope-scaling {self.rope_scaling or '(none)'}; leave it out")
+        if "rope_original_length" in read and self.rope_original_length is None:
+            raise ConfigError(f"--rope-scaling {self.rope_scaling} needs --rope-original-length")
+        if self.rope_scaling == "llama3" and self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise ConfigError(
+                f"--rope-high-freq-factor {self.rope_high_freq_factor:g} must be more than --rope-low-freq-factor "
+                f"{self.rope_low_freq_factor:g}"
+            )
+        if self.rope_scaling == "yarn" and not self.rope_beta_fast > self.rope_beta_slow > 0:
+            raise ConfigError(
+                f"--rope-beta-fast {self.rope_beta_fast:g} must be more than --rope-beta-slow {self.rope_beta_slow:g}, "
+                f"and this more than 0"
+            )

@@ -1,0 +1,110 @@
+"""Rotary positions: pairs of numbers of queries and keys are turned by angles that grow with the position (Su et al. 2021).
+
+The pairs are numbers i and i + r/2 of a head, the halves of what is rotated, as Hugging Face has them. Of a head the first r of d
+numbers are turned (--rotary-percent). Angles, cosines and sines are fp32 in any precision; they are applied in the dtype of what they turn.
+Shapes: s sequence, b batch, n heads, d width of a head, r numbers of it that are turned.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+
+from .masks import follows, positions_in_documents
+
+
+class Rotation(NamedTuple):
+    """Of each token and each pair of numbers, fp32 [s, b or 1, 1, r/2] each: the cosine and the sine of its angle."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def frequencies(m: ModelConfig, device: torch.device) -> Tensor:
+    """[r/2] angle of each pair from one position to the next, fp32, scaled as --rope-scaling says."""
+    r = m.rotary_size
+    turns = 1.0 / m.rope_theta ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
+    if m.rope_scaling == "linear":  # positions are pressed together (Chen et al. 2023)
+        return turns / m.rope_scaling_factor
+    if m.rope_scaling == "llama3":
+        return _llama3(m, turns)
+    return _yarn(m, turns) if m.rope_scaling == "yarn" else turns
+
+
+def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
+    """Long waves are stretched, short ones are not, those between in part (Grattafiori et al. 2024)."""
+    length, low, high = m.rope_original_length or 0, m.rope_low_freq_factor, m.rope_high_freq_factor
+    wave = 2 * math.pi / turns
+    kept = ((length / wave - low) / (high - low)).clamp(0, 1)
+    between = (1 - kept) * turns / m.rope_scaling_factor + kept * turns
+    stretched = torch.where(wave > length / low, turns / m.rope_scaling_factor, turns) if low else turns
+    return torch.where((kept > 0) & (kept < 1), between, stretched)
+
+
+def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
+    """Pairs that turn often within the original length stay, those that hardly turn are stretched, with a ramp between (Peng et al. 2023)."""
+    r, length = m.rotary_size, m.rope_original_length or 0
+
+    def pair_that_turns(times: float) -> float:
+        return r * math.log(length / (times * 2 * math.pi)) / (2 * math.log(m.rope_theta))
+
+    first = max(math.floor(pair_that_turns(m.rope_beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(m.rope_beta_slow)), r - 1)
+    ramp = (torch.arange(r // 2, dtype=torch.float32, device=turns.device) - first) / max(last - first, 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return turns / m.rope_scaling_factor * (1 - kept) + turns * kept
+
+
+def attention_factor(m: ModelConfig) -> float:
+    """What yarn multiplies queries and keys with: longer texts want sharper attention."""
+    if m.rope_scaling != "yarn":
+        return 1.0
+    if m.rope_attention_factor is not None:
+        return m.rope_attention_factor
+    return 0.1 * math.log(m.rope_scaling_factor) + 1.0
+
+
+def rotation(m: ModelConfig, document_ids: Tensor, length: int, seen: int = 0, restart: bool = False) -> Rotation:
+    """Of `length` tokens after `seen` others, made once for all layers that are given the same `document_ids`.
+
+    restart: count positions again in each document, of document ids [b, s]; else, or where these are empty, from 0.
+    """
+
+    def make() -> tuple[Tensor, Tensor]:
+        if restart and document_ids.numel():
+            place = positions_in_documents(document_ids).t()  # [s, b]
+        else:
+            place = torch.arange(seen, seen + length, device=document_ids.device).unsqueeze(1)  # [s, 1]
+        angle = place[..., None, None].float() * frequencies(m, document_ids.device)
+        factor = attention_factor(m)
+        return angle.cos() * factor, angle.sin() * factor
+
+    return Rotation(*follows(document_ids, ("rotation", length, seen, restart), None, make))
+
+
+def rotate(x: Tensor, turn: Rotation | None) -> Tensor:
+    """[s, b, n, d] -> [s, b, n, d], as the formula says."""
+    if turn is None:
+        return x
+    cos, sin = turn.cos.to(x.dtype), turn.sin.to(x.dtype)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def rotate_into(place: Tensor, x: Tensor, turn: Rotation | None, back: bool = False) -> None:
+    """The same, written to `place` [s, b, ..., d] from x of that shape. back: by the opposite angles, as gradients are."""
+    if turn is None:
+        place.copy_(x)
+        return
+    cos, sin = (each.to(x.dtype).view(*each.shape[:2], *[1] * (x.dim() - 3), -1) for each in turn)
+    half, sign = cos.shape[-1], -1 if back else 1
+    a, b = x[..., :half], x[..., half : 2 * half]
+    torch.mul(a, cos, out=place[..., :half])
+    place[..., :half].addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=place[..., half : 2 * half])
+    place[..., half : 2 * half].addcmul_(a, sin, value=sign)
+    place[..., 2 * half :].copy_(x[..., 2 * half :])

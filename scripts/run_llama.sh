@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Train Llama, Qwen3 or Mistral, from raw text to generated text. Run it again to continue; more arguments win over what stands here:
+#   bash scripts/run_llama.sh                                       the bundled corpus, about five minutes on 2 cores
+#   bash scripts/run_llama.sh --lr 1e-3 --train-iters 1000
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_llama.sh     your text: .jsonl or .txt, plain or .gz, or a folder
+#   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=8b bash scripts/run_llama.sh
+#   GPUS_PER_NODE=8 VARIANT=qwen3 MODEL_SIZE=0.6b SEQ_LENGTH=2048 bash scripts/run_llama.sh
+#   GPUS_PER_NODE=8 MP_SIZE=4 VARIANT=mistral MODEL_SIZE=7b bash scripts/run_llama.sh
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+NAME=llama
+source "$ROOT/scripts/_run.sh"
+
+# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or the small one of these defaults
+VARIANT=${VARIANT:-llama}
+MODEL_SIZE=${MODEL_SIZE:-}
+preset=${AT}configs/models/${VARIANT}_${MODEL_SIZE:-tiny}.json
+case "$VARIANT" in
+    llama | qwen3 | mistral) ;;
+    *) echo "run_llama.sh: VARIANT=$VARIANT is none of llama, qwen3 and mistral" >&2; exit 2 ;;
+esac
+if [ ! -f "$preset" ]; then
+    there=$(cd "$ROOT/configs/models" && ls "$VARIANT"_*.json | sed 's/.*_//; s/\.json$//' | tr '\n' ' ')
+    echo "run_llama.sh: VARIANT=$VARIANT needs a MODEL_SIZE of these: $there" >&2
+    exit 2
+fi
+model=(--config "$preset")
+NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} NKVHEADS=${NKVHEADS:-} SEQ_LENGTH=${SEQ_LENGTH:-}
+if [ -n "$MODEL_SIZE" ]; then
+    LR=${LR:-3e-4} BATCHSIZE=${BATCHSIZE:-1} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01}
+    EVERY=1000
+else
+    LR=${LR:-1e-3} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1}
+    EVERY=50
+fi
+[ -n "$NLAYERS" ] && model+=(--num-layers "$NLAYERS")
+[ -n "$NHIDDEN" ] && model+=(--hidden-size "$NHIDDEN" --ff-hidden-size $((NHIDDEN * 8 / 3 / 16 * 16)))
+[ -n "$NHEADS" ] && model+=(--num-attention-heads "$NHEADS")
+[ -n "$NKVHEADS" ] && model+=(--num-key-value-heads "$NKVHEADS")
+[ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
+
+prepare_corpus
+train "$@"
+if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天" "老人" "The river"; fi

@@ -1,0 +1,100 @@
+"""`pretrain_llama.py` and its tools as users run them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import FULL, ROOT, command, losses, train
+
+FAST = ["--pipe-parallel-size", "2", "--precision", "bf16", "--checkpoint-activations"]
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_data: str, vocab_file: str) -> list[str]:
+    return [
+        "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "2", "--hidden-size", "16",
+        "--num-attention-heads", "4", "--num-key-value-heads", "2", "--ff-hidden-size", "24", "--seq-length", "16", "--batch-size", "2",
+        "--log-interval", "1", "--eval-iters", "2", "--no-tensorboard", "--train-iters", "4", "--save-interval", "2",
+        "--eval-interval", "1", "--lr", "1e-2", "--lr-decay-iters", "4", "--hidden-dropout", "0.1", "--attention-dropout", "0.1",
+    ]  # fmt: skip
+
+
+@FULL
+@pytest.mark.parametrize(
+    "layout",
+    [FAST, ["--model-parallel-size", "2", "--sequence-parallel"], ["--zero-stage", "3"]],
+    ids=" ".join,
+)
+def test_the_same_command_continues(tmp_path: Path, flags: list[str], layout: list[str]) -> None:
+    """With dropout on, evaluations between: a run cut in two is the run that was never cut."""
+    flags = [*flags, *layout]
+    whole = losses(train("llama", 2, tmp_path / "whole", *flags))
+    first = losses(train("llama", 2, tmp_path / "cut", *flags, "--train-iters", "2"))
+    both = losses(train("llama", 2, tmp_path / "cut", *flags))
+    assert first == whole[:2]
+    assert both == whole
+
+
+def test_tools_take_a_llama_or_say_that_they_cannot(tmp_path: Path, flags: list[str]) -> None:
+    run = str(tmp_path / "run")
+    done = command("python", "pretrain_llama.py", *flags, "--run-dir", run, "--sliding-window", "8", "--qk-norm")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    written = [command("python", "tools/generate.py", "--load", run, "--prompt", "路", "--max-new-tokens", "30")]
+    over = [
+        "tools/launch.py",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "tools/generate.py",
+        "--model-parallel-size",
+        "2",
+    ]
+    written.append(command("python", *over, "--load", run, "--prompt", "路", "--max-new-tokens", "30"))
+    assert [each.returncode for each in written] == [0, 0], written
+    assert written[0].stdout == written[1].stdout and len(written[0].stdout) > 10
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "春天来了。" * 9}, ensure_ascii=False), encoding="utf-8")
+    scored = command("python", "tools/evaluate.py", "--load", run, "--input", str(text), "--quiet")
+    assert scored.returncode == 0 and "perplexity" in scored.stdout, scored.stderr
+    out = command("python", "tools/convert_checkpoint.py", "--load", run, "--output", str(tmp_path / "out"))
+    assert out.returncode and "is a llama: GPT-2 and T5 can be exported" in out.stderr
+    assert len(out.stderr.strip().splitlines()) == 1
+    again = command("python", "pretrain_llama.py", *flags, "--run-dir", run, "--sliding-window", "9", "--qk-norm")
+    assert again.returncode and "--sliding-window is 8 there and 9 here" in again.stderr
+
+
+@FULL
+def test_the_script_of_the_readme(tmp_path: Path) -> None:
+    """Two stages, from text to text."""
+    small = {"TRAIN_ITERS": "3", "NLAYERS": "2", "NHIDDEN": "32", "SEQ_LENGTH": "32"}
+    done = command("bash", "scripts/run_llama.sh", env={**small, "RUN_DIR": str(tmp_path / "run")}, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "pipe 2 x data 1 x model 1" in done.stdout and "loss curve" in done.stdout
+    for env, words in (
+        ({"VARIANT": "opt"}, "VARIANT=opt is none of llama, qwen3 and mistral"),
+        ({"VARIANT": "qwen3"}, "needs a MODEL_SIZE of these: 0.6b 1.7b 8b"),
+    ):
+        refused = command("bash", "scripts/run_llama.sh", env={**env, "RUN_DIR": str(tmp_path / "no")}, timeout=600)
+        assert refused.returncode == 2 and words in refused.stderr
+
+
+def test_presets_say_what_these_models_are() -> None:
+    """Parameters of each, as their makers give them, with their vocabularies."""
+    from torch import device
+
+    from megatron.config.command_line import parse, with_values
+    from megatron.model import GPT2Model
+    from megatron.model.layers import count_parameters
+
+    sizes = {
+        "llama_1b": (128256, 1_235_814_400), "llama_3b": (128256, 3_212_749_824), "llama_8b": (128256, 8_030_261_248),
+        "llama_70b": (128256, 70_553_706_496), "mistral_7b": (32000, 7_241_732_096), "qwen3_0.6b": (151936, 596_049_920),
+        "qwen3_1.7b": (151936, 1_720_574_976), "qwen3_8b": (151936, 8_190_735_360),
+    }  # fmt: skip
+    presets = {path.stem: path for path in (ROOT / "configs" / "models").glob("*.json")}
+    assert sizes.keys() == {name for name in presets if name.startswith(("llama", "mistral", "qwen"))} - {"llama_tiny"}
+    for name, (vocabulary, parameters) in sizes.items():
+        config = with_values(parse(["--config", str(presets[name])], {"family": "llama"}), {"vocab_size": vocabulary})
+        with device("meta"):
+            assert count_parameters(GPT2Model(config)) == parameters, name

@@ -1,0 +1,70 @@
+"""Llama, Qwen2, Qwen3 and Mistral in every layout against Hugging Face's in one process."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.support import covering
+
+from .llama_layouts import KINDS, LAYERS, Way, expected, losses
+
+pytest.importorskip("transformers")
+
+GRIDS = [
+    (0, 1, 1),
+    (0, 2, 2),
+    (0, 1, 4),
+    *(g for g in itertools.product((1, 2, 4), (1, 2), (1, 2, 4)) if np.prod(g) <= 8),
+]
+# More ranks than heads of keys and values, alone and on stages.
+COVERING = [(0, 1, 1), (0, 1, 4), (2, 1, 2)]
+
+
+def _schedules(grid: tuple[int, int, int]) -> list[str]:
+    """All that apply; by default each kind of model runs one of the first."""
+    pp, dp, tp = grid
+    sequence, again = "--sequence-parallel", "--recompute-modules norm qkv activation"
+    found = [f"{sequence} --pipeline-schedule zb-h1", f"{sequence} --checkpoint-activations", f"{sequence} {again}"]
+    found += [f"--pipeline-schedule interleaved --virtual-pipeline-size 2 --partition-method 0,3,4,5,{LAYERS}"]
+    found += ["", again, "--checkpoint-attention", "--pipeline-schedule zb-h1", "--pipeline-schedule gpipe"]
+    found += ["--zero-stage 2", "--zero-stage 3"]
+    return [
+        each
+        for each in found
+        if not (("pipeline" in each and pp < 2) or ("virtual" in each and pp != 2) or (sequence in each and tp < 2))
+        and not ("zero" in each and (pp or dp < 2))
+    ]
+
+
+@functools.cache
+def reference(kind: str, precision: str, data: str, vocab_file: str) -> list[float]:
+    return expected(Way(kind, precision=precision), data, vocab_file)
+
+
+@pytest.mark.parametrize("grid", covering(GRIDS, COVERING.__contains__), ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}")
+def test_losses_equal_one_process(
+    grid: tuple[int, int, int], tiny_data: str, vocab_file: str, request: pytest.FixtureRequest
+) -> None:
+    """fp64 leaves the order of sums alone."""
+    schedules, full = _schedules(grid), request.config.getoption("--full")
+    ways = [Way(kind, schedules[i % len(schedules)], "fp64") for i, kind in enumerate(KINDS)]
+    if full:
+        ways += [Way(kind, each) for kind in KINDS for each in schedules]
+    elif grid == (0, 1, 4):  # where several ranks share a head of keys and values, and all one
+        ways = [way for way in ways if way.kind in ("llama", "qwen3")]
+    bad = []
+    for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):
+        wanted = reference(way.kind, way.precision, tiny_data, vocab_file)
+        worst = np.abs(np.array(found) / np.array(wanted) - 1).max()
+        if not worst <= (1e-9 if way.precision == "fp64" else 1e-5):
+            bad.append(f"{way}: off by {worst:.1e}")
+    assert not bad, "\n".join(bad)
+
+
+def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
+    """Four steps move the loss a thousand times as far as it may differ: a curve that stands still would agree with anything."""
+    for kind in KINDS:
+        still = expected(Way(kind, precision="fp64"), tiny_data, vocab_file, rate=0.0)
+        assert abs(reference(kind, "fp64", tiny_data, vocab_file)[-1] / still[-1] - 1) > 1e-3, kind
