@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 and T5 of our sizes, without dropout, to train next to ours."""
+"""Hugging Face's GPT-2, Llama and T5 of our sizes, without dropout, to train next to ours."""
 
 from typing import Any
 
@@ -23,3 +23,14 @@ def t5(vocab: int, hidden: int, ff: int, layers: int, heads: int, kv: int = 64) 
         feed_forward_proj="gated-gelu", dropout_rate=0.0, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config).train()
+
+
+def llama(vocab: int, seq: int, hidden: int, ff: int, layers: int, heads: int, groups: int) -> Any:
+    """Called with (tokens [b, s], labels=), it returns an object with `loss`. Tied, as GPT-2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab, max_position_embeddings=seq, hidden_size=hidden, intermediate_size=ff, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()

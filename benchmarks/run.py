@@ -35,6 +35,11 @@ def _flags(args: argparse.Namespace) -> str:
     )
     if args.model == "gpt2":
         return f"{common} --seq-length {args.seq}"
+    if args.model == "llama":
+        return (
+            f"{common} --family llama --seq-length {args.seq} --num-key-value-heads {args.groups} --ff-hidden-size {args.ff} "
+            "--position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias"
+        )
     return (
         f"{common} --family t5 --enc-seq-length {args.seq} --dec-seq-length {args.dec_seq} --kv-hidden-size 64 --ff-hidden-size {args.ff} "
         "--normalization rmsnorm --position-embedding relative --no-scale-attention --no-hidden-bias --activation gated-gelu "
@@ -46,7 +51,7 @@ def _tokens(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     dice = torch.Generator().manual_seed(1)
-    length = args.seq + 1 if args.model == "gpt2" else args.seq
+    length = args.seq if args.model == "t5" else args.seq + 1
     return (
         torch.randint(args.vocab, (args.batch, length), generator=dice),
         torch.randint(args.vocab, (args.batch, args.dec_seq + 1), generator=dice),
@@ -80,6 +85,10 @@ def hugging_face(args: argparse.Namespace) -> Step:
     if args.model == "gpt2":
         gpt2 = _hugging_face.gpt2(args.vocab, args.seq, args.hidden, args.layers, args.heads)
         return _loop(args, gpt2, lambda: gpt2(text[:, :-1], labels=text[:, :-1]).loss)
+    if args.model == "llama":
+        sizes = args.hidden, args.ff, args.layers, args.heads, args.groups
+        llama = _hugging_face.llama(args.vocab, args.seq, *sizes)
+        return _loop(args, llama, lambda: llama(text[:, :-1], labels=text[:, :-1]).loss)
     t5 = _hugging_face.t5(args.vocab, args.hidden, args.ff, args.layers, args.heads)
     return _loop(args, t5, lambda: t5(text, decoder_input_ids=wanted[:, :-1], labels=wanted[:, 1:].contiguous()).loss)
 
@@ -158,7 +167,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
-    per_step = args.batch * (args.seq if args.model == "gpt2" else args.seq + args.dec_seq)
+    per_step = args.batch * (args.seq + args.dec_seq if args.model == "t5" else args.seq)
     bases = ["ours"] if args.no_compile else ["ours", "ours, --compile"]
     head = ["contender", "tokens/s, median (lowest to highest)", *(f"{base} / it, by round" for base in bases)]
     head += ["peak MB", "peak, ours / its", "build + first step, s"]
@@ -174,7 +183,7 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("gpt2", "t5"), default="gpt2")
+    parser.add_argument("--model", choices=("gpt2", "llama", "t5"), default="gpt2")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     sizes = (
         ("layers", 12),
@@ -183,6 +192,7 @@ def main() -> None:
         ("seq", 512),
         ("dec-seq", 114),
         ("ff", 1024),
+        ("groups", 4),
         ("vocab", 21248),
     )
     for name, default in (*sizes, ("batch", 2), ("rounds", 5), ("steps", 2)):

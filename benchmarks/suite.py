@@ -23,6 +23,7 @@ from typing import Any
 
 from _alternate import ROOT
 
+LLAMA_SMALL = "--model llama --ff 2048"
 T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8"
 
 
@@ -39,6 +40,8 @@ def _switched(model: str) -> str:
 SECTIONS = {
     "train-fp32": "run.py --precision fp32 --steps 1",
     "train-bf16": "run.py --precision bf16 --steps 1",
+    "train-llama": f"run.py {LLAMA_SMALL} --steps 1",
+    "train-llama-bf16": f"run.py {LLAMA_SMALL} --precision bf16 --steps 1 --no-compile",
     "train-t5": f"run.py {T5_SMALL} --steps 1",
     "train-t5-bf16": f"run.py {T5_SMALL} --precision bf16 --steps 1 --no-compile",
     "memory-fp32": "run.py --precision fp32 --batch 8 --steps 1 --no-compile --only Hugging_Face nanoGPT-style,_compiled",
