@@ -16,8 +16,11 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody wants to see or change the gradient of `tensor`."""
-    return bool(getattr(tensor, "_backward_hooks", None))
+    """Whether somebody else wants to see or change the gradient of `tensor`, on which this package has one hook."""
+    return (
+        bool(getattr(tensor, "_backward_hooks", None))
+        or len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ()) > 1
+    )
 
 
 def users(tensor: Tensor) -> int:

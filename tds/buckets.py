@@ -5,7 +5,7 @@ of as many equal shares: it alone keeps the moments of that share, and the fp32 
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Bucket:
     @property
     def adds_products(self) -> bool:
         """Whether this device multiplies and adds to the sums in one pass: in their own dtype all do, from half precision only CUDA does."""
-        return not self.copies or self.weights.device.type == "cuda"
+        return not self.copies or widens(self.weights.device, self.weights.dtype)
 
     def add_product(self, left: Tensor, right: Tensor, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` [o, i] is left [o, n] times right [n, i]: add it, without a copy in half precision."""
@@ -131,3 +131,14 @@ class Bucket:
             for begin, end, counted in joined
             for at in range(begin, end, LONGEST_STRETCH)
         ]
+
+
+@cache
+def widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `device` adds a product of matrices of `dtype` to an fp32 sum, found out by a small one."""
+    total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # NotImplementedError is one
+        return False
+    return bool((total == 16).all())

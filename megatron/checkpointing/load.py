@@ -80,8 +80,9 @@ def refuse_contradictions(
     if there["family"] is None or here["family"] is None:
         there["family"] = here["family"]  # a model of a user's own, of which nothing is known
     differing = _differences(there, here)
-    if differing:
-        raise CheckpointError(f"{reader.path} is of another model: {differing}")
+    if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
+        more = "; --finetune goes on with these" if _only_reach(there, here) else ""
+        raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
         reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")
     if wanted.same_data and reader.state["consumed_samples"]:
@@ -109,6 +110,11 @@ def _architecture(config: Config, positions: int) -> dict[str, Any]:
         "num_decoder_layers": decoder,
     }
     return values | follows | {"max_position_embeddings": positions}
+
+
+def _only_reach(there: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Whether the models differ in nothing but how far rotary positions and windows reach, as for longer texts."""
+    return all(name.startswith("rope_") or name == "sliding_window" for name in there if there[name] != here[name])
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:

@@ -283,6 +283,7 @@ class Config:
                 "with --checkpoint-attention"
             )
         self._refuse_other_families()
+        self._refuse_a_long_fall()
         layers = m.num_layers + (m.decoder_layers if self.is_t5 else 0)
         if p.stages * p.virtual_pipeline_size > layers:
             chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
@@ -296,6 +297,15 @@ class Config:
         if m.max_position_embeddings is not None and m.max_position_embeddings < d.seq_length:
             raise ConfigError(
                 f"--seq-length {d.seq_length} is longer than --max-position-embeddings {m.max_position_embeddings}"
+            )
+
+    def _refuse_a_long_fall(self) -> None:
+        """Raise ConfigError for a schedule whose end would have to begin before its warm-up is over."""
+        o, total = self.optim, self.lr_decay_iters
+        warmup, fall = int(o.warmup * total), o.lr_wsd_decay_iters
+        if o.lr_decay_style == "wsd" and fall is not None and warmup + fall > total:
+            raise ConfigError(
+                f"--lr-wsd-decay-iters {fall} after {warmup} iterations of --warmup is more than the {total} of --lr-decay-iters"
             )
 
     def _refuse_other_families(self) -> None:

@@ -39,7 +39,7 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
 
 
 def _for_each(query: Tensor, key: Tensor) -> Tensor:
-    """[b, g, k, d] -> [b, n/t, k, d], one for each query of a group, for kernels that want as many."""
+    """[b, g, k, d] -> [b, n/t, k, d], one for each query of a group, for kernels that want as many: on CUDA those of fp32 and those that take a mask."""
     if key.shape[1] == query.shape[1]:
         return key
     return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -173,7 +173,7 @@ class Attention(nn.Module):
             key, value = _for_each(query, key), _for_each(query, value)
             return attention_dropout.attention_with_dropout(query, key, value, mask, self.scale, p, self.stream)
         grouped = key.shape[1] < query.shape[1]
-        if grouped and query.device.type == "cuda" and mask is not None:
+        if grouped and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
             key, value, grouped = _for_each(query, key), _for_each(query, value), False
         with kernels_for(query, mask):
             return F.scaled_dot_product_attention(
@@ -192,7 +192,7 @@ class Attention(nn.Module):
     ) -> Tensor | None:
         """None where a mask serves better, or has to."""
         chunks = chunks_for(query, documents)
-        if chunks is not None or query.device.type == "cuda":
+        if chunks is not None:
             key, value = _for_each(query, key), _for_each(query, value)
         if bias is not None:
             if chunks is None or p or not self.fused:
@@ -204,6 +204,7 @@ class Attention(nn.Module):
             return attention_dropout.by_document(query, key, value, chunks, self.scale, p, self.stream)
         # Packing copies queries, keys and values; those that are not to be kept are known by where they lie.
         if not p and not self.qkv_again and packed_attention.serves(query, documents):
+            key, value = _for_each(query, key), _for_each(query, value)
             return packed_attention.packed_attention(query, key, value, documents, self.scale)
         return None
 

@@ -4,6 +4,7 @@ Shapes: b batch, q queries, k keys. A document id of 0 is padding; empty ids mea
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -110,12 +111,16 @@ def window_mask(
     keys = seen + queries
     if keys <= window:
         return mask
+    near = _window(queries, keys, window, document_ids.device)
+    if mask is None:
+        return near
+    return follows(document_ids, ("window", queries, seen, window), None, lambda: near & mask.mask())
 
-    def make() -> Tensor:
-        near = causal_mask(queries, keys, document_ids.device).triu(keys - queries - window + 1)
-        return near if mask is None else near & mask.mask()
 
-    return follows(document_ids, ("window", queries, seen, window), None, make)
+@lru_cache(maxsize=2)
+def _window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """[1, 1, q, k], of all micro-batches: it is as large as a sequence is long, squared."""
+    return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:

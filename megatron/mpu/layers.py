@@ -70,6 +70,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] integer ids -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]"""
+        self.weight.looked_up = True  # type: ignore[attr-defined]  # see linear.py
         if self.axis.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self.first_row

@@ -32,18 +32,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     weight [o/t, i], bias [o/t]. By oneDNN or torch's BLAS, see `by_onednn`.
     """
     onednn = by_onednn(x, options)
-    if axis.size == 1 and not onednn and not _is_taken(x, weight):
+    if axis.size == 1 and not onednn and _taker(x, weight, options) is None:
         return F.linear(x, weight, bias)
     if is_traced(axis) and not onednn:
         return F.linear(enter(x, axis, options.sequence_parallel), weight, bias)
     return _own_linear(x, weight, bias, axis, options, onednn)
 
 
-def _is_taken(x: Tensor, weight: Tensor) -> bool:
-    """Whether somebody may take the factors of the weight's gradient; autocast and compilers know only autograd's way."""
-    if not hasattr(weight, "take_product") or torch.compiler.is_compiling():
-        return False
-    return not torch.is_autocast_enabled(x.device.type)
+def _taker(x: Tensor, weight: Tensor, options: Options) -> Any:
+    """Who takes the factors of the weight's gradient, `weight.take_product`, or None; autocast, compilers and oneDNN know only autograd's way.
+
+    Neither is it for a weight that an embedding looks up in, too: autograd adds both gradients up, so that they come at once in every step.
+    """
+    take = getattr(weight, "take_product", None)
+    if take is None or torch.compiler.is_compiling() or options.onednn or hasattr(weight, "looked_up"):
+        return None
+    return None if torch.is_autocast_enabled(x.device.type) else take
 
 
 def by_onednn(x: Tensor, options: Options) -> bool:
@@ -54,7 +58,8 @@ def by_onednn(x: Tensor, options: Options) -> bool:
 
 def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options, onednn: bool) -> Tensor:
     sequence = options.sequence_axis(axis)
-    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn)  # type: ignore[no-untyped-call,no-any-return]
+    take = _taker(x, weight, options)
+    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, take)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
@@ -89,8 +94,9 @@ class _Linear(torch.autograd.Function):
         sequence: Axis,
         overlap: bool,
         onednn: bool,
+        take: Any,
     ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
+        ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn, ctx.take = axis, sequence, overlap, onednn, take
         ctx.save_for_backward(x, weight)
         return product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
 
@@ -109,17 +115,16 @@ class _Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
         if of_weight:
             x = whole.wait() if whole is not None else x
-            weight_grad = _gradient_of_weight(ctx, weight, flat.t(), x.reshape(-1, x.shape[-1]))
+            weight_grad = _gradient_of_weight(ctx, flat.t(), x.reshape(-1, x.shape[-1]))
         if of_bias:
             bias_grad = flat.sum(0)
-        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None
+        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None, None
 
 
-def _gradient_of_weight(ctx: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad [o, s b] times x [s b, i]; None if `weight.take_product` has taken both and added that to a sum, in the product's own pass over memory."""
-    take: Any = getattr(weight, "take_product", None)
-    apart = take is None or ctx.onednn or torch.is_grad_enabled() or not _is_added_up(ctx, 1)
-    return product(grad, x.t(), None, ctx.onednn) if apart or not take(grad, x) else None
+def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
+    """grad [o, s b] times x [s b, i]; None if somebody has taken both and added that to a sum, in the product's own pass over memory."""
+    apart = ctx.take is None or torch.is_grad_enabled() or not _is_added_up(ctx, 1)
+    return product(grad, x.t(), None, ctx.onednn) if apart or not ctx.take(grad, x) else None
 
 
 def _is_added_up(ctx: Any, i: int) -> bool:

@@ -47,7 +47,10 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Toke
     """With the same weights in every layout; under ZeRO 3 no rank ever holds all layers of ours. Raises RunError alike on every rank."""
     cut = taken_apart(resolved.deepspeed, mpu, DTYPES[resolved.precision])
     with tds.pipe.seeded_layers(config.train.seed), after_each_layer(cut):
-        return on_all_ranks(lambda: checked_model(task, config, tokenizer))
+        model = on_all_ranks(lambda: checked_model(task, config, tokenizer))
+    if cut is not None:
+        cut(model)  # what a user has built around our layers; DeepSpeed casts and moves all or nothing
+    return model
 
 
 def build_engine(

@@ -61,6 +61,37 @@ def _both(precision: str, tp: int, family: str) -> int:
     return get_mesh().data.size
 
 
+class Wrapped(nn.Module):
+    """A user's head on a model of ours, with a buffer."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.value = inside, nn.Linear(64, 1)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.value(self.inside(tokens))
+        return found * self.scale.to(found.dtype)
+
+
+class WrappedTask(TextTask):
+    def model(self, config: Any, tokenizer: Any) -> nn.Module:
+        return Wrapped(super().model(config, tokenizer))
+
+
+def _wrapped(precision: str) -> torch.dtype:
+    engine = start_engine(WrappedTask(), parse(f"{FLAGS} --precision {precision} --zero-stage 3".split()))
+    module: Any = engine.deepspeed.module
+    assert all(p.numel() == 0 and p.ds_tensor.dtype == torch.bfloat16 for p in module.parameters())
+    out = engine.deepspeed(torch.zeros(1, 8, dtype=torch.int64))
+    engine.deepspeed.backward(out.float().sum())
+    return out.dtype  # type: ignore[no-any-return]
+
+
+def test_what_stands_around_the_layers_is_cut_and_cast_too() -> None:
+    assert on_ranks(2, _wrapped, "bf16") == [torch.bfloat16] * 2
+
+
 CASES = [(precision, tp, family) for family in ("", T5) for precision in ("fp32", "bf16") for tp in (1, 2)]
 
 

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.optim import lr_at, settled
 from megatron.optim.lr import describe
 
@@ -78,3 +79,10 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     assert lr_at(150, config) == lr_at(150, parse(longer))
     same = [*longer, "--train-iters", "150", "--lr-decay-iters", "100"]
     assert settled(parse(same), saved)[1] is None
+
+
+def test_a_fall_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="--lr-wsd-decay-iters 95 after 10 iterations of --warmup is more than the 100"
+    ):
+        rates("--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "95")
