@@ -85,7 +85,9 @@ def refuse_contradictions(
     if wanted.same_tokenizer:
         reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")
     if wanted.same_data and reader.state["consumed_samples"]:
-        there, here = ({name: getattr(c.data, name) for name in OF_SAMPLES} for c in (saved, config))
+        there, here = (
+            {name: getattr(c.data, name) for name in OF_SAMPLES} | {"objective": c.objective} for c in (saved, config)
+        )
         differing = _differences(there, here)
         if differing:
             raise CheckpointError(

@@ -119,5 +119,11 @@ class ModelConfig(Section):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their flat names, with the family that they were of where they were written before it was said."""
-    return {"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values}
+    """Settings by their flat names, with the family that they were of where they were written before it was said.
+
+    Until decoders had objectives, T5's stood in the settings of all.
+    """
+    found = {"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values}
+    if found["family"] != "t5" and found.get("objective") == "span-corruption":
+        del found["objective"]
+    return found

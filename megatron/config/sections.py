@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
+from . import objectives
 from .fields import ConfigError, Section, at_least, between, flag, is_range, one_of, opt
 from .model import ModelConfig
 from .optim import OptimConfig
@@ -129,8 +130,11 @@ class DataConfig(Section):
         at_least(4),
         family="t5",
     )
-    objective: str = opt(
-        "span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"), family="t5"
+    objective: str | None = opt(
+        None,
+        "what is learned: lm (each next token) or sft (the answers of conversations; docs/data.md); T5: span-corruption or prefix-lm; "
+        "the first of its family if not given",
+        one_of(*objectives.ALL),
     )
     span_convention: str = opt(
         "t5", "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)", one_of("t5", "cpm"), family="t5"
@@ -278,6 +282,7 @@ class Config:
                 "with --checkpoint-attention"
             )
         self._refuse_other_families()
+        objectives.refuse_other_objectives(self)
         layers = m.num_layers + (m.decoder_layers if self.is_t5 else 0)
         if p.stages * p.virtual_pipeline_size > layers:
             chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
@@ -322,6 +327,11 @@ class Config:
         """Number of learned positions."""
         d = self.data
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
+
+    @property
+    def objective(self) -> str:
+        """What is learned from the corpus."""
+        return self.data.objective or objectives.objectives_of(self.model.family)[0]
 
     @property
     def is_t5(self) -> bool:

@@ -13,6 +13,7 @@ from ..model import GPT2Model
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
+from . import sft
 
 
 class GPT2(Task):
@@ -23,7 +24,9 @@ class GPT2(Task):
     reads_alone = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """A sample is {"text": [s + 1]}."""
+        """A sample is {"text": [s + 1]}; with --objective sft see sft.py."""
+        if config.objective == "sft":
+            return sft.datasets(config, tokenizer)
         data = config.data
         return build_train_valid_test_datasets(
             data.paths, data.split, data.seq_length, config.train.seed, tokenizer.vocab_size
@@ -41,7 +44,9 @@ class GPT2(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """data {"text": [b, s + 1]} -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
+        """data {"text": [b, s + 1]}, or records -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
+        if config.objective == "sft":
+            return sft.batch(data, config)
         assert tokenizer is not None, "the end of a document is the tokenizer's"
         size = config.train.batch_size, config.data.seq_length + 1
         text = mpu.broadcast_data(["text"], data, torch.int64, sizes={"text": size})["text"]

@@ -1,0 +1,29 @@
+"""What a family of models can learn from a corpus, and which settings belong to which objective."""
+
+from typing import TYPE_CHECKING
+
+from .fields import ConfigError
+
+if TYPE_CHECKING:
+    from .sections import Config
+
+OF_T5 = ("span-corruption", "prefix-lm")
+OF_DECODERS = ("lm", "sft")
+ALL = tuple(dict.fromkeys((*OF_DECODERS, *OF_T5)))
+
+
+def objectives_of(family: str | None) -> tuple[str, ...]:
+    """The first is taken if none is given. A model of a user's own reads what decoders read."""
+    return OF_T5 if family == "t5" else OF_DECODERS
+
+
+def refuse_other_objectives(config: "Config") -> None:
+    """Raise ConfigError for an objective of another family, and for settings that it leaves no room for."""
+    family, data = config.model.family, config.data
+    known = objectives_of(family)
+    if data.objective is not None and data.objective not in known:
+        raise ConfigError(
+            f"--objective {data.objective}: a {family or 'model of your own'} learns {' or '.join(known)}"
+        )
+    if config.objective == "sft" and data.eod_mask_loss:
+        raise ConfigError("--objective sft knows from the corpus which tokens count: leave --eod-mask-loss out")
