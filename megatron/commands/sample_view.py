@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.model.masks import document_mask
+from megatron.model.masks import document_mask, positions_in_documents
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
 
@@ -41,6 +41,25 @@ def gpt2_view(
         "document": (documents[0] + 1).tolist(),
     }
     mask = document_mask(seen + 1, causal=True)
+    assert mask is not None
+    return {"tokens": table}, {"attention": mask[0, 0]}
+
+
+def sft_view(
+    sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
+) -> tuple[dict[str, Columns], dict[str, Tensor]]:
+    """(tables, masks) of a window of records."""
+    documents = sample["document_ids"][None]
+    table: Columns = {
+        "place": list(range(documents.shape[1])),
+        "id": sample["tokens"].tolist(),
+        "token": _words(sample["tokens"], tokenizer),
+        "next": _words(sample["labels"], tokenizer),
+        "loss": sample["loss_mask"].tolist(),
+        "position": positions_in_documents(documents)[0].tolist(),
+        "document": documents[0].tolist(),
+    }
+    mask = document_mask(documents, causal=True)
     assert mask is not None
     return {"tokens": table}, {"attention": mask[0, 0]}
 
