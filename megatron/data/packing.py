@@ -55,7 +55,7 @@ class PackedOrder:
     """Which records window n holds: a pure function of (lengths, seed, stream, n), for any n >= 0.
 
     lengths: [records] places that each takes up in a window, 0 for those that are left out. Raises ValueError if all are.
-    A process holds 16 bytes a record, and 8 for each epoch that it is in.
+    A process holds 24 bytes a record, and 8 for each of the last two epochs.
     """
 
     def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:
