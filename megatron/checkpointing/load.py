@@ -23,7 +23,7 @@ from .state import TrainState
 # What the samples are made of, next to the corpus and the seed.
 OF_SAMPLES = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
-    "mean_span_length", "num_sentinels",
+    "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
 
 

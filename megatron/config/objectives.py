@@ -25,5 +25,13 @@ def refuse_other_objectives(config: "Config") -> None:
         raise ConfigError(
             f"--objective {data.objective}: a {family or 'model of your own'} learns {' or '.join(known)}"
         )
+    if data.fim_rate and config.objective != "lm":
+        raise ConfigError(
+            f"--fim-rate rearranges running text, which --objective {config.objective} does not read: leave it out"
+        )
+    if data.fim_rate and len(set(data.fim_tokens or ())) != 3:
+        raise ConfigError("--fim-rate needs --fim-tokens PREFIX MIDDLE SUFFIX, the names of three special tokens")
+    if not data.fim_rate and (data.fim_tokens is not None or data.fim_spm_rate != 0.5):
+        raise ConfigError("--fim-tokens and --fim-spm-rate say how documents are rearranged: give --fim-rate, too")
     if config.objective == "sft" and data.eod_mask_loss:
         raise ConfigError("--objective sft knows from the corpus which tokens count: leave --eod-mask-loss out")

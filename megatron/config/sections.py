@@ -144,6 +144,15 @@ class DataConfig(Section):
     num_sentinels: int = opt(
         100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family="t5"
     )
+    fim_rate: float = opt(
+        0.0,
+        "lm: share of the documents of a window whose middle is moved to their end, to be filled in there (docs/objectives.md)",
+        between(0, 1),
+    )
+    fim_spm_rate: float = opt(0.5, "of these, the share in the order suffix, prefix, middle", between(0, 1))
+    fim_tokens: tuple[str, ...] | None = opt(
+        None, "special tokens of the tokenizer that mark prefix, middle and suffix, in this order"
+    )
     reset_position_ids: bool = opt(False, "count positions again after each end-of-document token")
     reset_attention_mask: bool = opt(False, "let no token see a document before its own")
     eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")

@@ -44,7 +44,7 @@ class Gaps:
         return np.concatenate(pieces)
 
     def document(self, ids: Ids, rearranged: bool, spm: bool, cuts: tuple[float, float]) -> Ids:
-        """ids [n] -> [n]. cuts: where the middle begins and ends, as shares from 0 to 1 in any order. With less than one token of text it stays."""
+        """ids [n] -> [n]. cuts: where the middle begins and ends, as shares from 0 to 1 in any order. A text of three tokens or fewer stays."""
         closed = bool(len(ids)) and ids[-1] == self.eod
         text = ids[: len(ids) - closed]
         kept = len(text) - MARKS

@@ -14,6 +14,7 @@ from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
 from . import sft
+from .fim import gaps_of
 
 
 class GPT2(Task):
@@ -29,7 +30,12 @@ class GPT2(Task):
             return sft.datasets(config, tokenizer)
         data = config.data
         return build_train_valid_test_datasets(
-            data.paths, data.split, data.seq_length, config.train.seed, tokenizer.vocab_size
+            data.paths,
+            data.split,
+            data.seq_length,
+            config.train.seed,
+            tokenizer.vocab_size,
+            gaps_of(config, tokenizer),
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
