@@ -189,6 +189,12 @@ class TrainConfig(Section):
     train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
     eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", at_least(0))
     eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
+    z_loss: float = opt(
+        0.0,
+        "c of c (log Z)^2 for each target, learned from besides the cross entropy so that logits do not drift; 1e-4 is usual. Losses are "
+        "told without it, and it is told apart",
+        at_least(0),
+    )
     seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
     precision: str = opt(
         "auto",

@@ -70,8 +70,9 @@ def train(
     optimizer: str,
     clip: float,
     dtype: torch.dtype,
+    z_loss: float = 0.0,
 ) -> list[float]:
-    """Train on whole global batches [b, s + 1] at a constant rate; the loss of every step."""
+    """Train on whole global batches [b, s + 1] at a constant rate; the loss of every step, without the z-loss that is learned from."""
 
     def loss_of(batch: np.ndarray, w: Weights) -> Tensor:
         text = torch.from_numpy(batch)
@@ -79,7 +80,8 @@ def train(
         positions, allowed, loss_mask = masks(tokens, eod, by_document)
         out = logits(w, tokens, positions, allowed, layers, heads)
         each = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")
-        return (each * loss_mask.flatten()).sum() / loss_mask.sum()
+        z = z_loss * out.flatten(0, 1).logsumexp(-1) ** 2
+        return ((each + (z - z.detach())) * loss_mask.flatten()).sum() / loss_mask.sum()
 
     return learn(weights, [partial(loss_of, batch) for batch in batches], lr, optimizer, clip, dtype)
 
