@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .sections import Config
 
 OF_T5 = ("span-corruption", "prefix-lm")
-OF_DECODERS = ("lm", "sft")
+OF_DECODERS = ("lm", "sft", "prefix-lm")
 ALL = tuple(dict.fromkeys((*OF_DECODERS, *OF_T5)))
 
 

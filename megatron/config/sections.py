@@ -132,7 +132,8 @@ class DataConfig(Section):
     )
     objective: str | None = opt(
         None,
-        "what is learned: lm (each next token) or sft (the answers of conversations; docs/objectives.md); T5: span-corruption or prefix-lm; "
+        "what is learned: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a beginning that is read both "
+        "ways; docs/objectives.md); T5: span-corruption or prefix-lm; "
         "the first of its family if not given",
         one_of(*objectives.ALL),
     )

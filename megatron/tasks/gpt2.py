@@ -9,12 +9,14 @@ from megatron import mpu
 
 from ..config import Config
 from ..data.gpt2_dataset import build_train_valid_test_datasets
+from ..data.prefixes import Prefixes
 from ..model import GPT2Model
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
 from . import sft
 from .fim import gaps_of
+from .prefix import with_prefixes
 
 
 class GPT2(Task):
@@ -36,6 +38,7 @@ class GPT2(Task):
             config.train.seed,
             tokenizer.vocab_size,
             gaps_of(config, tokenizer),
+            Prefixes(tokenizer.eod, data.reset_attention_mask) if config.objective == "prefix-lm" else None,
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
@@ -55,7 +58,11 @@ class GPT2(Task):
             return sft.batch(data, config)
         assert tokenizer is not None, "the end of a document is the tokenizer's"
         size = config.train.batch_size, config.data.seq_length + 1
-        text = mpu.broadcast_data(["text"], data, torch.int64, sizes={"text": size})["text"]
+        sizes = {"text": size}
+        if config.objective == "prefix-lm":
+            sizes["prefixes"] = size[0], size[1] - 1
+        found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
+        text = found["text"]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
             tokens,
@@ -64,6 +71,8 @@ class GPT2(Task):
             config.data.reset_attention_mask,
             config.data.eod_mask_loss,
         )
+        if "prefixes" in found:
+            document_ids, loss_mask = with_prefixes(found["prefixes"], document_ids, loss_mask)
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
