@@ -119,11 +119,11 @@ class ModelConfig(Section):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their flat names, with the family that they were of where they were written before it was said.
+    """Settings by their flat names, with the family that they were of where they were written before it was said."""
+    return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
-    Until decoders had objectives, T5's stood in the settings of all.
-    """
-    found = {"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values}
-    if found["family"] != "t5" and found.get("objective") == "span-corruption":
-        del found["objective"]
-    return found
+
+def without_t5s_objective(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a file by their flat names: until decoders had objectives, T5's default stood in the settings of all families."""
+    strange = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
+    return {name: value for name, value in values.items() if not (strange and name == "objective")}

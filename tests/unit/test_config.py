@@ -123,6 +123,17 @@ def test_the_family_of_settings_that_do_not_say_it(tmp_path: Path) -> None:
     assert from_file(write(tmp_path / "config.json", own)).model.family is None
 
 
+def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None:
+    """T5's default stood in all of them."""
+    for family, read in (("gpt2", None), (None, None), ("t5", "span-corruption")):
+        content = parse([]).to_dict()
+        content["model"]["family"], content["data"]["objective"] = family, "span-corruption"
+        path = write(tmp_path / "config.json", content)
+        assert from_file(path).data.objective == read
+        assert parse(["--config", path]).data.objective == read
+    assert [parse(["--family", f]).objective for f in ("gpt2", "t5")] == ["lm", "span-corruption"]
+
+
 def test_every_setting_is_read_by_something() -> None:
     """A flag that nothing reads is a defect."""
     root = Path(__file__).resolve().parents[2]
