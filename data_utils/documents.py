@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from .files import Source, find_files, is_compressed, kind
 from .records import is_array, records, too_long
@@ -37,6 +37,7 @@ _AROUND = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines befor
 
 
 Bad = tuple[tuple[int, BadLine], ...]
+Take = Callable[[Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -224,10 +225,11 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 
 def documents(
-    chunk: Chunk, keys: Sequence[str] = ("text",), seed: int = 0, largest: int = LARGEST_DOCUMENT
-) -> Iterator[tuple[str, ...] | BadLine]:
+    chunk: Chunk, keys: Sequence[str] | Take = ("text",), seed: int = 0, largest: int = LARGEST_DOCUMENT
+) -> Iterator[tuple[Any, ...] | BadLine]:
     """The texts under `keys` of each document of a chunk, in order; what cannot be read comes as a BadLine in its place.
 
+    keys: or a function that takes what is wanted from a record, and raises ValueError where it cannot.
     seed: decides which documents of a source of broken weight are taken; a pure function of the place in the file.
     """
     content, bad = chunk.read(), dict(chunk.bad)
@@ -268,7 +270,7 @@ def _copies(chunk: Chunk, offset: int, seed: int) -> int:
     return whole + (zlib.crc32(place) < rest * 2**32)
 
 
-def _parse(raw: bytes, source: Source, keys: Sequence[str]) -> tuple[str, ...]:
+def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any, ...]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -279,6 +281,8 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str]) -> tuple[str, ...]:
     if raw.count(0) * 5 > len(raw):
         raise ValueError(f"not text, but zeros{looks_like(raw)}")
     if kind(source.path) == ".txt":
+        if callable(keys):
+            raise ValueError("plain text, where a record is wanted")
         return (_AROUND.sub("", _BREAK.sub("\n", text.removeprefix("\ufeff"))),) * len(keys)
     try:
         record = json.loads(text.removeprefix("\ufeff"))
@@ -286,6 +290,8 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
         raise ValueError("not JSON that anybody writes (nested too deep)") from None
+    if callable(keys):
+        return keys(record)
     found = []
     for key in keys:
         value = record.get(key) if isinstance(record, dict) else None

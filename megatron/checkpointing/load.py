@@ -23,7 +23,7 @@ from .state import TrainState
 # What the samples are made of, next to the corpus and the seed.
 OF_SAMPLES = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
-    "mean_span_length", "num_sentinels",
+    "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
 
 
@@ -86,7 +86,9 @@ def refuse_contradictions(
     if wanted.same_tokenizer:
         reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")
     if wanted.same_data and reader.state["consumed_samples"]:
-        there, here = ({name: getattr(c.data, name) for name in OF_SAMPLES} for c in (saved, config))
+        there, here = (
+            {name: getattr(c.data, name) for name in OF_SAMPLES} | {"objective": c.objective} for c in (saved, config)
+        )
         differing = _differences(there, here)
         if differing:
             raise CheckpointError(

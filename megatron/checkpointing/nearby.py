@@ -10,6 +10,7 @@ from typing import Any
 
 from ..atomic import whole_file
 from ..config import Config
+from ..data.indexed_dataset import LOSS
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
@@ -70,9 +71,12 @@ def relocated(config: Config, run_dir: Path) -> Config:
 
 
 def look_of(prefix: str) -> str:
-    """A hash of the sizes of a .bin/.idx pair and of both ends of each: files that were made apart show it, and it takes no time."""
+    """A hash of the sizes of a .bin/.idx pair and of both ends of each: files that were made apart show it, and it takes no time.
+
+    Where the pair has a second one that says which tokens count, that is looked at, too.
+    """
     digest = hashlib.sha256()
-    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+    for path in (Path(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):
         if path.is_file():
             with open(path, "rb") as file:
                 size = path.stat().st_size

@@ -85,7 +85,8 @@ class Writer:
     def stepper(self, sources: list[list[int]]) -> Stepper:
         """The model about to read these tokens, as many of each."""
         if isinstance(self.model, GPT2Model):
-            return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages)
+            prefix = self.config.objective == "prefix-lm"
+            return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages, prefix=prefix)
         assert isinstance(self.tokenizer, SentinelTokenizer)
         start = self.tokenizer.pad if self.tokenizer.convention == "t5" else self.tokenizer.sentinels[0]
         return T5Stepper(self.model, sources, start, stages=self.stages)

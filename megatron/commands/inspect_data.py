@@ -4,13 +4,14 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.data.cpm_masking import PARTS as TRIPLE
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.merge_split import find_damage, merge, split
 from megatron.data.splits import PARTS, parse_split, split_documents
@@ -28,12 +29,13 @@ EXAMPLES = """\
       what the run reads as its third sample: tokens, targets, documents, masks"""
 AT_ONCE = 1 << 22  # tokens looked at at once
 # Of a sidecar: true of every part of the corpus, whatever was joined or cut.
-ABOUT_TOKENS = ("tokenizer", "fingerprint", "vocab_size", "eod", "append_eod")
+ABOUT_TOKENS = ("tokenizer", "fingerprint", "vocab_size", "eod", "append_eod", "objective", "chat_template")
 
 
 def sidecar(prefix: str) -> dict[str, Any]:
     """What the preprocessor wrote about a pair; {} where there is nothing."""
-    whole = re.sub(rf"_({'|'.join(TRIPLE)})$", "", prefix)  # the three of CPM's corpora for T5 share one
+    # The three of CPM's corpora for T5 share one, and so do the two of conversations.
+    whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
     return content
@@ -60,14 +62,16 @@ def info(args: argparse.Namespace) -> None:
         print(f"{key.ljust(width)}  {value}")
 
 
+def _with_loss(prefix: str) -> list[str]:
+    """The pair, and the one that says which of its tokens count, if there is one."""
+    return [prefix, prefix + LOSS] if os.path.exists(f"{prefix}{LOSS}.idx") else [prefix]
+
+
 def verify(args: argparse.Namespace) -> None:
-    """A pair, or the three of CPM's corpora for T5. Raises DatasetError with all that is wrong."""
+    """A pair, the two of conversations, or the three of CPM's corpora for T5. Raises DatasetError with all that is wrong."""
     whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
-    wrong = [
-        each
-        for prefix in ([args.prefix] if whole else [f"{args.prefix}_{part}" for part in TRIPLE])
-        for each in _verify(prefix, args)
-    ]
+    prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
+    wrong = [each for prefix in prefixes for each in _verify(prefix, args)]
     if wrong:
         raise DatasetError("; ".join(wrong))
 
@@ -91,7 +95,7 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
         if about and about["fingerprint"] != tokenizer.fingerprint:
             wrong.append(f"{prefix}.bin was made with another tokenizer than {args.vocab_file}")
         checked.append("tokenizer")
-    if vocab_size and not name.endswith(tuple(f"_{part}" for part in TRIPLE)):
+    if vocab_size and not name.endswith((LOSS, *(f"_{part}" for part in TRIPLE))):
         wrong += _strange_ids(indexed, vocab_size)
         checked.append(f"ids below {vocab_size}")
     left = "" if sums else "; there is no sidecar with checksums"
@@ -135,8 +139,15 @@ def merge_pairs(args: argparse.Namespace) -> None:
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
         raise ValueError(f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with one")
-    builder = merge(prefixes, args.output)
-    _write_sidecar(builder, next((about for about in abouts if about), {}))
+    pairs = [_with_loss(prefix) for prefix in prefixes]
+    if len({len(each) for each in pairs}) > 1:
+        raise ValueError(f"some of {', '.join(prefixes)} say which tokens count in the loss, and some do not")
+    if len({about.get("chat_template") for about in abouts if about}) > 1:
+        raise ValueError(f"{', '.join(prefixes)} were made with different chat templates")
+    builder, *others = (
+        merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
+    )
+    _write_sidecar([builder, *others], next((about for about in abouts if about), {}))
     print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {args.output}.bin")
 
 
@@ -149,16 +160,23 @@ def split_pair(args: argparse.Namespace) -> None:
         for documents, name in zip(parts, PARTS, strict=True)
         if len(documents)
     ]
-    for builder in split(args.prefix, [d for d, _ in wanted], [name for _, name in wanted]):
-        _write_sidecar(builder, sidecar(args.prefix))
+    ranges = [documents for documents, _ in wanted]
+    made = [
+        split(prefix, ranges, [name + end for _, name in wanted])
+        for prefix, end in zip(_with_loss(args.prefix), ("", LOSS), strict=False)
+    ]
+    for builder, *others in zip(*made, strict=True):
+        _write_sidecar([builder, *others], sidecar(args.prefix))
         print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")
 
 
-def _write_sidecar(builder: IndexedDatasetBuilder, about: dict[str, Any]) -> None:
+def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
+    """Of a pair, and of the ones next to it that share its sidecar."""
+    builder = builders[0]
     content = {key: about[key] for key in ABOUT_TOKENS if key in about}
     if content:
         counts = {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
-        content |= counts | {"sha256": {Path(builder.prefix).name: builder.checksums}}
+        content |= counts | {"sha256": {Path(each.prefix).name: each.checksums for each in builders}}
         write_json(f"{builder.prefix}.json", content)
 
 
@@ -182,6 +200,8 @@ def sample(args: argparse.Namespace) -> None:
     if dataset is None:
         raise ValueError(f"the {args.part} part of the run is empty")
     view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
+    if config.objective == "sft":
+        view = sample_view.sft_view
     tables, masks = view(dataset[args.number], tokenizer, config)
     title = f"sample {args.number} of the {args.part} part of {args.run_dir}"
     print(f"{title}\n{sample_view.as_text(tables)}")

@@ -24,11 +24,13 @@ from data_utils.sentences import split_sentences
 from data_utils.streams import BadLine, InputError
 from megatron.config.fields import describe
 from megatron.data.cpm_masking import PARTS, mask_document
-from megatron.data.indexed_dataset import best_dtype
+from megatron.data.indexed_dataset import LOSS, best_dtype
 from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer.chat import ChatEncoder, Piece, messages_of
 from megatron.tokenizer.load import KINDS
 
+from . import chats
 from .cli import Parser, input_flags, largest, refused, run, worker_flags, write_json
 from .journal import Journal
 
@@ -39,7 +41,9 @@ EXAMPLES = """\
       --output-prefix data/all --workers 8 --on-error skip
       every document of texts/, and of the rest a random half
   python tools/preprocess_data.py --input qa.jsonl --keys question answer --vocab-file vocab.json --output-prefix data/qa
-      writes data/qa_question_document and data/qa_answer_document"""
+      writes data/qa_question_document and data/qa_answer_document
+  python tools/preprocess_data.py --objective sft --input chats.jsonl --vocab-file tokenizer.model --output-prefix data/chats
+      writes data/chats_sft and data/chats_sft_loss; train with --objective sft --data-path data/chats_sft"""
 JOURNAL_SECONDS = 10.0
 
 
@@ -66,22 +70,29 @@ class _Worker:
     args: argparse.Namespace
     tokenizer: Tokenizer
     eod: NDArray[np.int32]
+    take: Any  # keys, or what takes a conversation from a record
+    chat: ChatEncoder
 
 
 def _start_worker(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process for each core already
     _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
+    _Worker.take = args.keys
+    if args.objective == "sft":
+        template = chats.template_of(args, _Worker.tokenizer)
+        _Worker.take = lambda record: template.pieces(messages_of(record))
+        _Worker.chat = ChatEncoder(_Worker.tokenizer, args.append_eod)
 
 
 def tokenize(chunk: Chunk) -> Tokens:
     """Read and encode one chunk."""
     args = _Worker.args
-    found = list(documents(chunk, args.keys, args.seed, largest(args)))
+    found = list(documents(chunk, _Worker.take, args.seed, largest(args)))
     bad = [each for each in found if isinstance(each, BadLine)]
     good = [each for each in found if not isinstance(each, BadLine) and all(each)]
-    parts: list[Part] = []
-    for column in range(len(args.keys)):
+    parts: list[Part] = _conversations(good) if args.objective == "sft" else []
+    for column in range(len(args.keys)) if args.objective != "sft" else ():
         texts = [document[column] for document in good]
         parts += _masked(chunk, texts) if args.objective == "cpm-t5" else [_encoded(texts)]
     return Tokens(parts, bad, len(found) - len(bad) - len(good), chunk.length)
@@ -97,6 +108,13 @@ def _encoded(texts: list[str]) -> Part:
     ids = np.concatenate(encoded) if encoded else np.empty(0, np.int32)
     dtype = np.dtype(best_dtype(_Worker.tokenizer.vocab_size))
     return Part(fit(ids, dtype, "the output"), np.array([len(part) for part in encoded], dtype=np.int32), counts)
+
+
+def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
+    """Tokens, and which of them count in the loss."""
+    ids, counts, lengths = chats.encoded(_Worker.chat, found)
+    dtype, ones = np.dtype(best_dtype(_Worker.tokenizer.vocab_size)), np.ones(len(found), dtype=np.int32)
+    return [Part(fit(ids, dtype, "the output"), lengths, ones), Part(counts, lengths, ones)]
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
@@ -123,6 +141,7 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
 def main(args: argparse.Namespace) -> None:
     _check(args)
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    chats.tell(args, tokenizer)
     sources = find_files(args.input, args.encoding)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
     try:
@@ -154,6 +173,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--objective cpm-t5 masks the end of every document: leave --no-append-eod out")
     if args.objective == "cpm-t5" and args.split_sentences:
         raise ValueError("--objective cpm-t5 masks whole documents: leave --split-sentences out")
+    chats.check(args)
     if len(set(args.keys)) != len(args.keys):
         raise ValueError("--keys names a key twice")
     if args.workers < 0:
@@ -165,6 +185,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
+    settings |= chats.about(args, tokenizer)
     return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
 
 
@@ -204,17 +225,23 @@ class _Output:
         self.args, self.tokenizer = args, tokenizer
         level = "sentence" if args.split_sentences else "document"
         self.prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.keys]
-        masks = args.objective == "cpm-t5"
+        masks, self.sft = args.objective == "cpm-t5", args.objective == "sft"
         self.names = [f"{p}_{part}" for p in self.prefixes for part in PARTS] if masks else self.prefixes
-        dtype = np.int32 if masks else best_dtype(tokenizer.vocab_size)
+        dtypes: list[Any] = [np.int32 if masks else best_dtype(tokenizer.vocab_size)] * len(self.names)
+        if self.sft:
+            self.prefixes = [f"{args.output_prefix}_sft"]
+            self.names, dtypes = [self.prefixes[0], self.prefixes[0] + LOSS], [*dtypes, np.uint8]
         for name in self.names:
             if state and not os.path.exists(f"{name}.bin.part"):
                 if not os.path.exists(f"{name}.bin"):
                     raise ValueError(f"{name}.bin.part is gone; delete {args.output_prefix}.part.json to begin again")
                 state = {}  # killed while the files got their names
         states = state.get("builders", [None] * len(self.names))
-        self.builders = [IndexedDatasetBuilder(n, dtype, "part", s) for n, s in zip(self.names, states, strict=True)]
-        zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "bad_lines", "empty"), 0)
+        self.builders = [
+            IndexedDatasetBuilder(name, dtype, "part", state)
+            for name, dtype, state in zip(self.names, dtypes, states, strict=True)
+        ]
+        zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
         self.count: dict[str, int] = {**zero, **state.get("count", {})}
         self._journaled = self.count["documents"]
         self._whole = True  # not in the middle of a chunk
@@ -226,7 +253,8 @@ class _Output:
         self.count["chunks"] += 1
         self.count["source_bytes"] += tokens.source_bytes
         self.count["documents"] += len(tokens.parts[0].sequences)
-        self.count["tokens"] += sum(len(part.ids) for part in tokens.parts)
+        self.count["tokens"] += sum(len(part.ids) for part in tokens.parts[: 1 if self.sft else None])
+        self.count["targets"] += int(tokens.parts[1].ids.sum()) if self.sft else 0
         self.count["bad_lines"] += len(tokens.bad)
         self.count["empty"] += tokens.empty
         self._whole = True
@@ -258,8 +286,9 @@ class _Output:
         for builder in self.builders:
             builder.publish()
         left_out = f", {self.count['bad_lines']} bad and {self.count['empty']} empty left out"
+        learned = f", {self.count['targets']} of which count in the loss" if self.sft else ""
         print(
-            f"{self.count['documents']} documents, {self.count['tokens']} tokens -> "
+            f"{self.count['documents']} documents, {self.count['tokens']} tokens{learned} -> "
             + ", ".join(f"{name}.bin" for name in self.names)
             + left_out * bool(self.count["bad_lines"] or self.count["empty"])
         )
@@ -283,9 +312,10 @@ def _write_sidecar(
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "append_eod": args.append_eod,
+        **chats.about(args, tokenizer),
         "documents": count["documents"],
         "sequences": builders[0].sequences,
-        "tokens": sum(builder.num_tokens for builder in builders),
+        "tokens": count["tokens"] if args.objective == "sft" else sum(builder.num_tokens for builder in builders),
         "bad_lines": count["bad_lines"],
         "empty": count["empty"],
         "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},
@@ -325,8 +355,13 @@ def build_parser() -> Parser:
         help="end every document with <eod> (default: yes)",
     )
     add(
-        "--objective", choices=("text", "cpm-t5"), default="text",
-        help="cpm-t5 masks spans now and writes PREFIX_context, _target and _target_offset; T5 can mask plain text as it reads (default: text)",
+        "--objective", choices=("text", "sft", "cpm-t5"), default="text",
+        help="sft reads conversations, records with messages or with instruction, input and output, and writes PREFIX_sft and "
+        "PREFIX_sft_loss, which says what is learned; cpm-t5 masks spans now and writes PREFIX_context, _target and _target_offset; T5 can mask plain text as it reads (default: text)",
+    )  # fmt: skip
+    add(
+        "--chat-template", default="chatml",
+        help="sft: chatml, tokenizer (its own, in Jinja) or a Jinja file (default: chatml)",
     )  # fmt: skip
     add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="cpm-t5: tokens of a span (default: 3)")

@@ -33,6 +33,8 @@ def read_metrics(run_dir: Path) -> list[Row]:
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
     """Unigram entropies in nats per token, by what they are of; none where there is no validation text."""
     if config["model"]["family"] != "t5":
+        if config["data"]["objective"] == "sft":
+            return {}  # its losses are of some tokens only
         text = of_text(config)
         return {} if text is None else {"validation text": text}
     if not train:

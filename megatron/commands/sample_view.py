@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.model.masks import document_mask
+from megatron.model.masks import document_mask, positions_in_documents
+from megatron.tasks.prefix import with_prefixes
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
 
@@ -30,7 +31,9 @@ def gpt2_view(
         tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
     documents, _, _ = get_ltor_documents_and_position_ids(tokens, tokenizer.eod, True, True, False)
-    seen = documents if data.reset_attention_mask else torch.ones_like(documents)
+    seen = (documents if data.reset_attention_mask else torch.zeros_like(documents)) + 1
+    if "prefixes" in sample:
+        seen, loss_mask = with_prefixes(sample["prefixes"][None], seen - 1, loss_mask)
     table: Columns = {
         "place": list(range(tokens.shape[1])),
         "id": tokens[0].tolist(),
@@ -40,7 +43,26 @@ def gpt2_view(
         "position": positions[0].tolist(),
         "document": (documents[0] + 1).tolist(),
     }
-    mask = document_mask(seen + 1, causal=True)
+    mask = document_mask(seen, causal=True)
+    assert mask is not None
+    return {"tokens": table}, {"attention": mask[0, 0]}
+
+
+def sft_view(
+    sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
+) -> tuple[dict[str, Columns], dict[str, Tensor]]:
+    """(tables, masks) of a window of records."""
+    documents = sample["document_ids"][None]
+    table: Columns = {
+        "place": list(range(documents.shape[1])),
+        "id": sample["tokens"].tolist(),
+        "token": _words(sample["tokens"], tokenizer),
+        "next": _words(sample["labels"], tokenizer),
+        "loss": sample["loss_mask"].tolist(),
+        "position": positions_in_documents(documents)[0].tolist(),
+        "document": documents[0].tolist(),
+    }
+    mask = document_mask(documents, causal=True)
     assert mask is not None
     return {"tokens": table}, {"attention": mask[0, 0]}
 

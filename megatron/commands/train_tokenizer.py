@@ -48,6 +48,8 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--word-borders is for --tokenizer-type sentencepiece, not for {kind}")
     if args.model_type and kind not in ("sentencepiece", "cpm"):
         raise ValueError(f"--model-type is for sentencepiece and cpm, not for {kind}")
+    if args.special_tokens and kind not in ("sentencepiece", "hf"):
+        raise ValueError(f"--special-tokens is for --tokenizer-type sentencepiece and hf, not for {kind}")
     refuse_as_outputs(args.input, [args.output], args.encoding)
     bad: list[int] = []
 
@@ -65,13 +67,15 @@ def main(args: argparse.Namespace) -> None:
         yield from tqdm(corpus, desc="training tokenizer", unit=" documents", disable=args.quiet)
 
     if kind == "sentencepiece":
-        train_sentencepiece(watched(), args.output, args.vocab_size, args.model_type or "bpe", args.word_borders)
+        train_sentencepiece(
+            watched(), args.output, args.vocab_size, args.model_type or "bpe", args.word_borders, args.special_tokens
+        )
     elif kind == "cpm":
         train_cpm(watched(), args.output, args.vocab_size, args.model_type or "unigram")
     elif kind == "cpm-vocab":
         train_cpm_vocab(watched(), args.output, args.vocab_size)
     else:
-        train_byte_bpe(watched(), args.output, args.vocab_size, kind)
+        train_byte_bpe(watched(), args.output, args.vocab_size, kind, args.special_tokens)
     tokenizer = load_tokenizer(args.output, kind)
     print(f"{tokenizer.vocab_size} tokens -> {args.output}" + f", {len(bad)} bad documents left out" * bool(bad))
 
@@ -88,6 +92,10 @@ def build_parser() -> Parser:
         "--model-type", choices=("bpe", "unigram"), help="default: bpe for sentencepiece, unigram for cpm"
     )
     parser.add_argument("--word-borders", choices=SEGMENTERS, help="let no token cross a border of jieba's words")
+    parser.add_argument(
+        "--special-tokens", nargs="+", default=[], metavar="NAME",
+        help="tokens that no text gives, such as '<|im_start|>' '<|im_end|>' of chats or '<fim_prefix>' (sentencepiece, hf)",
+    )  # fmt: skip
     parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
     parser.add_argument("--max-mb", type=int, default=50, help="train on at most this much of the text (default: 50)")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from .fields import ConfigError, flag, types_of
-from .model import with_family
+from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 from .translate import Translation, add_to, flag_of, settings_for
 
@@ -137,7 +137,7 @@ def parse(
     sources = [(path, read_json(path)) for path in flags_given.pop("config", [])]
     for where, content in [("args_defaults", defaults or {}), *sources]:
         source = _named(content, where)
-        values |= source.values
+        values |= without_t5s_objective(source.values)
         notes += [f"{where}: {note}" for note in source.notes]
         problems += [f"{where}: {problem}" for problem in source.problems]
     line = Translation(flags_given)

@@ -186,4 +186,10 @@ def heads_problem(m: ModelConfig, ranks: int) -> str | None:
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by their flat names, with the family that they were of where they were written before it was said."""
-    return {"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values}
+    return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
+
+
+def without_t5s_objective(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a file by their flat names: until decoders had objectives, T5's default stood in the settings of all families."""
+    strange = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
+    return {name: value for name, value in values.items() if not (strange and name == "objective")}

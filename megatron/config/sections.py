@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
+from . import objectives
+from .data import DataConfig
 from .fields import ConfigError, Section, at_least, between, flag, is_range, one_of, opt
 from .model import ModelConfig, heads_problem
 from .optim import OptimConfig
@@ -105,72 +107,6 @@ class ParallelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Section):
-    """Corpus, tokenizer and samples."""
-
-    data_path: tuple[str, ...] | None = opt(
-        None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or several: 0.7 a 0.3 b"
-    )
-    train_data_path: tuple[str, ...] | None = opt(None, "pairs for training only, instead of --data-path")
-    valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation only")
-    test_data_path: tuple[str, ...] | None = opt(None, "pairs for test only")
-    split: str = opt("949,50,1", "shares of the documents for training, validation and test")
-    vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
-    tokenizer_type: str = opt(
-        "auto", "sentencepiece, cpm, cpm-vocab (these two also +rjieba), gpt2-bpe or hf; auto looks at the file"
-    )
-    seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
-    enc_seq_length: int | None = opt(
-        None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8), family=("t5",)
-    )
-    dec_seq_length: int | None = opt(
-        None,
-        "T5: most tokens that the decoder writes; as many as the masked spans need if not given",
-        at_least(4),
-        family=("t5",),
-    )
-    objective: str = opt(
-        "span-corruption", "T5: span-corruption or prefix-lm", one_of("span-corruption", "prefix-lm"), family=("t5",)
-    )
-    span_convention: str = opt(
-        "t5",
-        "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)",
-        one_of("t5", "cpm"),
-        family=("t5",),
-    )
-    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=("t5",))
-    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=("t5",))
-    num_sentinels: int = opt(
-        100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family=("t5",)
-    )
-    reset_position_ids: bool = opt(False, "count positions again after each end-of-document token")
-    reset_attention_mask: bool = opt(False, "let no token see a document before its own")
-    eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
-    num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", at_least(0))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        apart = self.train_data_path or self.valid_data_path or self.test_data_path
-        if apart and self.data_path:
-            raise ConfigError("--data-path is shared out by --split; give it or --train-data-path, not both")
-        if apart and not self.train_data_path:
-            raise ConfigError("--valid-data-path and --test-data-path need --train-data-path")
-
-    @property
-    def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-        """What is trained on, as `build_train_valid_test_datasets` takes it. Raises ConfigError if nothing is given."""
-        if self.data_path:
-            return self.data_path
-        if not self.train_data_path:
-            raise ConfigError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
-        return {
-            "train": self.train_data_path,
-            "valid": self.valid_data_path or (),
-            "test": self.test_data_path or (),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """Batches, iterations and precision."""
 
@@ -179,6 +115,12 @@ class TrainConfig(Section):
     train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
     eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", at_least(0))
     eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
+    z_loss: float = opt(
+        0.0,
+        "c of c (log Z)^2 for each target, learned from besides the cross entropy so that logits do not drift; 1e-4 is usual. Losses are "
+        "told without it, and it is told apart",
+        at_least(0),
+    )
     seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
     precision: str = opt(
         "auto",
@@ -284,6 +226,7 @@ class Config:
             )
         self._refuse_other_families()
         self._refuse_a_long_fall()
+        objectives.refuse_other_objectives(self)
         layers = m.num_layers + (m.decoder_layers if self.is_t5 else 0)
         if p.stages * p.virtual_pipeline_size > layers:
             chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
@@ -338,6 +281,11 @@ class Config:
         """Number of learned positions; with others, how long a text the model reads."""
         d = self.data
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
+
+    @property
+    def objective(self) -> str:
+        """What is learned from the corpus."""
+        return self.data.objective or objectives.objectives_of(self.model.family)[0]
 
     @property
     def is_t5(self) -> bool:

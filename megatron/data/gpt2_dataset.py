@@ -8,7 +8,9 @@ from torch.utils.data import Dataset
 
 from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
+from .fim import Gaps
 from .indexed_dataset import DatasetError, IndexedDataset
+from .prefixes import Prefixes
 from .windows import Windows
 
 
@@ -16,7 +18,8 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
     """`dataset[n]` is `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
 
     The last token of a sample is the first of the sample after it in the text, so that every
-    token is once a target. A sample with an id outside the vocabulary raises DatasetError.
+    token is once a target. gaps: how often documents are rearranged to fill in their middle. prefixes: where given, a
+    sample has `"prefixes": int64 [seq_length]`, too. A sample with an id outside the vocabulary raises DatasetError.
     """
 
     def __init__(
@@ -27,7 +30,11 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
         seed: int,
         part: str,
         vocab_size: int | None = None,
+        gaps: Gaps | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
+        self.gaps, self.prefixes = gaps, prefixes
+        self.seed = [seed, *f"{part} {'prefixes' if prefixes else 'gaps'}".encode()]
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order
 
@@ -41,15 +48,26 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
         return self.order.places(first, count)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        text, _ = self.windows.read(int(n))
-        return {"text": torch.from_numpy(text)}
+        text, sizes = self.windows.read(int(n))
+        if self.gaps:
+            text = self.gaps.window(text, sizes, [*self.seed, int(n)])
+        sample = {"text": torch.from_numpy(text)}
+        if self.prefixes:
+            sample["prefixes"] = torch.from_numpy(self.prefixes.of(text[:-1], [*self.seed, int(n)]))
+        return sample
 
 
 AnyDataset = GPT2Dataset | BlendedDataset | None
 
 
 def build_train_valid_test_datasets(
-    data_path: Paths, split: str, seq_length: int, seed: int, vocab_size: int | None = None
+    data_path: Paths,
+    split: str,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None = None,
+    gaps: Gaps | None = None,
+    prefixes: Prefixes | None = None,
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
     """The three datasets of one `.bin/.idx` pair or several (see corpora.py), and notes on the parts that stayed empty.
 
@@ -59,7 +77,9 @@ def build_train_valid_test_datasets(
 
     def open_(prefix: str) -> tuple[int, Make]:
         indexed = open_corpus(prefix, vocab_size)
-        make = lambda documents, part: GPT2Dataset(indexed, documents, seq_length, seed, part, vocab_size)  # noqa: E731
+        make = lambda documents, part: GPT2Dataset(  # noqa: E731
+            indexed, documents, seq_length, seed, part, vocab_size, gaps, prefixes
+        )
         return indexed.num_documents, make
 
     return build_datasets(open_, data_path, split)

@@ -31,6 +31,7 @@ MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
+LOSS = "_loss"  # what the name of a pair has that says of another's tokens which count in the loss (sft_dataset.py)
 AT_ONCE = 1 << 18  # entries of the index that are checked at once
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 

@@ -15,7 +15,7 @@ from megatron import mpu
 from megatron.model import GPT2Model, T5Model
 from megatron.model.block import Caches, TransformerLayer
 from megatron.model.layers import Layer
-from megatron.model.masks import no_documents
+from megatron.model.masks import begun_by_prefix, no_documents
 from megatron.model.t5 import StackStart
 
 Prompts = Sequence[int] | Sequence[Sequence[int]]
@@ -131,8 +131,10 @@ class GPT2Stepper(_Stepper):
         positions: int,
         cached: bool = True,
         stages: "Stages | None" = None,
+        prefix: bool = False,
     ) -> None:
-        self.model, self.positions, self.cached = model, positions, cached
+        """prefix: the prompt is one, as in training with --objective prefix-lm."""
+        self.model, self.positions, self.cached, self.prefix = model, positions, cached, prefix
         self.prompts = _together(prompt)
         self.stages = stages
 
@@ -145,15 +147,21 @@ class GPT2Stepper(_Stepper):
     def _logits(self, new: Tensor) -> Tensor:
         length = self.tokens.shape[1]
         if not self.cached:
-            logits: Tensor = self.model(self.tokens[:, -self.positions :])[:, -1]
-            return logits
+            visible = self.tokens[:, -self.positions :]
+            return self.model(visible, None, self._documents(visible))[:, -1]  # type: ignore[no-any-return]
         if length > self.positions:
             self.caches = _caches(self.model)
             new = self.tokens[:, -self.positions :]
             length = new.shape[1]
         seen = length - new.shape[1]
         place = torch.arange(seen, length, device=new.device).expand_as(new)
-        return _whole(self.model, self._run((new, place, no_documents(new.device)), seen))
+        documents = no_documents(new.device) if seen else self._documents(new)
+        return _whole(self.model, self._run((new, place, documents), seen))
+
+    def _documents(self, visible: Tensor) -> Tensor:
+        """Document ids of the last tokens [b, s], empty or [b, s]: of a prefix, what the window still shows is one."""
+        left = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
+        return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
 
 
 class ModelStepper:

@@ -124,7 +124,8 @@ class Block(TransformerLayer):
         super().__init__(config, name, branches=2 * config.num_layers)
         self.config, self.window, self.rotary = config, config.sliding_window, config.position_embedding == "rope"
         self.restart = data is not None and data.reset_position_ids
-        self.positions_only = self.rotary and self.restart and data is not None and not data.reset_attention_mask
+        apart = data is None or data.reset_attention_mask or data.objective not in (None, "lm")
+        self.positions_only = self.rotary and self.restart and not apart
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
         """(hidden [s, b, h], document ids [b, s] or empty) -> the same. caches: of one text, in which positions go on."""

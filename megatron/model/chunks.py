@@ -42,7 +42,7 @@ class _Pair(NamedTuple):
 
 
 def chunks_of(documents: Documents) -> Chunks | None:
-    """The chunks of document ids [b, q] and [b, k] on a CPU; None where a document does not stand in one piece.
+    """The chunks of document ids [b, q] and [b, k] on a CPU; None where a document does not stand in one piece, or has a prefix.
 
     Neighbouring documents share a chunk as long as it has no more than SMALL x SMALL scores.
     The layers that are given the same ids share them.
@@ -53,6 +53,8 @@ def chunks_of(documents: Documents) -> Chunks | None:
 
 def _find(documents: Documents) -> Chunks | None:
     queries, keys, causal = documents
+    if causal and bool((queries < 0).any()):
+        return None
     found: list[Chunk] = []
     once = True
     for row in range(len(queries)):

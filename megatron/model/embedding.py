@@ -78,7 +78,8 @@ class RotaryStart(nn.Module):
 
     def __init__(self, config: Config, name: str) -> None:
         super().__init__()
-        self.makes_ids = config.data.reset_position_ids and not config.data.reset_attention_mask
+        d = config.data
+        self.makes_ids = d.reset_position_ids and not d.reset_attention_mask and config.objective == "lm"
         self.dropout = Dropout(config.model.hidden_dropout, name)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

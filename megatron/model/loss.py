@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
+from megatron.config import Config
 
 IsText = Callable[[Tensor], Tensor]
 Logits = Tensor | mpu.DeferredLogits
@@ -28,12 +29,20 @@ class TokenLoss:
     targets, and the loss would depend on how the global batch is cut.
 
     is_text: labels -> which of them are text, and not marks between it; their loss is looked at apart in evaluation.
+    z_loss: c of c (log Z)^2 for each target, which is learned from besides (Chowdhery et al. 2022). The sum is the cross entropy, its
+    gradient is that of both; without gradients there is no z-loss.
     """
 
-    def __init__(self, vocab_size: int, fused: bool = True, is_text: IsText | None = None) -> None:
-        self.vocab_size, self.fused, self.is_text = vocab_size, fused, is_text
+    def __init__(self, vocab_size: int, fused: bool = True, is_text: IsText | None = None, z_loss: float = 0.0) -> None:
+        self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
         self.axis = mpu.get_mesh().model
-        self.aside: dict[str, Tensor] = {}  # sums over the text of the last micro-batch, filled only without gradients
+        # Of the last micro-batch: sums over its text without gradients, the z-loss of its targets with them.
+        self.aside: dict[str, Tensor] = {}
+
+    @classmethod
+    def by(cls, config: Config, vocab_size: int, is_text: IsText | None = None) -> "TokenLoss":
+        """As the settings say."""
+        return cls(vocab_size, "cross-entropy" not in config.model.unfused, is_text, config.train.z_loss)
 
     def of_labels(self, logits: Logits, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """The loss of every token, as `per_token` gives it, or with a loss mask [b, s] their sum."""
@@ -56,13 +65,18 @@ class TokenLoss:
 
     def _seen(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of every token, and what is looked at apart."""
-        if self.fused:
-            across = labels.t().contiguous()
-            losses = mpu.vocab_parallel_cross_entropy(logits, across, self.vocab_size, axis=self.axis).t()
-        else:
-            losses = self._gathered(logits, labels)
+        losses, _ = self._both(logits, labels)
         looks = self.is_text is not None and not torch.is_grad_enabled()
         return losses, self._of_text(logits, labels, losses) if looks else {}
+
+    def _both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [s, b, v/t], labels [b, s] -> the loss and the z-loss of every token, [b, s] each; the first has the gradient of both."""
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
+        if not self.fused:
+            return self._gathered(logits, labels, z_loss)
+        across = labels.t().contiguous()
+        losses, z = mpu.vocab_parallel_losses(logits, across, self.vocab_size, z_loss=z_loss, axis=self.axis)
+        return losses.t(), z.t()
 
     def _of_text(self, logits: Tensor, labels: Tensor, losses: Tensor) -> dict[str, Tensor]:
         assert self.is_text is not None
@@ -71,19 +85,25 @@ class TokenLoss:
         found = {"text_loss": losses * text, "text_right": right & text, "text_tokens": text}
         return {name: each.sum(dtype=torch.float64) for name, each in found.items()}
 
-    def _gathered(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _gathered(self, logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         """By torch, from a copy of all logits on every rank."""
         whole = mpu.gather_from_model_parallel_region(logits, self.axis)[..., : self.vocab_size]
         wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
-        return F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")
+        losses = F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")
+        z = z_loss * wide.logsumexp(-1).t() ** 2 if z_loss else torch.zeros_like(losses)
+        return losses + (z - z.detach()) if z_loss else losses, z.detach()
 
     def __call__(self, logits: Logits, targets: Targets) -> Tensor:
         """logits [s, b, v/t], targets (labels [b, s], loss mask [b, s]) -> the sum, a scalar."""
         labels, loss_mask = targets
-        if isinstance(logits, mpu.DeferredLogits) and torch.is_grad_enabled():
-            self.aside = {}
-            return logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size)
-        return (self.per_token(logits, labels) * loss_mask).sum()
+        if not torch.is_grad_enabled():
+            return (self.per_token(logits, labels) * loss_mask).sum()
+        if isinstance(logits, mpu.DeferredLogits):
+            total, z = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
+        else:
+            total, z = ((each * loss_mask).sum() for each in self._both(logits, labels))
+        self.aside = {"z_loss": z} if self.z_loss else {}
+        return total
 
     def count_targets(self, targets: Targets) -> Tensor:
         """A scalar, what the engine divides by: see `count_targets` above."""

@@ -1,6 +1,7 @@
 """Who may look at whom, built where it is needed from the number of the document that each token is in.
 
-Shapes: b batch, q queries, k keys. A document id of 0 is padding; empty ids mean one document without padding.
+Shapes: b batch, q queries, k keys. A document id of 0 is padding; empty ids mean one document without padding. Where nothing looks at what
+is after itself, tokens of id -n are a prefix of document n: they look at each other both ways (Raffel et al. 2020).
 """
 
 from collections.abc import Callable
@@ -40,6 +41,13 @@ def within(queries: Tensor, keys: Tensor | None = None, causal: bool = False) ->
 def no_documents(device: torch.device) -> Tensor:
     """The document ids of plain attention: an empty tensor [0], int16, which costs nothing to send."""
     return torch.empty(0, dtype=torch.int16, device=device)
+
+
+def begun_by_prefix(tokens: Tensor, length: int) -> Tensor:
+    """tokens [b, s] -> the ids of one document each, int32 [b, s], of which the first `length` tokens are a prefix."""
+    ids = torch.ones_like(tokens, dtype=torch.int32)
+    ids[:, : max(length, 0)] = -1
+    return ids
 
 
 def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Tensor | None:
@@ -87,9 +95,12 @@ def follows(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Cal
 
 
 def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
-    same = queries.unsqueeze(2) == (queries if keys is None else keys).unsqueeze(1)
+    others = queries if keys is None else keys
     if causal:
-        same = same.tril()
+        same = queries.abs().unsqueeze(2) == others.abs().unsqueeze(1)
+        same = same.tril() | ((queries < 0).unsqueeze(2) & (queries.unsqueeze(2) == others.unsqueeze(1)))
+    else:
+        same = queries.unsqueeze(2) == others.unsqueeze(1)
     if keys is not None:
         same = same | ~same.any(-1, keepdim=True)
     return same.unsqueeze(1)
@@ -124,7 +135,8 @@ def _window(queries: int, keys: int, window: int, device: torch.device) -> Tenso
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """[b, s] document ids -> [b, s] position of each token in its document, from 0."""
+    """[b, s] document ids -> [b, s] position of each token in its document, its prefix included, from 0."""
+    document_ids = document_ids.abs()
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
     first = torch.ones_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

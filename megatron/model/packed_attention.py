@@ -39,7 +39,8 @@ def kernel() -> Callable[..., Any] | None:
 
 
 def borders(documents: Documents) -> Tensor | None:
-    """Where documents begin among all tokens, row after row, and the number of tokens: int32 [documents + 1]; None where one is in several pieces.
+    """Where documents begin among all tokens, row after row, and the number of tokens: int32 [documents + 1]; None where one is in several pieces, or has a
+    prefix.
 
     Their number is read from the device here, once for all layers: a list of fixed length would have to have room for as many documents
     as tokens, and the kernel starts its blocks for each of them.
@@ -49,7 +50,8 @@ def borders(documents: Documents) -> Tensor | None:
 
 def _borders(ids: Tensor) -> Tensor | None:
     begins = _changes(ids)
-    if bool((_changes(ids.sort(dim=1).values).sum() != begins.sum()).item()):
+    several = _changes(ids.sort(dim=1).values).sum() != begins.sum()
+    if bool((several | (ids.min() < 0)).item()):
         return None
     end = torch.full((1,), ids.numel(), device=ids.device)
     return torch.cat([begins.flatten().nonzero().flatten(), end]).int()

@@ -75,6 +75,11 @@ class LayerStackPipe(PipelineModule):
                 seen.add(name)
                 yield name, module
 
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        """What the loss function has looked at apart, a scalar each."""
+        aside: dict[str, Tensor] = getattr(self.loss_fn, "aside", {})
+        return aside
+
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """What comes from the stage before (or the batch) -> what goes to the next (or the logits), through one chunk."""
         mine = slice(*self.stretches[chunk])
@@ -133,7 +138,7 @@ class GPT2ModelPipe(LayerStackPipe):
             gpt2_layers(config, vocab_size),
             config,
             tied_weights={"embedding": "word_embeddings.weight"},
-            loss_fn=TokenLoss(vocab_size, "cross-entropy" not in config.model.unfused),
+            loss_fn=TokenLoss.by(config, vocab_size),
             example=_example(config),
         )
 
@@ -158,14 +163,9 @@ class T5ModelPipe(LayerStackPipe):
                 "encoder_positions": "weight",
                 "decoder_positions": "weight",
             },
-            loss_fn=TokenLoss(vocab_size, "cross-entropy" not in config.model.unfused, is_text),
+            loss_fn=TokenLoss.by(config, vocab_size, is_text),
             example=(tokens, wanted, no_documents(tokens.device), no_documents(tokens.device)),
         )
-
-    def get_additional_losses(self) -> dict[str, Tensor]:
-        """As T5Model's, a scalar each."""
-        aside: dict[str, Tensor] = self.loss_fn.aside
-        return aside
 
 
 def _example(config: Config) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from .._torch import onednn_is_there
 from . import mesh as _mesh
-from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_right
+from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses, vocab_parallel_right
 from .data import broadcast_data
 from .dropout import Stream
 from .grads import clip_grad_norm, counts_here, grad_norm
@@ -255,6 +255,7 @@ __all__ = [
     "split_tensor_along_last_dim",
     "undrawn",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_losses",
     "vocab_parallel_right",
     "whole_length",
     "whole_logits",

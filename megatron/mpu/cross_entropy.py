@@ -31,21 +31,22 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
-def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> Tensor:
-    """The losses where this rank has all logits [n, v]: in one pass."""
-    loss = torch.empty_like(target, dtype=dtype)
+def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """The losses and log Z where this rank has all logits [n, v]: in one pass."""
+    loss, log_z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
     for chunk in _chunks(x):
-        logs = torch.log_softmax(x[chunk], dim=-1, dtype=dtype)
-        loss[chunk] = -logs.gather(-1, target[chunk].unsqueeze(-1)).squeeze(-1)
+        logs, at = torch.log_softmax(x[chunk], dim=-1, dtype=dtype), target[chunk].unsqueeze(-1)
+        loss[chunk] = -logs.gather(-1, at).squeeze(-1)
+        log_z[chunk] = x[chunk].gather(-1, at).squeeze(-1).to(dtype) + loss[chunk]
         if label_smoothing:
             loss[chunk] = (1 - label_smoothing) * loss[chunk] - label_smoothing * logs.mean(-1)
-    return loss
+    return loss, log_z
 
 
 def _together(
     x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
-) -> tuple[Tensor, Tensor]:
-    """This rank's share of each token's probability, and the losses. x: its logits; target: -1 where another rank has it.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's share of each token's probability, the losses and log Z. x: its logits; target: -1 where another rank has it.
 
     torch's softmax is one fast pass on every device; what the other ranks hold only scales it.
     """
@@ -68,14 +69,14 @@ def _together(
     if label_smoothing:
         mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - shift
         loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
-    return own_sum / sum_exp, loss
+    return own_sum / sum_exp, loss, log_z + shift
 
 
 class Found(NamedTuple):
     """What the gradient of the logits of tokens [n] is made of, besides these.
 
-    share: of each token's probability, what this rank's logits hold, [n]. target: the row of the target among this
-    rank's, 0 where another has it; mine: whether this rank has it, both [n]. real: rows that are not padding.
+    share: of each token's probability, what this rank's logits hold, [n]; with z-loss times its gradient's 1 + 2 c log Z. target: the row
+    of the target among this rank's, 0 where another has it; mine: whether this rank has it, both [n]. real: rows that are not padding.
     """
 
     share: Tensor
@@ -85,9 +86,9 @@ class Found(NamedTuple):
 
 
 def find(
-    logits: Tensor, target: Tensor, vocab_size: int, axis: Axis, label_smoothing: float = 0.0
-) -> tuple[Tensor, Found]:
-    """logits [n, v/t], target [n] -> the losses [n] in fp32 (fp64 for fp64 logits), and what `gradient` asks for."""
+    logits: Tensor, target: Tensor, vocab_size: int, axis: Axis, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor, Found]:
+    """logits [n, v/t], target [n] -> the losses and c (log Z)^2 with c = z_loss, [n] each in fp32 (fp64 for fp64 logits), and what `gradient` asks for."""
     rows = logits.shape[-1]
     first = axis.rank * rows
     real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
@@ -98,14 +99,16 @@ def find(
     x = logits[:, :real]
     if axis.size == 1:
         share = torch.ones_like(target, dtype=dtype)
-        loss = _alone(x, local, dtype, label_smoothing)
+        loss, log_z = _alone(x, local, dtype, label_smoothing)
     else:
-        share, loss = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
-    return loss, Found(share, local, mine, real)
+        share, loss, log_z = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
+    if z_loss:
+        share = share * (1 + 2 * z_loss * log_z)  # of (log Z)^2 the gradient is 2 log Z times the probabilities
+    return loss, z_loss * log_z**2, Found(share, local, mine, real)
 
 
 def gradient(logits: Tensor, found: Found, grad: Tensor, smoothed: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
-    """Of the losses [n], whose gradient is `grad` [n], with respect to logits [n, v/t]: of their shape and dtype.
+    """Of the losses [n] (and their z-loss), whose gradient is `grad` [n], with respect to logits [n, v/t]: of their shape and dtype.
 
     smoothed: what label smoothing takes from each row of the vocabulary, label_smoothing / v.
     """
@@ -130,18 +133,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, label_smoothing: float, axis: Axis
-    ) -> Tensor:
-        loss, found = find(logits, target, vocab_size, axis, label_smoothing)
+        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, label_smoothing: float, z_loss: float, axis: Axis
+    ) -> tuple[Tensor, Tensor]:
+        loss, z, found = find(logits, target, vocab_size, axis, label_smoothing, z_loss)
         ctx.save_for_backward(logits, *found[:3])
         ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
-        return loss
+        ctx.mark_non_differentiable(z)
+        return loss, z
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, share, local, mine = ctx.saved_tensors
         found = Found(share, local, mine, ctx.real)
-        return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing), None, None, None, None
+        return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -157,13 +161,29 @@ def vocab_parallel_cross_entropy(
     vocab_size: number of real rows, padding left out; by default all rows are real.
     label_smoothing: weight of the uniform distribution over the vocabulary (Szegedy et al. 2016).
     """
+    return vocab_parallel_losses(logits, target, vocab_size, label_smoothing, 0.0, axis)[0]
+
+
+def vocab_parallel_losses(
+    logits: Tensor,
+    target: Tensor,
+    vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    axis: Axis | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The cross entropy of each token, and its z-loss, [...] each; other arguments as in `vocab_parallel_cross_entropy`.
+
+    z_loss: c of c (log Z)^2, which keeps the sum Z of exponentials near 1 (Chowdhery et al. 2022). The gradient of the first is that of the
+    sum of both, so that who learns from it reads the cross entropy; the second has none.
+    """
     axis = axis or current().model
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     flat = logits.reshape(-1, logits.shape[-1])
-    losses: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, target.reshape(-1), vocab_size, label_smoothing, axis
+    losses, z = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, target.reshape(-1), vocab_size, label_smoothing, z_loss, axis
     )
-    return losses.view(target.shape)
+    return losses.view(target.shape), z.view(target.shape)
 
 
 @torch.no_grad()

@@ -46,14 +46,18 @@ class DeferredLogits:
         with torch.no_grad():
             yield from _chunks(self)
 
-    def summed_loss(self, target: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
-        """The cross entropy in nats of every token, times its weight, summed: a scalar in fp32 (fp64 for fp64 hidden states).
+    def summed_loss(
+        self, target: Tensor, weights: Tensor, vocab_size: int, z_loss: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """The cross entropy in nats of every token, times its weight, summed: a scalar in fp32 (fp64 for fp64 hidden states); and the z-loss.
+
+        As in `vocab_parallel_losses` the first has the gradient of both.
 
         target: ids [s, b] < vocab_size, weights: [s, b], which get no gradient. The product is done in the dtype that autocast asks for.
         Its backward pass may run once, or once for the hidden states and once for the weight; RuntimeError after that.
         """
         return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call,no-any-return]
-            self.hidden, self.weight, target.reshape(-1), weights.reshape(-1), vocab_size, self
+            self.hidden, self.weight, target.reshape(-1), weights.reshape(-1), vocab_size, z_loss, self
         )
 
 
@@ -94,17 +98,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         weights: Tensor,
         vocab_size: int,
+        z_loss: float,
         put_off: DeferredLogits,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         tokens = _all_tokens(put_off)
         hidden_grad = torch.empty_like(tokens) if of_hidden else None
         weight_grad = None
-        losses = torch.empty_like(target, dtype=dtype)
+        losses, z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
         unit = FP16_UNIT if hidden.dtype == torch.float16 else 1.0
         for rows, logits in _chunks(put_off, tokens):
-            losses[rows], found = find(logits, target[rows], vocab_size, put_off.axis)
+            losses[rows], z[rows], found = find(logits, target[rows], vocab_size, put_off.axis, z_loss=z_loss)
             d = gradient(logits, found, weights[rows].to(dtype) * unit)  # [c, v/t]
             del logits
             x = tokens[rows]
@@ -118,10 +123,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad = add_product(weight_grad, d.t(), mean.t(), onednn, count)
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad, ctx.put_off, ctx.unit, ctx.dtype = weight_grad, _places(put_off), unit, weight.dtype
-        return (losses * weights).sum()
+        total, of_z = (losses * weights).sum(), (z * weights).sum()
+        ctx.mark_non_differentiable(of_z)
+        return total, of_z
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         axis, sequence, overlap = ctx.put_off
         factor = grad / ctx.unit
         summed = weight_grad = None
@@ -134,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if is_asked_for(ctx, 1):
             ctx.weight_grad, weight_grad = None, _given(ctx.weight_grad)
             weight_grad = weight_grad.mul_(factor).to(ctx.dtype)
-        return summed.wait() if summed is not None else None, weight_grad, None, None, None, None
+        return summed.wait() if summed is not None else None, weight_grad, None, None, None, None, None
 
 
 def _places(put_off: DeferredLogits) -> tuple[Axis, Axis, bool]:

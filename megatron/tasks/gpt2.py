@@ -9,10 +9,14 @@ from megatron import mpu
 
 from ..config import Config
 from ..data.gpt2_dataset import build_train_valid_test_datasets
+from ..data.prefixes import Prefixes
 from ..model import GPT2Model
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
+from . import sft
+from .fim import gaps_of
+from .prefix import with_prefixes
 
 
 class GPT2(Task):
@@ -23,10 +27,18 @@ class GPT2(Task):
     reads_alone = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """A sample is {"text": [s + 1]}."""
+        """A sample is {"text": [s + 1]}; with --objective sft see sft.py."""
+        if config.objective == "sft":
+            return sft.datasets(config, tokenizer)
         data = config.data
         return build_train_valid_test_datasets(
-            data.paths, data.split, data.seq_length, config.train.seed, tokenizer.vocab_size
+            data.paths,
+            data.split,
+            data.seq_length,
+            config.train.seed,
+            tokenizer.vocab_size,
+            gaps_of(config, tokenizer),
+            Prefixes(tokenizer.eod, data.reset_attention_mask) if config.objective == "prefix-lm" else None,
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
@@ -41,10 +53,16 @@ class GPT2(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """data {"text": [b, s + 1]} -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
+        """data {"text": [b, s + 1]}, or records -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
+        if config.objective == "sft":
+            return sft.batch(data, config)
         assert tokenizer is not None, "the end of a document is the tokenizer's"
         size = config.train.batch_size, config.data.seq_length + 1
-        text = mpu.broadcast_data(["text"], data, torch.int64, sizes={"text": size})["text"]
+        sizes = {"text": size}
+        if config.objective == "prefix-lm":
+            sizes["prefixes"] = size[0], size[1] - 1
+        found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
+        text = found["text"]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
             tokens,
@@ -53,6 +71,8 @@ class GPT2(Task):
             config.data.reset_attention_mask,
             config.data.eod_mask_loss,
         )
+        if "prefixes" in found:
+            document_ids, loss_mask = with_prefixes(found["prefixes"], document_ids, loss_mask)
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:

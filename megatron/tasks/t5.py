@@ -58,7 +58,7 @@ class T5(Task):
             return cpm_triples.build_train_valid_test_datasets(
                 data.paths, data.split, *lengths, specials, seed, words.base.vocab_size
             )
-        objective = Objective(data.objective, data.span_convention, data.noise_density, data.mean_span_length)
+        objective = Objective(config.objective, data.span_convention, data.noise_density, data.mean_span_length)
         return build_train_valid_test_datasets(
             data.paths, data.split, objective, *lengths, specials, seed, words.base.vocab_size
         )

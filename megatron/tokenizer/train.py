@@ -28,13 +28,18 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_sentencepiece(
-    texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "bpe", word_borders: str | None = None
+    texts: Iterable[str],
+    model_file: str,
+    vocab_size: int,
+    model_type: str = "bpe",
+    word_borders: str | None = None,
+    specials: Sequence[str] = (),
 ) -> None:
     """Sentencepiece on raw text, written to `model_file`.
 
     Nothing is normalised, spaces and newlines are kept, and characters outside the vocabulary
     become bytes. word_borders: a segmenter (`jieba`, `rjieba`) whose words no token may cross; it
-    is needed for training only. Raises TokenizerError if the text is too small for `vocab_size`.
+    is needed for training only. specials: names of tokens besides <eod> that no text gives. Raises TokenizerError if the text is too small for `vocab_size`.
     """
     lines = list(_lines(texts))
     more: dict[str, Any] = {}
@@ -45,6 +50,7 @@ def train_sentencepiece(
     else:
         given = lines
     options = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True, **more}
+    options["control_symbols"] = [EOD, *specials]
     _write(model_file, _sentencepiece(given, lines, vocab_size, model_type, options))
 
 
@@ -52,7 +58,7 @@ def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type
     """Sentencepiece on jieba's words joined by spaces, as CPM-1's, with bytes besides."""
     cut = segmenter()
     lines = [joined_words(cut(text))[:LONGEST_LINE] for text in _pieces(texts)]
-    options = {"required_chars": SPACE + NEWLINE, "split_digits": True}
+    options = {"required_chars": SPACE + NEWLINE, "split_digits": True, "control_symbols": [EOD]}
     _write(model_file, _sentencepiece(lines, lines, vocab_size, model_type, options))
 
 
@@ -84,7 +90,6 @@ def _sentencepiece(
             eos_id=-1,
             pad_id=-1,
             unk_id=0,
-            control_symbols=[EOD],
             num_threads=1,
             minloglevel=2,
             **options,
@@ -136,8 +141,11 @@ def _by_count(counter: Counter[str]) -> list[tuple[str, int]]:
     return sorted(counter.items(), key=lambda item: (-item[1], item[0]))
 
 
-def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str) -> None:
-    """Byte-level BPE. kind `gpt2-bpe`: vocab.json and merges.txt in the folder `output`; `hf`: a tokenizer.json."""
+def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str, specials: Sequence[str] = ()) -> None:
+    """Byte-level BPE. kind `gpt2-bpe`: vocab.json and merges.txt in the folder `output`; `hf`: a tokenizer.json.
+
+    specials: names of tokens besides the end of a document that no text gives; only a tokenizer.json can say that of a token.
+    """
     tokenizers = library()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -145,7 +153,7 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
     end = "<|endoftext|>"
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[end],
+        special_tokens=[end, *specials],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -31,13 +31,14 @@ class Step(NamedTuple):
 
     Both may be on the device still, which works on while nobody reads them. If grad_norm is not finite, the step was not
     applied: weights, moments and the optimizer's step count are as they were, on all ranks. skipped: that this is known
-    already.
+    already. aside: means over targets of what the model looks at apart, by name.
     """
 
     loss: Tensor
     grad_norm: Tensor | float
     loss_scale: float | None
     skipped: bool
+    aside: Mapping[str, Tensor] = {}
 
 
 class Engine(Protocol):
@@ -73,10 +74,10 @@ def _set_lr(engine: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def _result(engine: Any, loss: Tensor, norm: Any) -> Step:
+def _result(engine: Any, loss: Tensor, norm: Any, aside: Mapping[str, Tensor]) -> Step:
     skipped = zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
-    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped)
+    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aside)
 
 
 class PipeEngine:
@@ -87,17 +88,18 @@ class PipeEngine:
         engine.progress.breakdown = breakdown
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
-        _set_lr(self.deepspeed, lr)
+        ds = self.deepspeed
+        _set_lr(ds, lr)
         with self.timers("train batch"):
-            self.deepspeed.train_batch(batches)
-        self.deepspeed.set_dataiterator(None)  # or it would keep worker processes alive
-        return _result(self.deepspeed, self._exact_loss(), self.deepspeed.get_global_grad_norm())
+            ds.train_batch(batches)
+        ds.set_dataiterator(None)  # or it would keep worker processes alive
+        aside = {name: total / ds.num_targets for name, total in self._aside().items()}
+        return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aside)
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval_batch(batches)
-        micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
-        aside = {name: mean.item() * micros for name, mean in ds.additional_losses.items()}
+        aside = {name: total.item() for name, total in self._aside().items()}
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aside}
 
     def busy(self, timed: Mapping[str, float]) -> float:
@@ -108,6 +110,11 @@ class PipeEngine:
 
     def times(self) -> dict[str, float]:
         return dict(self.deepspeed.progress.take())
+
+    def _aside(self) -> dict[str, Tensor]:
+        """Sums over the last global batch of what the model looks at apart."""
+        micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
+        return {name: mean.double() * micros for name, mean in self.deepspeed.additional_losses.items()}
 
     def _exact_loss(self) -> Tensor:
         """In fp64, as it was added up."""
@@ -147,6 +154,7 @@ class PlainEngine:
         ds.train()
         made, targets = self._read(batches)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
+        aside: defaultdict[str, Any] = defaultdict(float)
         norm = None
         for micro, batch in enumerate(made):
             last = micro == self.gas - 1
@@ -155,6 +163,8 @@ class PlainEngine:
             if not loss.requires_grad:
                 raise ValueError("the loss does not depend on the model's parameters, or was detached from them")
             total += loss.detach().double()
+            for name, value in self._aside().items():
+                aside[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
             with self.timers("backward"):
                 if self.reducer and last:
                     self.reducer.arm()
@@ -169,7 +179,9 @@ class PlainEngine:
                     norm = self._norm_of_shares(ds)
                     ds.distributed.clip(norm, self.clip_grad)
                 ds.step()
-        return _result(ds, self._sum(total) / targets, ds.get_global_grad_norm() if norm is None else norm)
+        loss, *others = (self._sum(torch.stack([total, *aside.values()])) / targets).unbind()
+        known = ds.get_global_grad_norm() if norm is None else norm
+        return _result(ds, loss, known, dict(zip(aside, others, strict=True)))
 
     @torch.no_grad()
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
@@ -179,9 +191,13 @@ class PlainEngine:
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=ds.device))
         for batch in made:
             sums["loss"] += self.loss(ds.module, batch).double()
-            for name, value in (getattr(ds.module, "get_additional_losses", dict)() or {}).items():
+            for name, value in self._aside().items():
                 sums[name] += value
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
+
+    def _aside(self) -> dict[str, Tensor]:
+        """What the model has looked at apart in the last micro-batch."""
+        return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
     def busy(self, timed: Mapping[str, float]) -> float:
         """Reading and forward passes; after these begins the waiting for replicas."""

@@ -212,10 +212,12 @@ class _Window:
         self.grad_norm, self.skipped, self.left_out = math.nan, 0, 0
         self.loss_scale: float | None = None
         self.spikes: list[dict[str, Any]] = []
+        self.z_losses: list[Any] = []
 
     def add(self, step: Step, taken: Taken) -> None:
         self.health.add(step, taken, self.run.state)
         self.loss_scale = step.loss_scale
+        self.z_losses += [step.aside["z_loss"]] if "z_loss" in step.aside else []
         self.timed += 1
 
     def pass_over(self, taken: Taken) -> None:
@@ -280,6 +282,8 @@ class _Window:
             "mfu": tflops / peak if peak else None,
             "memory_mb": device_module.peak_memory_mb(run.device),
         }
+        z_loss = torch.stack(self.z_losses).mean().item() if self.z_losses else None
+        row |= {} if z_loss is None else {"z_loss": z_loss}
         row |= {"spikes": self.spikes} if self.spikes else {}
         row |= {"passed_over": self.left_out} if self.left_out else {}
         timed = run.timers.take()
@@ -288,8 +292,9 @@ class _Window:
         waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
         scale = "" if self.loss_scale is None else f" | loss scale {self.loss_scale:g}"
         skipped = f" | {self.skipped} not applied" if self.skipped else ""
+        apart = "" if z_loss is None else f" | z loss {z_loss:.2e}"
         print_rank_0(
-            f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f} | lr {lr:.2e} | "
+            f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f}{apart} | lr {lr:.2e} | "
             f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms{waits}"
         )
         if run.resolved.wall_clock_breakdown and self.timed:

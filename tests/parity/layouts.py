@@ -88,7 +88,12 @@ def initial_weights(vocab_size: int) -> dict[str, Tensor]:
 
 
 def plain(
-    data: str, vocab_file: str, optimizer: str = "sgd", dtype: torch.dtype = torch.float32, by_document: bool = False
+    data: str,
+    vocab_file: str,
+    optimizer: str = "sgd",
+    dtype: torch.dtype = torch.float32,
+    by_document: bool = False,
+    z_loss: float = 0.0,
 ) -> list[float]:
     """Losses of the same 20 steps in one process of plain torch."""
     tokenizer = load_tokenizer(vocab_file)
@@ -109,4 +114,5 @@ def plain(
         optimizer=optimizer,
         clip=1.0,
         dtype=dtype,
+        z_loss=z_loss,
     )

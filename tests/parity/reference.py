@@ -4,12 +4,15 @@ Only weights (as numbers) and samples come from the code under test.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Weights = Mapping[str, Tensor]
 
 
 def logits(
@@ -67,8 +70,31 @@ def train(
     optimizer: str,
     clip: float,
     dtype: torch.dtype,
+    z_loss: float = 0.0,
 ) -> list[float]:
-    """Train on whole global batches [b, s + 1] at a constant rate; the loss of every step."""
+    """Train on whole global batches [b, s + 1] at a constant rate; the loss of every step, without the z-loss that is learned from."""
+
+    def loss_of(batch: np.ndarray, w: Weights) -> Tensor:
+        text = torch.from_numpy(batch)
+        tokens, labels = text[:, :-1], text[:, 1:]
+        positions, allowed, loss_mask = masks(tokens, eod, by_document)
+        out = logits(w, tokens, positions, allowed, layers, heads)
+        each = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")
+        z = z_loss * out.flatten(0, 1).logsumexp(-1) ** 2
+        return ((each + (z - z.detach())) * loss_mask.flatten()).sum() / loss_mask.sum()
+
+    return learn(weights, [partial(loss_of, batch) for batch in batches], lr, optimizer, clip, dtype)
+
+
+def learn(
+    weights: Weights,
+    losses: Iterable[Callable[[Weights], Tensor]],
+    lr: float,
+    optimizer: str,
+    clip: float,
+    dtype: torch.dtype,
+) -> list[float]:
+    """A step on each of these losses at a constant rate; their values."""
     w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
     decay = [p for p in w.values() if p.dim() > 1]
     other = [p for p in w.values() if p.dim() <= 1]
@@ -78,13 +104,8 @@ def train(
     else:
         steps = torch.optim.AdamW(groups, lr=lr, foreach=False)
     found = []
-    for batch in batches:
-        text = torch.from_numpy(batch)
-        tokens, labels = text[:, :-1], text[:, 1:]
-        positions, allowed, loss_mask = masks(tokens, eod, by_document)
-        out = logits(w, tokens, positions, allowed, layers, heads)
-        each = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")
-        loss = (each * loss_mask.flatten()).sum() / loss_mask.sum()
+    for loss_of in losses:
+        loss = loss_of(w)
         steps.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(w.values()), clip)

@@ -1,5 +1,7 @@
 """The layout never shows in the numbers: every layout against one process of plain torch."""
 
+import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +160,28 @@ def test_logits_in_chunks_in_mixed_precision(
     """As near to fp32 as with whole logits, which is below."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, "--logits-chunk-size", "20", precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+Z = [
+    (Layout(0, 2, 1), ""),
+    (Layout(2, 1, 2), "--logits-chunk-size 20"),
+    (Layout(2, 2, 1), "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
+    (Layout(0, 1, 2), "--unfused cross-entropy"),
+]
+
+
+@pytest.mark.parametrize(("layout", "more"), covering(Z, Z[1:3].__contains__, several=True))
+def test_z_loss(layout: Layout, more: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Large, so that it changes what is learned; what is told is the cross entropy, and the z-loss besides."""
+    apart = "--eod-mask-loss" in more
+    found = ours(layout, tmp_path, tiny_data, vocab_file, *more.split(), "--z-loss", "0.01", precision="fp64")
+    expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=apart, z_loss=0.01)
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    assert abs(found[-1] - plain(tiny_data, vocab_file, dtype=torch.float64, by_document=apart)[-1]) > 1e-4
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # At first logits are small: log Z is that of 3000 tokens of the same chance.
+    assert rows[0]["z_loss"] == pytest.approx(0.01 * math.log(3000) ** 2, rel=0.01)
+    assert all("z_loss" in row for row in rows if row["split"] == "train")
 
 
 SEQUENCE = [Layout(0, 1, 2), Layout(0, 2, 2, zero=1), Layout(2, 1, 2), Layout(2, 2, 2)]

@@ -103,6 +103,39 @@ def test_equals_torch(ranks: int, sequence: bool, precise: bool) -> None:
     on_ranks(ranks, _equals, ranks, sequence, precise)
 
 
+Z = 0.05  # large, so that its gradient is no rounding of the other
+
+
+def _z_loss(ranks: int, sequence: bool) -> None:
+    """The value is the cross entropy, the gradient that of both, and the z-loss is told apart."""
+    case = _Case(ranks, sequence, torch.float64)
+    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
+    logits = (hidden @ weight[:VOCAB].t()).permute(1, 2, 0)
+    cross_entropy = (F.cross_entropy(logits, case.labels, reduction="none") * case.mask).sum()
+    z = Z * (torch.logsumexp(logits, 1) ** 2 * case.mask).sum()
+    ((cross_entropy + z) * 0.37).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    own = weight.grad.chunk(ranks)[case.axis.rank]
+    expected = [cross_entropy.detach(), mpu.local_shard(hidden.grad), own]
+    for fused, chunk in ((True, 0), (True, 1), (True, 5), (True, 100), (False, 0)):
+        case.loss = TokenLoss(VOCAB, fused, z_loss=Z)
+        found = case.ours(chunk, 0.37)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(case.loss.aside, {"z_loss": z.detach()}, rtol=1e-10, atol=0)
+        own_logits: Any = case.layer.deferred_logits(case.own, chunk) if chunk else case.layer.logits(case.own)
+        with torch.no_grad():  # evaluation knows nothing of it
+            total = case.loss(own_logits, (case.labels, case.mask))
+        torch.testing.assert_close(total, expected[0], rtol=1e-10, atol=0)
+        assert case.loss.aside == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence"), covering([(1, False), (2, False), (2, True), (4, True)], lambda c: c[0] < 4, several=True)
+)
+def test_z_loss_equals_torch(ranks: int, sequence: bool) -> None:
+    on_ranks(ranks, _z_loss, ranks, sequence)
+
+
 def _half(dtype: torch.dtype, factor: float) -> None:
     """Errors against fp32 of the same rounded inputs, next to those of whole logits."""
     case = _Case(1, False, dtype)
@@ -236,16 +269,17 @@ def _scaled(flags: str) -> dict[str, Tensor]:
     before, labels = decoder[:, :-1], decoder[:, 1:]
     total = model(encoder, before, labels=labels, loss_mask=torch.ones(3, 6))
     names = {type(node).__name__ for node, _ in total.grad_fn.next_functions} | {type(total.grad_fn).__name__}
-    assert ("_LinearCrossEntropyBackward" in names) == (flags == "--logits-chunk-size 7")
+    assert ("_LinearCrossEntropyBackward" in names) == ("--logits-chunk-size 7" in flags and "--unfused" not in flags)
     total.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"total": total.detach(), "logits": model(encoder, before).detach(), **found}
 
 
-def test_scaled_logits_of_a_tied_matrix_and_the_textbook_form() -> None:
-    whole = on_ranks(2, _scaled, "--logits-chunk-size 0")
+@pytest.mark.parametrize("more", ["", " --z-loss 0.05"])
+def test_scaled_logits_of_a_tied_matrix_and_the_textbook_form(more: str) -> None:
+    whole = on_ranks(2, _scaled, f"--logits-chunk-size 0{more}")
     for flags in ("--logits-chunk-size 7", "--logits-chunk-size 7 --unfused cross-entropy"):
-        torch.testing.assert_close(on_ranks(2, _scaled, flags), whole, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(on_ranks(2, _scaled, flags + more), whole, rtol=1e-10, atol=1e-12)
 
 
 GPT2_FLAGS = (

@@ -105,8 +105,8 @@ def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     assert parse(t5, {"family": "t5"}).is_t5
     assert not parse(t5).is_t5, "a model of a user's own, which may read them"
     with pytest.raises(ConfigError) as refused:
-        parse(["--enc-seq-length", "32", "--objective", "prefix-lm", "--hidden-size", "36"], {"family": "gpt2"})
-    assert str(refused.value) == "--enc-seq-length, --objective: read by t5 only, and this is a gpt2; leave them out"
+        parse(["--enc-seq-length", "32", "--noise-density", "0.2", "--hidden-size", "36"], {"family": "gpt2"})
+    assert str(refused.value) == "--enc-seq-length, --noise-density: read by t5 only, and this is a gpt2; leave them out"
     with pytest.raises(ConfigError, match="--position-embedding relative: a gpt2 has learned positions"):
         parse(["--position-embedding", "relative"], {"family": "gpt2"})
     with pytest.raises(ConfigError, match="this script trains a gpt2: it cannot take --family t5"):
@@ -121,6 +121,17 @@ def test_the_family_of_settings_that_do_not_say_it(tmp_path: Path) -> None:
         assert from_file(write(tmp_path / "config.json", content)).model.family == family
     own = parse([]).to_dict()
     assert from_file(write(tmp_path / "config.json", own)).model.family is None
+
+
+def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None:
+    """T5's default stood in all of them."""
+    for family, read in (("gpt2", None), (None, None), ("t5", "span-corruption")):
+        content = parse([]).to_dict()
+        content["model"]["family"], content["data"]["objective"] = family, "span-corruption"
+        path = write(tmp_path / "config.json", content)
+        assert from_file(path).data.objective == read
+        assert parse(["--config", path]).data.objective == read
+    assert [parse(["--family", f]).objective for f in ("gpt2", "t5")] == ["lm", "span-corruption"]
 
 
 def test_every_setting_is_read_by_something() -> None:

@@ -105,7 +105,7 @@ OUTSIDE = {
     "megatron.config": set(),
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
-    "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers"},
+    "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers", "jinja2"},
     "megatron.data": {"numpy", "torch"},
     "megatron.model": {"torch"},
     "megatron.optim": {"torch"},

@@ -1,0 +1,85 @@
+"""What a run reads and learns from: the settings of its corpus and samples, next to the rest of them in `sections.py`."""
+
+from dataclasses import dataclass
+
+from . import objectives
+from .fields import ConfigError, Section, at_least, between, one_of, opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Corpus, tokenizer and samples."""
+
+    data_path: tuple[str, ...] | None = opt(
+        None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or several: 0.7 a 0.3 b"
+    )
+    train_data_path: tuple[str, ...] | None = opt(None, "pairs for training only, instead of --data-path")
+    valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation only")
+    test_data_path: tuple[str, ...] | None = opt(None, "pairs for test only")
+    split: str = opt("949,50,1", "shares of the documents for training, validation and test")
+    vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
+    tokenizer_type: str = opt(
+        "auto", "sentencepiece, cpm, cpm-vocab (these two also +rjieba), gpt2-bpe or hf; auto looks at the file"
+    )
+    seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
+    enc_seq_length: int | None = opt(
+        None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8), family=("t5",)
+    )
+    dec_seq_length: int | None = opt(
+        None,
+        "T5: most tokens that the decoder writes; as many as the masked spans need if not given",
+        at_least(4),
+        family=("t5",),
+    )
+    objective: str | None = opt(
+        None,
+        "what is learned: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a beginning that is read both "
+        "ways; docs/objectives.md); T5: span-corruption or prefix-lm; "
+        "the first of its family if not given",
+        one_of(*objectives.ALL),
+    )
+    span_convention: str = opt(
+        "t5",
+        "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)",
+        one_of("t5", "cpm"),
+        family=("t5",),
+    )
+    noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=("t5",))
+    mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=("t5",))
+    num_sentinels: int = opt(
+        100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family=("t5",)
+    )
+    fim_rate: float = opt(
+        0.0,
+        "lm: share of the documents of a window whose middle is moved to their end, to be filled in there (docs/objectives.md)",
+        between(0, 1),
+    )
+    fim_spm_rate: float = opt(0.5, "of these, the share in the order suffix, prefix, middle", between(0, 1))
+    fim_tokens: tuple[str, ...] | None = opt(
+        None, "special tokens of the tokenizer that mark prefix, middle and suffix, in this order"
+    )
+    reset_position_ids: bool = opt(False, "count positions again after each end-of-document token")
+    reset_attention_mask: bool = opt(False, "let no token see a document before its own")
+    eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
+    num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", at_least(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        apart = self.train_data_path or self.valid_data_path or self.test_data_path
+        if apart and self.data_path:
+            raise ConfigError("--data-path is shared out by --split; give it or --train-data-path, not both")
+        if apart and not self.train_data_path:
+            raise ConfigError("--valid-data-path and --test-data-path need --train-data-path")
+
+    @property
+    def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
+        """What is trained on, as `build_train_valid_test_datasets` takes it. Raises ConfigError if nothing is given."""
+        if self.data_path:
+            return self.data_path
+        if not self.train_data_path:
+            raise ConfigError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
+        return {
+            "train": self.train_data_path,
+            "valid": self.valid_data_path or (),
+            "test": self.test_data_path or (),
+        }

@@ -1,0 +1,107 @@
+"""Records packed into windows without a record being cut: which lengths share a window is decided once, which records do in every epoch anew.
+
+Best fit, the longest first, looks at lengths only (Krell et al. 2021). So all epochs have as many windows, window n is found
+without the ones before it, and records of the same length change places from epoch to epoch.
+"""
+
+import bisect
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+def fit(lengths: Ints, capacity: int) -> Ints:
+    """[n] lengths from 1 to `capacity`, the longest first -> [n] number of the window that each goes to."""
+    window_of = np.empty(len(lengths), dtype=np.int64)
+    open_: dict[int, list[int]] = {}  # windows by the room that is left in them
+    rooms: list[int] = []  # where there are any, in order
+    opened = at = 0
+
+    def leave(room: int, windows: list[int]) -> None:
+        if room and windows:
+            if not open_.get(room):
+                bisect.insort(rooms, room)
+            open_.setdefault(room, []).extend(windows)
+
+    kinds, counts = np.unique(lengths, return_counts=True)
+    for length, count in zip(kinds[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            place = bisect.bisect_left(rooms, length)
+            room = rooms[place] if place < len(rooms) else capacity
+            each = room // length  # a window is filled as far as this length goes before the next is looked at
+            wanted = -(-count // each)
+            if place < len(rooms):
+                windows = open_[room][:wanted]
+                del open_[room][: len(windows)]
+                if not open_[room]:
+                    del rooms[place]
+            else:
+                windows = list(range(opened, opened + wanted))
+                opened += wanted
+            taken = min(count, each * len(windows))
+            window_of[at : at + taken] = np.repeat(windows, each)[:taken]
+            last = taken - each * (len(windows) - 1)
+            leave(room - each * length, windows[:-1])
+            leave(room - last * length, windows[-1:])
+            at, count = at + taken, count - taken
+    return window_of
+
+
+class PackedOrder:
+    """Which records window n holds: a pure function of (lengths, seed, stream, n), for any n >= 0.
+
+    lengths: [records] places that each takes up in a window, 0 for those that are left out. Raises ValueError if all are.
+    A process holds 24 bytes a record, and 8 for each of the last two epochs.
+    """
+
+    def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:
+        self._records = np.flatnonzero(lengths)
+        if not len(self._records):
+            raise ValueError(f"none of {len(lengths)} records has a token that counts in the loss")
+        self._lengths = lengths[self._records]
+        window_of = fit(-np.sort(-self._lengths), capacity)
+        self._places = np.argsort(window_of, kind="stable")
+        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window_of))])
+        self.per_epoch = len(self._bounds) - 1
+        self.filled = int(self._lengths.sum()) / (self.per_epoch * capacity)
+        self.seed = [seed, *stream.encode()]
+        self._epochs: OrderedDict[int, tuple[Ints, Ints]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes: epochs follow from the rest and need not travel."""
+        return {**self.__dict__, "_epochs": OrderedDict()}
+
+    def _epoch(self, number: int) -> tuple[Ints, Ints]:
+        """(records, window by window; the order in which windows are taken)."""
+        if number not in self._epochs:
+            while len(self._epochs) > 1:
+                self._epochs.popitem(last=False)
+            dice = [np.random.default_rng([*self.seed, number, stream]) for stream in (0, 1)]
+            mixed = dice[0].permutation(len(self._records))
+            longest_first = mixed[np.argsort(-self._lengths[mixed], kind="stable")]
+            self._epochs[number] = (
+                self._records[longest_first[self._places]],
+                dice[1].permutation(self.per_epoch),
+            )
+        return self._epochs[number]
+
+    def records(self, n: int) -> Ints:
+        """[records of window n], the longest first."""
+        if n < 0:
+            raise IndexError(f"sample {n}")
+        number, at = divmod(n, self.per_epoch)
+        records, windows = self._epoch(number)
+        window = windows.item(at)
+        return records[self._bounds.item(window) : self._bounds.item(window + 1)]
+
+    def places(self, first: int, count: int) -> Ints:
+        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        numbers, at = np.divmod(np.arange(first, first + count, dtype=np.int64), self.per_epoch)
+        found = numbers * self.per_epoch
+        for number in np.unique(numbers).tolist():
+            found[numbers == number] += self._epoch(number)[1][at[numbers == number]]
+        return found

@@ -1,0 +1,159 @@
+"""Samples for supervised fine-tuning: whole conversations side by side in a window, each for itself, of which only answers are learned.
+
+The corpus is a pair PREFIX.bin/.idx of tokens and a pair PREFIX_loss.bin/.idx of uint8 with the same documents: 1 where a token
+counts in the loss. A record of L tokens takes up L - 1 places, as its last token is only a target.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .blend import BlendedDataset
+from .corpora import Make, Paths, build_datasets
+from .gpt2_dataset import open_corpus
+from .indexed_dataset import LOSS, DatasetError, IndexedDataset
+from .packing import Ints, PackedOrder
+
+AT_ONCE = 1 << 20  # tokens looked at at once
+
+
+class Records:
+    """Both pairs. Raises DatasetError if one is missing or they do not belong together."""
+
+    def __init__(self, prefix: str, vocab_size: int | None) -> None:
+        self.tokens, self.prefix, self.vocab_size = open_corpus(prefix, vocab_size), prefix, vocab_size
+        try:
+            self.counts = IndexedDataset(prefix + LOSS)
+        except DatasetError as error:
+            raise DatasetError(
+                f"--objective sft needs a corpus of tools/preprocess_data.py --objective sft: {error}"
+            ) from None
+        every = range(self.tokens.num_documents)
+        same = self.counts.num_documents == len(every) and np.array_equal(
+            self.counts.document_sizes(every), self.tokens.document_sizes(every)
+        )
+        if not same or self.counts.dtype != np.uint8:
+            raise DatasetError(
+                f"{prefix}{LOSS}.bin does not say of each token of {prefix}.bin whether it counts: make both again"
+            )
+
+    def targets(self, documents: range, longest: int) -> Ints:
+        """[documents] how many of the first `longest` tokens of each are learned; the first token is no target."""
+        found = np.zeros(len(documents), dtype=np.int64)
+        for some in _runs(self.tokens, documents):
+            sizes = self.tokens.document_sizes(some).astype(np.int64)
+            if not sizes.sum():
+                continue
+            begin = self.tokens.document_start(some[int(np.flatnonzero(sizes)[0])])
+            flags = self.counts.tokens[begin : begin + int(sizes.sum())]
+            if flags.max() > 1:
+                raise DatasetError(f"{self.prefix}{LOSS}.bin holds {flags.max()}, which is neither 0 nor 1")
+            before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
+            starts = np.cumsum(sizes) - sizes
+            ends = starts + np.minimum(sizes, longest)
+            at = some.start - documents.start
+            found[at : at + len(some)] = before[ends] - before[np.minimum(starts + 1, ends)]
+        return found
+
+
+def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
+    """Consecutive documents of about AT_ONCE tokens together."""
+    ends = np.cumsum(indexed.document_sizes(documents), dtype=np.int64)
+    at = 0
+    while at < len(documents):
+        base = int(ends[at - 1]) if at else 0
+        stop = max(int(ends.searchsorted(base + AT_ONCE, side="right")), at + 1)
+        yield documents[at:stop]
+        at = stop
+
+
+class SftDataset(Dataset[dict[str, Tensor]]):
+    """`dataset[n]`, for any n >= 0, is a dict of int64 tensors [seq_length], a pure function of (corpus, part, seed, n):
+
+    tokens, labels: ids; padding is `eod`. loss_mask: 1 where a label counts. document_ids: number of the record in the window, from 1;
+    0 for padding. A record of more than seq_length + 1 tokens is cut there; one without a token that counts is left out.
+    Attributes: cut, left_out, records: how many there are. Raises ValueError if no record is left.
+    """
+
+    def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
+        self._records, self._documents, self._seq_length, self._eod = records, documents, seq_length, eod
+        sizes = records.tokens.document_sizes(documents).astype(np.int64)
+        learned = records.targets(documents, seq_length + 1) > 0
+        self.cut = int((learned & (sizes > seq_length + 1)).sum())
+        self.left_out, self.records = int((~learned).sum()), len(documents)
+        lengths = np.where(learned, np.minimum(sizes, seq_length + 1) - 1, 0)
+        self.order = PackedOrder(lengths, seq_length, seed, f"{part} records")
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """How many windows the records fill."""
+        return self.order.per_epoch
+
+    def places(self, first: int, count: int) -> Ints:
+        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        return self.order.places(first, count)
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        tokens, labels = (np.full(self._seq_length, self._eod, dtype=np.int64) for _ in range(2))
+        loss_mask, document_ids = (np.zeros(self._seq_length, dtype=np.int64) for _ in range(2))
+        at, pair = 0, self._records
+        for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
+            document = self._documents[record]
+            start = pair.tokens.document_start(document)
+            size = int(pair.tokens.document_sizes(range(document, document + 1))[0])
+            whole = slice(start, start + min(size, self._seq_length + 1))
+            ids, counts = pair.tokens.tokens[whole], pair.counts.tokens[whole]
+            self._check(ids, document)
+            here = slice(at, at + len(ids) - 1)
+            tokens[here], labels[here], loss_mask[here], document_ids[here] = ids[:-1], ids[1:], counts[1:], number
+            at = here.stop
+        made = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "document_ids": document_ids}
+        return {name: torch.from_numpy(each) for name, each in made.items()}
+
+    def _check(self, ids: np.ndarray, document: int) -> None:
+        limit = self._records.vocab_size
+        if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
+            raise DatasetError(
+                f"{self._records.prefix}.bin holds in document {document} a token id outside the vocabulary of {limit}: the file is "
+                f"damaged or was made with another tokenizer"
+            )
+
+    def note(self) -> str:
+        """What was made of the records, in a few words."""
+        cut = f", {self.cut} of them cut to {self._seq_length + 1} tokens" if self.cut else ""
+        left = (
+            f"; {self.left_out} left out, as none of their tokens that fit counts in the loss" if self.left_out else ""
+        )
+        return (
+            f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows, of which they fill "
+            f"{self.order.filled:.1%}{left}"
+        )
+
+
+AnyDataset = SftDataset | BlendedDataset | None
+
+
+def build_train_valid_test_datasets(
+    data_path: Paths, split: str, seq_length: int, eod: int, seed: int, vocab_size: int | None = None
+) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
+    """The three datasets of one corpus of records or several (see corpora.py), and notes: what was cut and left out, and what stayed empty.
+
+    Raises DatasetError if a corpus is damaged, or nothing can be learned from the part for training.
+    """
+    made: list[str] = []
+
+    def open_(prefix: str) -> tuple[int, Make]:
+        records = Records(prefix, vocab_size)
+
+        def make(documents: range, part: str) -> SftDataset:
+            dataset = SftDataset(records, documents, seq_length, eod, seed, part)
+            made.append(f"the {part} part of {prefix}: {dataset.note()}")
+            return dataset
+
+        return records.tokens.num_documents, make
+
+    datasets, notes = build_datasets(open_, data_path, split)
+    return datasets, [*made, *notes]

@@ -1,0 +1,22 @@
+"""Which tokens mark the pieces of a text whose middle is to be filled in (--fim-tokens)."""
+
+from ..config import Config
+from ..data.fim import Gaps
+from ..tokenizer import Tokenizer
+
+
+def gaps_of(config: Config, tokenizer: Tokenizer) -> Gaps | None:
+    """None without --fim-rate. Raises ValueError for a mark that the tokenizer does not have."""
+    data = config.data
+    if not data.fim_rate:
+        return None
+    names = data.fim_tokens or ()
+    missing = [name for name in names if name not in tokenizer.specials]
+    if missing:
+        raise ValueError(
+            f"--fim-tokens: {' and '.join(missing)} is no special token of {data.vocab_file}, which has "
+            f"{', '.join(tokenizer.specials)}; tools/train_tokenizer.py --special-tokens makes tokenizers that have them, and "
+            f"transformers' tokenizer.add_special_tokens() with save_pretrained() adds them to one of Hugging Face"
+        )
+    prefix, middle, suffix = (tokenizer.specials[name] for name in names)
+    return Gaps(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

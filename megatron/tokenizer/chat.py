@@ -1,0 +1,248 @@
+"""A conversation as tokens, and which of them a model learns to write: what the assistant says, and the mark that ends it.
+
+A template writes roles and marks around the contents. Names of special tokens stand for these tokens in what the template writes,
+and never in a content, so that no text can pretend to be a turn of its own.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from .base import Tokenizer, TokenizerError, read_object
+from .load import file_of
+
+ROLES = ("system", "user", "assistant")
+BEGIN, END = "<|im_start|>", "<|im_end|>"  # of ChatML
+
+
+class Message(NamedTuple):
+    """One turn of a conversation. role: one of `ROLES`."""
+
+    role: str
+    content: str
+
+
+class Piece(NamedTuple):
+    """Some text of a conversation. counts: whether it is learned. markup: whether names in it stand for special tokens."""
+
+    text: str
+    counts: bool
+    markup: bool
+
+
+class Template(Protocol):
+    """How a conversation is written. source: what tells this template from others."""
+
+    source: str
+
+    def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+        """The text in pieces. Raises ValueError for a conversation that the template cannot write."""
+        ...
+
+
+def messages_of(record: object) -> tuple[Message, ...]:
+    """The conversation of a record `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`.
+
+    Raises ValueError for anything else, and where the assistant says nothing.
+    """
+    if not isinstance(record, dict):
+        raise ValueError("not an object with messages")
+    if "messages" in record:
+        turns = record["messages"]
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
+        found = tuple(Message(turn.get("role", ""), turn.get("content", "")) for turn in turns)
+    elif "instruction" in record and "output" in record:
+        asked = [record["instruction"], record.get("input") or ""]
+        if not all(isinstance(text, str) for text in asked):
+            raise ValueError("'instruction' or 'input' is not a text")
+        question = "\n\n".join(text for text in asked if text)
+        found = Message("user", question), Message("assistant", record["output"])
+    else:
+        raise ValueError("neither 'messages' nor 'instruction' and 'output'")
+    for message in found:
+        _check(message)
+    if not any(message.role == "assistant" for message in found):
+        raise ValueError("no message of the assistant, from which alone is learned")
+    return found
+
+
+def _check(message: Message) -> None:
+    if message.role not in ROLES:
+        raise ValueError(f"the role {message.role!r} is none of {', '.join(ROLES)}")
+    if not isinstance(message.content, str) or not message.content:
+        raise ValueError(f"a message of the {message.role} without a text")
+    try:
+        message.content.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair, which no Unicode text has") from None
+
+
+class ChatML:
+    """`<|im_start|>ROLE`, a line break, the content, `<|im_end|>`, a line break."""
+
+    source = "chatml"
+
+    def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+        """See Template."""
+        found: list[Piece] = []
+        for role, content in messages:
+            own = role == "assistant"
+            found += [Piece(f"{BEGIN}{role}\n", False, True), Piece(content, own, False)]
+            found += [Piece(END, own, True), Piece("\n", False, True)]
+        return tuple(found)
+
+
+class JinjaTemplate:
+    """A template in Jinja, as Hugging Face's tokenizers have them.
+
+    What the assistant says is found by writing the conversation up to each of its turns and once more with it. White space after the
+    mark that ends a turn does not count. names: special tokens, which no content may hold, as a template does not keep the two apart.
+    variables: what templates know besides the messages, such as eos_token. Raises TokenizerError without jinja2 or for a template with a mistake.
+    """
+
+    def __init__(self, source: str, names: Sequence[str], variables: dict[str, Any]) -> None:
+        try:
+            import jinja2
+            import jinja2.ext
+            import jinja2.sandbox
+        except ImportError:
+            raise TokenizerError("this chat template needs the package jinja2: pip install jinja2") from None
+
+        class Generation(jinja2.ext.Extension):
+            """Tags around what the assistant says, which some templates have; what is between them is written as it stands."""
+
+            tags = {"generation"}
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def refuse(message: str) -> None:
+            raise ValueError(f"the chat template refuses it: {message}")
+
+        extensions = ["jinja2.ext.loopcontrols", Generation]
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions
+        )
+        environment.globals["raise_exception"] = refuse
+        self.source, self._variables, self._mistake = source, variables, jinja2.TemplateError
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TokenizerError(f"the chat template has a mistake: {error}") from None
+
+    def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+        """See Template. Raises ValueError where a turn changes what was written before it."""
+        for message in messages:
+            if name := self._names.search(message.content):
+                raise ValueError(f"a content holds {name[0]}, which is a special token")
+        whole, at = self._written(messages, False), 0
+        found: list[Piece] = []
+        for number, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            before = self._written(messages[:number], True)
+            after = self._written(messages[: number + 1], False)
+            if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
+                raise ValueError("the chat template does not write a conversation turn by turn")
+            said = after[len(before) :]
+            marked = said.rstrip()
+            said = marked if len(marked) > len(message.content.rstrip()) else said
+            found += [Piece(whole[at : len(before)], False, True), Piece(said, True, True)]
+            at = len(before) + len(said)
+        return tuple(piece for piece in (*found, Piece(whole[at:], False, True)) if piece.text)
+
+    def _written(self, messages: Sequence[Message], asks: bool) -> str:
+        turns = [message._asdict() for message in messages]
+        try:
+            return self._template.render(messages=turns, add_generation_prompt=asks, **self._variables)
+        except (self._mistake, TypeError) as error:
+            raise ValueError(f"the chat template cannot write it: {error}") from None
+
+
+def load_template(name: str, tokenizer: Tokenizer, vocab_file: str) -> Template:
+    """The template `chatml`, the `tokenizer`'s own, or that of a Jinja file. Raises TokenizerError where there is none."""
+    if name == "chatml":
+        return ChatML()
+    settings, source = _settings(vocab_file), None
+    if name == "tokenizer":
+        source = _own(vocab_file, settings)
+        if source is None:
+            raise TokenizerError(
+                f"there is no chat template next to {vocab_file}: give --chat-template chatml or a file"
+            )
+    elif not Path(name).is_file():
+        raise TokenizerError(f"--chat-template {name} is no file, and neither chatml nor tokenizer")
+    else:
+        source = Path(name).read_text(encoding="utf-8")
+    tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    variables = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+    return JinjaTemplate(source, list(tokenizer.specials), {key: token or "" for key, token in variables.items()})
+
+
+def _settings(vocab_file: str) -> dict[str, Any]:
+    path = file_of(vocab_file).with_name("tokenizer_config.json")
+    return read_object(path) if path.is_file() else {}
+
+
+def _own(vocab_file: str, settings: dict[str, Any]) -> str | None:
+    path = file_of(vocab_file).with_name("chat_template.jinja")
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = {each["name"]: each["template"] for each in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+class ChatEncoder:
+    """Pieces to ids. append_eod: end a conversation that the assistant ends with `eod`, which counts, too."""
+
+    def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
+        self._tokenizer, self._append_eod = tokenizer, append_eod
+        names = sorted(tokenizer.specials, key=len, reverse=True)
+        self._names = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "((?!))")
+
+    def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+        """(token ids, of each 1 if it counts in the loss, else 0). Neighbouring texts that count alike are encoded as one."""
+        pieces = list(pieces)
+        spare = pieces[-1].text.isspace() and not pieces[-1].counts
+        ends = self._append_eod and pieces[-2 if spare and len(pieces) > 1 else -1].counts
+        if ends and spare:
+            del pieces[-1]
+        ids: list[int] = []
+        counts: list[int] = []
+        text, learned = "", False
+
+        def flush() -> None:
+            nonlocal text
+            if text:
+                made = self._tokenizer.encode_inside(text) if ids else self._tokenizer.encode(text)
+                ids.extend(made)
+                counts.extend([int(learned)] * len(made))
+                text = ""
+
+        for piece in pieces:
+            if piece.counts != learned:
+                flush()
+                learned = piece.counts
+            for part in self._names.split(piece.text) if piece.markup else [piece.text]:
+                if piece.markup and part in self._tokenizer.specials:
+                    flush()
+                    ids.append(self._tokenizer.specials[part])
+                    counts.append(int(learned))
+                else:
+                    text += part
+        flush()
+        if ends and ids[-1] != self._tokenizer.eod:
+            ids.append(self._tokenizer.eod)
+            counts.append(1)
+        return ids, counts
+
+
+def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
+    """Names of a built-in template that are no special tokens of the tokenizer: they are written as text."""
+    return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.specials]

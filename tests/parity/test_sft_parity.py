@@ -1,0 +1,80 @@
+"""Supervised fine-tuning in any layout against plain torch that computes each record by itself, without windows or padding."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.sft_dataset import Records, SftDataset
+from megatron.tokenizer import load_tokenizer
+from tests.parity import reference
+from tests.support import covering
+
+from .layouts import GLOBAL_BATCH, HEADS, LAYERS, LR, SEED, SEQ, STEPS, Layout, initial_weights, ours
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """300 records of 2 to 30 tokens, some longer than a window; about a third of the tokens count, in some records one."""
+    prefix, rng = str(tmp_path_factory.mktemp("records") / "chats_sft"), np.random.default_rng(5)
+    with (
+        IndexedDatasetBuilder(prefix, np.uint16) as tokens,
+        IndexedDatasetBuilder(f"{prefix}_loss", np.uint8) as counts,
+    ):
+        for _ in range(300):
+            ids = (300 + 60 * rng.standard_exponential(int(rng.integers(2, 31)))).astype(np.int64) % 2900 + 3
+            tokens.add_document(ids)
+            counts.add_document((rng.random(len(ids)) < rng.random()).astype(np.uint8))
+    return prefix
+
+
+def _alone(of_step: list[tuple[Tensor, Tensor]], w: reference.Weights) -> Tensor:
+    """The mean loss over what counts in some records, each of which is all there is."""
+    total, targets = torch.zeros((), dtype=torch.float64), 0
+    for ids, flags in of_step:
+        s = len(ids) - 1
+        seen = torch.ones(1, s, s, dtype=torch.bool).tril()
+        out = reference.logits(w, ids[None, :-1], torch.arange(s)[None], seen, LAYERS, HEADS)[0]
+        total = total + (F.cross_entropy(out, ids[1:], reduction="none") * flags[1:]).sum()
+        targets += int(flags[1:].sum())
+    return total / targets
+
+
+@pytest.fixture(scope="module")
+def expected(records: str, vocab_file: str) -> list[float]:
+    tokens, counts = IndexedDataset(records), IndexedDataset(f"{records}_loss")
+    vocab_size = load_tokenizer(vocab_file).vocab_size
+    order = SftDataset(Records(records, None), range(300), SEQ, 0, SEED, "train").order
+    steps = []
+    for step in range(STEPS):
+        numbers = [d for n in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH) for d in order.records(n).tolist()]
+        pairs = [[torch.from_numpy(each[d][: SEQ + 1].astype(np.int64)) for each in (tokens, counts)] for d in numbers]
+        steps.append(partial(_alone, [(ids, flags) for ids, flags in pairs]))
+    return reference.learn(initial_weights(vocab_size), steps, LR["sgd"], "sgd", 1.0, torch.float64)
+
+
+LAYOUTS = [
+    (Layout(0, 1, 1), ""),
+    (Layout(0, 1, 2), "--sequence-parallel"),
+    (Layout(2, 1, 1), ""),
+    (Layout(0, 2, 1), ""),
+    (Layout(2, 2, 1), "--logits-chunk-size 20"),
+    (Layout(2, 1, 2), "--unfused document-attention"),
+    (Layout(0, 1, 1), "--num-workers 1"),
+]
+
+
+@pytest.mark.parametrize(("layout", "more"), covering(LAYOUTS, LAYOUTS[:4].__contains__, several=True))
+def test_losses_equal_records_by_themselves(
+    layout: Layout, more: str, expected: list[float], records: str, tmp_path: Path, vocab_file: str
+) -> None:
+    flags = ("--objective", "sft", *more.split())
+    found = ours(layout, tmp_path, records, vocab_file, *flags, precision="fp64")
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    assert expected[0] - min(expected) > 0.3  # they learn something
