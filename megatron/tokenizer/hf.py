@@ -63,6 +63,7 @@ class HFTokenizer(Tokenizer):
             if token.special or SENTINEL.fullmatch(token.content)
         }
         self.specials |= {end: self.eod}
+        self.start = _start_of(tokenizer)
         description = tokenizer.to_str()
         self._inside = _without_prefix(tokenizer, description, "first")
         self._bare = _without_prefix(tokenizer, description, "first", "always")
@@ -100,6 +101,13 @@ class HFTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=False)
         return text
+
+
+def _start_of(tokenizer: Any) -> tuple[int, ...]:
+    """What the post-processor puts in front of a text, if that is all that it adds: others (of BERT) mean the pair of both ends."""
+    whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+    added = len(whole) - len(bare)
+    return tuple(whole[:added]) if added > 0 and whole[added:] == bare else ()
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
