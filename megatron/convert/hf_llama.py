@@ -16,12 +16,12 @@ LONGEST = 4096  # that training goes on with unless it is told; many of theirs r
 _ALL = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": None, "rope_scaling": None, "rope_parameters": None,
-    "layer_types": None, "sliding_window": None, "pad_token_id": None, "head_dim": None, "is_encoder_decoder": False,
+    "pad_token_id": None, "head_dim": None, "is_encoder_decoder": False,
     "decoder_start_token_id": None,
 }  # fmt: skip
 _QWEN = {
     **_ALL, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "eos_token_id": None,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None, "eos_token_id": None,
 }  # fmt: skip
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
     "mistral": {
         **_ALL, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-        "sliding_window": 4096, "eos_token_id": 2,
+        "sliding_window": 4096, "layer_types": None, "eos_token_id": 2,
     },
 }  # fmt: skip
 _NAMES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
@@ -88,6 +88,8 @@ def _gated(name: str, where: Path) -> str:
 
 def _window(values: Mapping[str, Any], where: Path) -> int | None:
     """How many tokens each sees, or None for all; the same in all layers."""
+    if "sliding_window" not in values:
+        return None
     layers, window = values["num_hidden_layers"], values["sliding_window"]
     if not values.get("use_sliding_window", True):
         window = None
