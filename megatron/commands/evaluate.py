@@ -71,12 +71,12 @@ def hugging_face(args: argparse.Namespace) -> Subject:
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """Every document by itself, after an end-of-document token; the end of the document is predicted, too."""
-    score, eod = Score(), subject.tokenizer.eod
+    """Every document by itself, after what begins one (or an end-of-document token); the end of the document is predicted, too."""
+    score, tokenizer = Score(), subject.tokenizer
     longest = subject.longest + 1  # the last token of a window is only a target
     stride = args.stride or max(subject.longest // 2, 1)
     for text in tqdm(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
-        ids = [eod, *subject.tokenizer.encode(text), eod]
+        ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
         nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
         score += Score(sum(nats), len(nats), len(text), len(text.encode()))
     if not score.tokens:
@@ -109,8 +109,8 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         if same == len(whole):
             raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
         total += 1
-        eod = subject.tokenizer.eod
-        right += completes([eod, *whole[:same]], whole[same:], subject.logits_of, subject.longest + 1, subject.device)
+        before = [*subject.tokenizer.before, *whole[:same]]
+        right += completes(before, whole[same:], subject.logits_of, subject.longest + 1, subject.device)
     if not total:
         raise ValueError(f"no questions in {args.cloze}")
     return {"accuracy": right / total, "right": right, "questions": total}

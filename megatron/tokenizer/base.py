@@ -41,6 +41,11 @@ class Tokenizer(ABC):
     specials: dict[str, int]
     start: tuple[int, ...] = ()
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """What stands before the first token of a text that is scored: `start`, or the end of another text."""
+        return self.start or (self.eod,)
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end."""
