@@ -128,6 +128,8 @@ def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_f
         "eos_token": names[tokenizer.eod],
         "pad_token": names[tokenizer.eod],
     }
+    if tokenizer.start:
+        described["bos_token"] = names[tokenizer.start[0]]
     if config.model.position_embedding == "learned":
         described["model_max_length"] = config.positions
     if isinstance(tokenizer, SentinelTokenizer):
