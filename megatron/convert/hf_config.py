@@ -92,7 +92,6 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     return values | {"model_type": kind}
 
 
-
 def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
     """Our settings, by their flat names, for what `read_config` gave, and what is to be said of them.
 
@@ -127,7 +126,6 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         "scale_tied_logits": _scales_logits(values), "position_embedding": "relative", "normalization": "rmsnorm",
         "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
     }, []  # fmt: skip
-
 
 
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
@@ -183,7 +181,6 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
             f"{where}: decoder_start_token_id is {start}; here a decoder begins with the padding, {tokenizer.pad}"
         )
     return notes
-
 
 
 def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:

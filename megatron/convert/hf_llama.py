@@ -134,7 +134,11 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
         found |= {"sliding_window": m.sliding_window}
     else:
         slides = m.sliding_window is not None
-        found |= {"use_sliding_window": slides, "sliding_window": m.sliding_window, "max_window_layers": 0 if slides else m.num_layers}
+        found |= {
+            "use_sliding_window": slides,
+            "sliding_window": m.sliding_window,
+            "max_window_layers": 0 if slides else m.num_layers,
+        }
     return found
 
 

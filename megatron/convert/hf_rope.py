@@ -49,7 +49,10 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     if kind == "llama3":
         found |= {f"rope_{key}": number(key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
-        found |= {"rope_beta_fast": number("beta_fast", 32.0) or 32.0, "rope_beta_slow": number("beta_slow", 1.0) or 1.0}
+        found |= {
+            "rope_beta_fast": number("beta_fast", 32.0) or 32.0,
+            "rope_beta_slow": number("beta_slow", 1.0) or 1.0,
+        }
         found["rope_attention_factor"] = _sharpness(found["rope_scaling_factor"], rope, number)
     return found
 

@@ -28,7 +28,18 @@ LLAMA3 = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama3", {"rope": LLAMA3}),
     "Qwen2": ("qwen", {"tied": True, "rope": {"rope_type": "linear", "factor": 2.0}}),
-    "Qwen3": ("qwen", {"rope": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}}),
+    "Qwen3": (
+        "qwen",
+        {
+            "rope": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            }
+        },
+    ),
     "Mistral": ("llama2", {"window": 7}),
 }
 TEXT = "The river runs slowly to the sea, and 春天来了."
@@ -87,13 +98,16 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     """The same logits by --verify, their tensors bit for bit, the same ids, and text that is theirs token for token."""
     folder = folder_of(tmp_path / "theirs", kind)
     convert("--from-hf", str(folder), "--output", str(tmp_path / "c"), "--verify")
-    convert("--load", str(tmp_path / "c"), "--output", str(tmp_path / "back"), "--verify", "--max-shard-size", "0.00005")
+    convert(
+        "--load", str(tmp_path / "c"), "--output", str(tmp_path / "back"), "--verify", "--max-shard-size", "0.00005"
+    )
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(each) for each in (folder, tmp_path / "back"))
     assert type(after) is type(before) and (tmp_path / "back" / "model.safetensors.index.json").exists()
     wanted, found = before.state_dict(), after.state_dict()
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
     for key in ("eos_token_id", "bos_token_id", "rope_parameters", "sliding_window", "head_dim"):
-        assert key == "bos_token_id" and kind.startswith("Qwen") or getattr(before.config, key, 0) == getattr(after.config, key, 0)  # fmt: skip
+        if key != "bos_token_id" or not kind.startswith("Qwen"):  # which have none; ours say their end
+            assert getattr(before.config, key, 0) == getattr(after.config, key, 0), key
     ours = load_tokenizer(str(folder))
     for source in (folder, tmp_path / "back"):
         other: Any = transformers.AutoTokenizer.from_pretrained(source)
@@ -111,10 +125,40 @@ def check_text(folder: Path, tokenizer: Any, model: Any) -> None:
         wanted = model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist()
         assert [*asked.tokens, *found] == wanted
         shown = tokenizer.decode(wanted, skip_special_tokens=True)
-        assert writer.text(asked, found).replace("\ufffd", "") == shown.replace("\ufffd", "")
+        if shown.startswith(prompt):  # bytes that are no character may reach back into the prompt there
+            assert writer.text(asked, found) == shown
 
 
-@pytest.mark.parametrize(("kind", "size"), covering(list(itertools.product(KINDS, (2, 4))), lambda c: c == ("Mistral", 2), True))
+def test_a_text_goes_on_with_its_spaces() -> None:
+    """Llama 2's tokenizers write a space in front of a text and take it away again: of what goes on, it is to stay."""
+    made, _ = tokenizer_of("llama2")
+    ids = made.encode(TEXT, add_special_tokens=False).ids
+
+    class Plain:
+        decode = staticmethod(made.decode)
+
+    for cut in range(1, len(ids)):
+        known = made.decode(ids[:cut])
+        if "\ufffd" not in known:
+            assert known + generate.continued(Plain(), ids[:cut], ids[cut:]) == TEXT  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 0), ("$A", 0)])
+def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> None:
+    """A token in front; one at the end is the end of a document, and both are a frame of another kind of model."""
+    made, named = tokenizer_of("llama2")
+    ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    ours = load_tokenizer(str(tmp_path))
+    assert ours.start == (made.token_to_id("<s>"),) * expected and ours.eod == made.token_to_id("</s>")
+    assert ours.before == (ours.start or (ours.eod,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), covering(list(itertools.product(KINDS, (2, 4))), lambda c: c == ("Mistral", 2), True)
+)
 def test_over_ranks_the_text_is_the_same(kind: str, size: int, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "theirs", kind)
     flags = ["--load", str(folder), "--prompt", TEXT, "--max-new-tokens", "20", "--temperature", "0"]
@@ -194,7 +238,17 @@ OURS = {
 @pytest.mark.parametrize("name", covering(list(OURS), lambda name: name == "qwen3"))
 def test_ours_there_and_back(name: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     world = 2 if "parallel" in OURS[name] else 1
-    train("llama", world, tmp_path / "run", *RUN, "--data-path", tiny_data, "--vocab-file", vocab_file, *OURS[name].split())
+    train(
+        "llama",
+        world,
+        tmp_path / "run",
+        *RUN,
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        vocab_file,
+        *OURS[name].split(),
+    )
     round_trip(tmp_path / "run", tmp_path)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == name.split()[0]
 

@@ -259,7 +259,11 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("t5", old(num_heads=3), "by config.json it has"),
     ("t5", other_copy, "decoder.embed_tokens.weight and shared.weight differ"),
     ("t5", extra("classification_head.dense.weight"), "describes: classification_head.dense.weight"),
-    ("mt5", old(model_type="umt5"), "a model of type 'umt5'; gpt2, t5, mt5, llama, qwen2, qwen3, mistral can be converted"),
+    (
+        "mt5",
+        old(model_type="umt5"),
+        "a model of type 'umt5'; gpt2, t5, mt5, llama, qwen2, qwen3, mistral can be converted",
+    ),
 ]
 
 

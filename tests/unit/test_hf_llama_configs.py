@@ -19,7 +19,17 @@ from megatron.convert.hf_folder import Folder, entries_of
 from megatron.convert.hf_llama import llama_config
 from megatron.convert.hf_names import matches_of
 from tests.unit.test_hf_configs import (
-    LLAMA, Case, Edit, both, difference, extra, gone, new_head, nothing, old, only, write,
+    LLAMA,
+    Case,
+    Edit,
+    difference,
+    extra,
+    gone,
+    new_head,
+    nothing,
+    old,
+    only,
+    write,
 )  # fmt: skip
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
@@ -87,7 +97,12 @@ def right() -> Iterator[Case]:
     for act, kind in itertools.product(("swish", "gelu_new", "gelu_pytorch_tanh"), ("llama", "qwen3")):
         yield kind, {"hidden_act": act}, nothing, "float32"
     yield "llama", {"attention_bias": True, "mlp_bias": True}, nothing, "float32"
-    yield "llama", {"head_dim": None, "num_key_value_heads": None}, old(head_dim=..., num_key_value_heads=None), "float32"
+    yield (
+        "llama",
+        {"head_dim": None, "num_key_value_heads": None},
+        old(head_dim=..., num_key_value_heads=None),
+        "float32",
+    )
     yield "llama", {}, old(pretraining_tp=2, rope_scaling=None), "float32"
     yield "qwen2", {"head_dim": 4}, old(head_dim=..., use_mrope=False), "float32"
     for window in (None, 1, 5, 22, 4096):
@@ -98,7 +113,9 @@ def right() -> Iterator[Case]:
         yield kind, {**slides, "max_window_layers": 0}, old(layer_types=...), "float32"
         yield kind, {**slides, "max_window_layers": 28}, old(layer_types=...), "float32"
         yield kind, {"sliding_window": 5}, old(sliding_window=5, layer_types=...), "float32"
-    for kind, sizes in itertools.product(("qwen3", "mistral"), ((33, 3, 1, 10, 7), (20, 6, 3, 2, 13), (14, 7, 7, 4, 9))):
+    for kind, sizes in itertools.product(
+        ("qwen3", "mistral"), ((33, 3, 1, 10, 7), (20, 6, 3, 2, 13), (14, 7, 7, 4, 9))
+    ):
         names = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
         yield kind, dict(zip(names, sizes, strict=True)), nothing, "float32"
     for seed in range(40):
