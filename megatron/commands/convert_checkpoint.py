@@ -37,7 +37,8 @@ EXAMPLES = """\
       then: transformers.AutoModelForCausalLM.from_pretrained("exported")
   python tools/convert_checkpoint.py --load runs/t5 --output exported --dtype bf16 --max-shard-size 2
   python tools/convert_checkpoint.py --from-hf downloaded/ --output runs/mine/checkpoints --vocab-file downloaded/tokenizer.json
-      then: python pretrain_gpt2.py --load runs/mine/checkpoints ...
+      then: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json --load runs/mine/checkpoints --data-path ...
+      (a Llama, Qwen or Mistral with pretrain_llama.py; the command prints which)
   python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
 
 
