@@ -169,7 +169,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     notes = []
     if len(ends) > 1:
         notes = [f"eos_token_id names {ends}; here a text ends with {tokenizer.eod} only"]
-    if not values["is_encoder_decoder"]:
+    if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes
     if values["pad_token_id"] != tokenizer.pad:
         raise ValueError(

@@ -30,8 +30,7 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
             raise ValueError(f"{where}: the key {key} of {at} is not read by its type, {kind}; take it out of the file")
 
     def number(key: str, otherwise: float | None = None) -> float:
-        value = rope.get(key)
-        value = otherwise if value is None else value
+        value: Any = otherwise if rope.get(key) is None else rope[key]
         if type(value) not in (int, float):
             raise ValueError(f"{where}: {key} of {at} is {value!r}, where a number is meant")
         return float(value)

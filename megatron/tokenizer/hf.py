@@ -44,6 +44,12 @@ class HFTokenizer(Tokenizer):
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
         self._use(tokenizer, path, [_end_beside(Path(path)), *END_NAMES])
         _check_beside(Path(path), tokenizer)
+        said = _settings_beside(Path(path)).get("add_bos_token")
+        if said is not None and bool(said) != bool(self.start):
+            raise TokenizerError(
+                f"{Path(path).with_name(SETTINGS)} says add_bos_token {said}, but {Path(path).name} begins texts with "
+                f"{list(self.start) or 'no token'}: say the same in both"
+            )
         self.fingerprint = fingerprint(self.name, content)
 
     def _use(self, tokenizer: Any, path: str, ends: Sequence[str | None]) -> None:

@@ -154,6 +154,13 @@ def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> Non
     ours = load_tokenizer(str(tmp_path))
     assert ours.start == (made.token_to_id("<s>"),) * expected and ours.eod == made.token_to_id("</s>")
     assert ours.before == (ours.start or (ours.eod,))
+    for said in (True, False):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, "add_bos_token": said}))
+        if said == bool(expected):
+            assert load_tokenizer(str(tmp_path)).start == ours.start
+        else:
+            with pytest.raises(ValueError, match=f"says add_bos_token {said}, but tokenizer.json begins texts with"):
+                load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
