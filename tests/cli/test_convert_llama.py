@@ -174,7 +174,8 @@ def test_over_ranks_the_text_is_the_same(kind: str, size: int, tmp_path: Path) -
     assert (one.returncode, several.returncode) == (0, 0), (one.stderr, several.stderr)
     assert one.stdout == several.stdout and one.stdout.startswith(TEXT) and len(one.stdout) > len(TEXT) + 10
     streamed = command("python", "tools/generate.py", *flags, "--stream")
-    assert streamed.stdout == one.stdout
+    whole = one.stdout.rstrip("\n").rstrip("\ufffd")  # half a character at the end is not shown
+    assert streamed.stdout.rstrip("\n") == whole
 
 
 def test_evaluation_is_theirs(tmp_path: Path) -> None:
