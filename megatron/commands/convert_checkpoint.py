@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face (GPT2LMHeadModel, T5ForConditionalGeneration), and from CPM-1 and Megatron-LM."""
+"""Checkpoints to and from Hugging Face (GPT-2, T5, Llama, Qwen and Mistral), and from CPM-1 and Megatron-LM."""
 
 import argparse
 import json
@@ -19,7 +19,8 @@ from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.convert.hf_config import FAMILIES, check_tokenizer, gpt2_config, t5_config
 from megatron.convert.hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
-from megatron.convert.hf_names import Match, gpt2_matches, t5_matches
+from megatron.convert.hf_llama import llama_config
+from megatron.convert.hf_names import Match, matches_of
 from megatron.convert.hf_tokenizer import as_theirs
 from megatron.convert.megatron_lm import ORDERS, RankFiles
 from megatron.convert.megatron_settings import check_whole, settings_of
@@ -36,7 +37,8 @@ EXAMPLES = """\
       then: transformers.AutoModelForCausalLM.from_pretrained("exported")
   python tools/convert_checkpoint.py --load runs/t5 --output exported --dtype bf16 --max-shard-size 2
   python tools/convert_checkpoint.py --from-hf downloaded/ --output runs/mine/checkpoints --vocab-file downloaded/tokenizer.json
-      then: python pretrain_gpt2.py --load runs/mine/checkpoints ...
+      then: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json --load runs/mine/checkpoints --data-path ...
+      (a Llama, Qwen or Mistral with pretrain_llama.py; the command prints which)
   python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
 
 
@@ -46,16 +48,11 @@ def export(args: argparse.Namespace) -> None:
     reader = CheckpointReader(path)
     reader.verify()
     config = plain_config(reader)
-    if config.model.family == "llama":
-        raise ValueError(f"{path} is a llama: GPT-2 and T5 can be exported, Llama, Qwen and Mistral cannot yet")
     tokenizer = _tokenizer(config, args.vocab_file)
     reader.check_tokenizer(tokenizer.fingerprint)
-    t5 = config.is_t5
-    if t5:
-        assert isinstance(tokenizer, SentinelTokenizer)
-        described = t5_config(config.model, tokenizer.pad, tokenizer.eod, args.dtype)
-    else:
-        described = gpt2_config(config.model, reader.positions, tokenizer.eod, args.dtype)
+    described = _described(config, reader.positions, tokenizer, args.dtype)
+    if config.model.family == "llama" and config.model.hidden_dropout:
+        print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
 
     def shape(name: str) -> list[int]:
         found: list[int] = reader.tensors[f"{WEIGHT}.{name}"]["shape"]
@@ -65,7 +62,7 @@ def export(args: argparse.Namespace) -> None:
         entry = reader.tensors[f"{WEIGHT}.{name}"]
         return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
 
-    by_name = {match.ours: match for match in (t5_matches if t5 else gpt2_matches)(config.model)}
+    by_name = {match.ours: match for match in matches_of(config.model)}
     entries = entries_of(by_name.values(), read, shape, args.dtype)
 
     with whole_folder(Path(args.output)) as folder:
@@ -81,6 +78,16 @@ def export(args: argparse.Namespace) -> None:
         if args.verify:  # before the folder gets its name
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
     print(f"{len(entries)} tensors -> {args.output}")
+
+
+def _described(config: Config, positions: int, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+    """Their config.json of a model of ours. Raises ConfigError for what none of their classes is."""
+    if isinstance(tokenizer, SentinelTokenizer):
+        return t5_config(config.model, tokenizer.pad, tokenizer.eod, dtype)
+    if config.model.family == "llama":
+        first = tokenizer.start[0] if tokenizer.start else tokenizer.eod
+        return llama_config(config.model, positions, first, tokenizer.eod, dtype)
+    return gpt2_config(config.model, positions, tokenizer.eod, dtype)
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,6 +129,8 @@ def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_f
         "eos_token": names[tokenizer.eod],
         "pad_token": names[tokenizer.eod],
     }
+    if tokenizer.start:
+        described["bos_token"] = names[tokenizer.start[0]]
     if config.model.position_embedding == "learned":
         described["model_max_length"] = config.positions
     if isinstance(tokenizer, SentinelTokenizer):
@@ -147,7 +156,7 @@ def bring_in(args: argparse.Namespace) -> None:
     print(f"{len(entries)} tensors -> {final}")
     settings = output / "settings.json"
     _write_settings(settings, config)
-    script = "pretrain_t5.py" if config.is_t5 else "pretrain_gpt2.py"
+    script = f"pretrain_{config.model.family}.py"
     print(f"to train on: python {script} --config {settings} --load {args.output} --data-path ... --run-dir ...")
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tqdm import tqdm
 from data_utils.documents import texts
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.convert.hf_config import check_tokenizer
+from megatron.convert.hf_folder import Folder, is_hf_folder
 from megatron.inference.lm_eval import Harness, evaluate_tasks
 from megatron.inference.scoring import Logits, Score, completes, nats_of
 from megatron.model import GPT2Model
@@ -37,18 +40,24 @@ class Subject:
 
 
 def ours(args: argparse.Namespace) -> Subject:
-    """The model of --load, as what is evaluated."""
-    path = find_checkpoint(args.load)
-    config = plain_config(CheckpointReader(path))
+    """The model of --load, as what is evaluated: a run of ours, or a folder of Hugging Face's, computed by our model."""
+    theirs = Folder(Path(args.load)) if is_hf_folder(Path(args.load)) else None
+    path = theirs.path if theirs else find_checkpoint(args.load)
+    config = theirs.config if theirs else plain_config(CheckpointReader(path))
     if config.is_t5:
         raise ValueError(f"{path} is a T5; evaluate.py scores left-to-right models: tools/generate.py fills T5's gaps")
-    vocab_file = args.vocab_file or config.data.vocab_file
+    vocab_file = args.vocab_file or (str(path) if theirs else config.data.vocab_file)
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
     with mpu.undrawn():
         model = GPT2Model(config, parallel_output=False)
-    load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
+    if theirs:
+        for note in check_tokenizer(theirs.values, theirs.given, tokenizer, path / "config.json"):
+            print(f"note: {note}", file=sys.stderr)
+        theirs.load(model)
+    else:
+        load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     here = device.current()
     return Subject(model.eval().to(here), tokenizer, config.positions, here)
 
@@ -71,12 +80,12 @@ def hugging_face(args: argparse.Namespace) -> Subject:
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """Every document by itself, after an end-of-document token; the end of the document is predicted, too."""
-    score, eod = Score(), subject.tokenizer.eod
+    """Every document by itself, after what begins one (or an end-of-document token); the end of the document is predicted, too."""
+    score, tokenizer = Score(), subject.tokenizer
     longest = subject.longest + 1  # the last token of a window is only a target
     stride = args.stride or max(subject.longest // 2, 1)
     for text in tqdm(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
-        ids = [eod, *subject.tokenizer.encode(text), eod]
+        ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
         nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
         score += Score(sum(nats), len(nats), len(text), len(text.encode()))
     if not score.tokens:
@@ -109,8 +118,8 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         if same == len(whole):
             raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
         total += 1
-        eod = subject.tokenizer.eod
-        right += completes([eod, *whole[:same]], whole[same:], subject.logits_of, subject.longest + 1, subject.device)
+        before = [*subject.tokenizer.before, *whole[:same]]
+        right += completes(before, whole[same:], subject.logits_of, subject.longest + 1, subject.device)
     if not total:
         raise ValueError(f"no questions in {args.cloze}")
     return {"accuracy": right / total, "right": right, "questions": total}
@@ -138,8 +147,8 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--load", help="a run directory, or one of its checkpoints")
-    add("--hf", help="a folder that transformers can load")
+    add("--load", help="a run directory, one of its checkpoints, or a GPT-2, Llama, Qwen or Mistral of Hugging Face")
+    add("--hf", help="a folder that transformers can load, computed by transformers")
     add("--input", nargs="+", help="text files, as tools/preprocess_data.py reads them")
     add("--cloze", help="a .jsonl of contexts and targets")
     add("--tasks", help="names of lm-eval's tasks, by commas")

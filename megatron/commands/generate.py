@@ -39,6 +39,7 @@ EXAMPLES = """\
   python tools/generate.py --load runs/gpt2 --prompt "Once upon" --num-samples 3 --temperature 0.8 --top-p 0.9
   python tools/generate.py --load runs/gpt2 --interactive
   python tools/generate.py --load runs/gpt2 --input prompts.txt --batch-size 32 --json > texts.jsonl
+  python tools/generate.py --load downloaded/ --prompt "Once upon"      (a folder of Hugging Face: Llama, Qwen, Mistral, GPT-2)
   python tools/generate.py --load runs/t5 --prompt "春天来了，<extra_id_0>都开了。" --num-beams 4
   python tools/launch.py --standalone --nproc-per-node 4 tools/generate.py --load runs/gpt2 \\
       --model-parallel-size 2 --pipe-parallel-size 2 --prompt "春天" """
@@ -70,7 +71,7 @@ class Writer:
         tokenizer = self.tokenizer
         source = tokenizer.encode(prompt)
         if not isinstance(tokenizer, SentinelTokenizer):
-            return Question(prompt, source or [tokenizer.eod], tokenizer.eod)
+            return Question(prompt, [*tokenizer.start, *source] or [tokenizer.eod], tokenizer.eod)
         if tokenizer.convention == "t5":
             return Question(prompt, [*source, tokenizer.eod], tokenizer.eod)
         if not source:
@@ -129,7 +130,7 @@ class Writer:
         kept = ids[:-1] if ids[-1:] == [question.end] else ids
         if isinstance(self.tokenizer, SentinelTokenizer):
             return fill(question.prompt, self.tokenizer, kept)
-        return question.prompt + self.tokenizer.decode(kept)
+        return question.prompt + continued(self.tokenizer, question.tokens, kept)
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
@@ -206,15 +207,21 @@ def load(args: argparse.Namespace) -> Writer:
     return Writer(model.to(device), tokenizer, config, stages)
 
 
-def show_as_it_comes(tokenizer: Tokenizer) -> Callable[[list[int]], None]:
-    """Prints the text of one continuation token by token, a character once all of its bytes are there."""
+def continued(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of `ids` after the tokens `before`: alone, some tokenizers (Llama 2's) would drop the space in front of it."""
+    known, whole = tokenizer.decode(before), tokenizer.decode([*before, *ids])
+    return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(ids)
+
+
+def show_as_it_comes(tokenizer: Tokenizer, before: Sequence[int]) -> Callable[[list[int]], None]:
+    """Prints the text of one continuation token by token, a character once all of its bytes are there. before: tokens of the prompt."""
     ids: list[int] = []
     shown = 0
 
     def heard(tokens: list[int]) -> None:
         nonlocal shown
         ids.extend(tokens)
-        text = tokenizer.decode([token for token in ids if token != tokenizer.eod])
+        text = continued(tokenizer, before, [token for token in ids if token != tokenizer.eod])
         whole = text.rstrip("\ufffd")
         print(whole[shown:], end="", flush=True)
         shown = len(whole)
@@ -227,7 +234,8 @@ def show(writer: Writer, args: argparse.Namespace) -> None:
     for prompt in prompts(args):
         if is_rank_0():
             print(prompt, end="", flush=True)
-        writer.write([writer.question(prompt)], args, show_as_it_comes(writer.tokenizer) if is_rank_0() else None)
+        asked = writer.question(prompt)
+        writer.write([asked], args, show_as_it_comes(writer.tokenizer, asked.tokens) if is_rank_0() else None)
         if is_rank_0():
             print(flush=True)
 
@@ -317,7 +325,7 @@ def build_parser() -> Parser:
     add(
         "--load",
         required=True,
-        help="a run directory, a folder of checkpoints, one checkpoint, or a GPT-2 of Hugging Face",
+        help="a run directory, a folder of checkpoints, one checkpoint, or a GPT-2, Llama, Qwen or Mistral of Hugging Face",
     )
     add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
     add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"; each text is one line, too')

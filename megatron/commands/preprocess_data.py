@@ -69,6 +69,7 @@ class _Worker:
 
     args: argparse.Namespace
     tokenizer: Tokenizer
+    start: NDArray[np.int32]
     eod: NDArray[np.int32]
     take: Any  # keys, or what takes a conversation from a record
     chat: ChatEncoder
@@ -77,6 +78,7 @@ class _Worker:
 def _start_worker(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process for each core already
     _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
+    _Worker.start = np.array(_Worker.tokenizer.start, dtype=np.int32)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
     _Worker.take = args.keys
     if args.objective == "sft":
@@ -105,6 +107,9 @@ def _encoded(texts: list[str]) -> Part:
     if len(_Worker.eod):
         for last in np.cumsum(counts) - 1:
             encoded[last] = np.append(encoded[last], _Worker.eod)
+    if len(_Worker.start):
+        for first in np.cumsum(counts) - counts:
+            encoded[first] = np.append(_Worker.start, encoded[first])
     ids = np.concatenate(encoded) if encoded else np.empty(0, np.int32)
     dtype = np.dtype(best_dtype(_Worker.tokenizer.vocab_size))
     return Part(fit(ids, dtype, "the output"), np.array([len(part) for part in encoded], dtype=np.int32), counts)

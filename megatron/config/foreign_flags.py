@@ -5,74 +5,11 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .outcomes import ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
 from .sections import Config
-
-
-def given(value: Any) -> Any:
-    """Stands in a table for the value on the command line; another function makes ours of it."""
-    return value
-
-
-@dataclass(frozen=True)
-class Means:
-    """Settings of ours, a value each or a function of what is given. but: what a user has to know of the difference."""
-
-    settings: Mapping[str, Any]
-    but: str = ""
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """Nothing depends on it here."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Nothing of ours has its meaning."""
-
-    advice: str
-
-
-@dataclass(frozen=True)
-class ByValue:
-    """Another outcome for each value."""
-
-    values: "Mapping[str, Means | NoEffect | Refused]"
-
-
-@dataclass(frozen=True)
-class Depends:
-    """What it comes to follows from the other settings and the number of ranks: on(config, value, ranks)."""
-
-    on: "Callable[[Config, Any, int], Means | NoEffect | Refused]"
-    says: str
-
-
-Outcome = Means | NoEffect | Refused | ByValue | Depends
-
-
-@dataclass(frozen=True)
-class Row:
-    """names: the flags, a space between two. takes: the type of their value, None for none, list for several words."""
-
-    names: str
-    outcome: Outcome
-    takes: type | None = None
-
-
-def _as(setting: str, but: str = "") -> Means:
-    return Means({setting: given}, but)
-
-
-def _in_json(section: str, key: str) -> Refused:
-    return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
-
 
 # --------------------------------------------------------- what follows from other settings
 
@@ -147,6 +84,32 @@ def _momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
     return NoEffect("it is 0.9 here") if value == 0.9 else Refused("the momentum of --optimizer sgd is 0.9")
 
 
+def _groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
+    if config.model.num_key_value_heads is not None:
+        return NoEffect("--num-key-value-heads says how many there are")
+    return Means({"num_key_value_heads": 1}, "one group, as there, where nothing says how many")
+
+
+def _norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
+    if config.model.normalization == "rmsnorm":
+        return Means({"qk_norm": True})
+    return Refused("norms of queries and keys are RMS norms here, take --normalization rmsnorm for all")
+
+
+def _no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+    kind = config.model.position_embedding
+    if kind != "learned":
+        return NoEffect(f"--position-embedding {kind} has no learned ones")
+    return Refused("a model without positions is not here: see --position-embedding")
+
+
+def _window(config: Config, sides: Any, ranks: int) -> Means | Refused:
+    before, _, after = sides.strip("()").replace(" ", "").partition(",")
+    if not before.isdigit() or after != "0":
+        return Refused("N,0 can be taken: a token sees N others before it and none behind; leave it out for all")
+    return Means({"sliding_window": int(before) + 1}, "the token itself is counted here")
+
+
 # ------------------------------------------------------------------------------- the tables
 
 _SAME_LOSS = NoEffect("the loss is the same here; torch's attention is one kernel, --compile fuses what else can be")
@@ -154,17 +117,18 @@ _IN_FP32 = NoEffect("attention's kernels add up in fp32 as they are")
 _EVENTS = NoEffect("metrics.jsonl and TensorBoard get what there is, once every --log-interval")
 _WHOLE_LAYERS = Means({"checkpoint_activations": True})
 _SELECTIVE = Means({"checkpoint_attention": True})
-_REALM = Refused("only GPT-2 and T5 are here, no retrieval")
+_REALM = Refused("there is no retrieval here")
+_ROPE = Means({"position_embedding": "rope"})
 
 ROWS = (
     # layout and batch
-    Row("--tensor-model-parallel-size", _as("model_parallel_size"), int),
+    Row("--tensor-model-parallel-size", same("model_parallel_size"), int),
     Row(
         "--pipeline-model-parallel-size",
         Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "no pipeline is 1 there and 0 here"),
         int,
     ),
-    Row("--micro-batch-size", _as("batch_size"), int),
+    Row("--micro-batch-size", same("batch_size"), int),
     Row("--global-batch-size", Depends(_accumulation, "--gas, by --batch-size and the replicas"), int),
     Row("--rampup-batch-size", Refused("the batch size is the same from beginning to end"), list),
     Row(
@@ -176,9 +140,9 @@ ROWS = (
     Row("--standalone-embedding-stage", Refused("--partition-method says where the layers are cut")),
     Row("--use-distributed-optimizer", Means({"zero_stage": 1})),
     Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed does so as it is")),
-    Row("--zero-reduce-bucket-size", _in_json("zero_optimization", "reduce_bucket_size"), int),
-    Row("--zero-allgather-bucket-size", _in_json("zero_optimization", "allgather_bucket_size"), int),
-    Row("--cpu-optimizer", _in_json("zero_optimization", "offload_optimizer")),
+    Row("--zero-reduce-bucket-size", in_json("zero_optimization", "reduce_bucket_size"), int),
+    Row("--zero-allgather-bucket-size", in_json("zero_optimization", "allgather_bucket_size"), int),
+    Row("--cpu-optimizer", in_json("zero_optimization", "offload_optimizer")),
     Row("--cpu_torch_adam", NoEffect("an optimizer on the CPU is torch's as it is")),
     Row("--distributed-backend", NoEffect("the device decides: NCCL between GPUs, gloo between CPUs"), str),
     Row("--DDP-impl", NoEffect("--overlap-grad-reduce says how replicas add gradients up"), str),
@@ -193,14 +157,14 @@ ROWS = (
     Row("--lazy-mpu-init", Refused("groups are made when the ranks are there; leave it out"), str),
     Row("--use-cpu-initialization", NoEffect("initial weights follow from --seed and their names on any device")),
     Row("--deepspeed --deepscale", NoEffect("every run is DeepSpeed's")),
-    Row("--deepspeed_config --deepscale_config", _as("deepspeed_config"), str),
+    Row("--deepspeed_config --deepscale_config", same("deepspeed_config"), str),
     Row("--deepspeed_mpi", Refused("start the ranks with tools/launch.py, torchrun or deepspeed")),
     # model
-    Row("--ffn-hidden-size", _as("ff_hidden_size"), int),
-    Row("--kv-channels", _as("kv_hidden_size"), int),
-    Row("--encoder-num-layers", _as("num_layers"), int),
-    Row("--decoder-num-layers", _as("num_decoder_layers"), int),
-    Row("--norm-epsilon", _as("layernorm_epsilon"), float),
+    Row("--ffn-hidden-size", same("ff_hidden_size"), int),
+    Row("--kv-channels", same("kv_hidden_size"), int),
+    Row("--encoder-num-layers", same("num_layers"), int),
+    Row("--decoder-num-layers", same("num_decoder_layers"), int),
+    Row("--norm-epsilon", same("layernorm_epsilon"), float),
     Row("--disable-bias-linear", Means({"hidden_bias": False})),
     Row("--untie-embeddings-and-output-weights", Means({"tie_embeddings": False})),
     Row("--openai-gelu", Means({"activation": "gelu-tanh"})),
@@ -208,10 +172,52 @@ ROWS = (
     Row("--param-sharing-style", Refused("layers do not share weights"), str),
     Row("--num-experts", Refused("there are no experts; every token passes the same MLP"), int),
     Row("--apply-residual-connection-post-layernorm", Refused("the norm stands before attention and MLP")),
-    Row("--bert-no-binary-head", Refused("only GPT-2 and T5 are here")),
+    Row("--bert-no-binary-head", Refused("there is no BERT here")),
     Row("--onnx-safe", Refused("tools/convert_checkpoint.py writes for Hugging Face, which exports to ONNX"), str),
     Row("--init-method-xavier-uniform --data-parallel-random-init", Refused("weights are normal: --init-method-std")),
-    Row("--use-flash-attn", _SAME_LOSS),
+    Row("--use-flash-attn --no-rope-fusion --no-bias-swiglu-fusion", _SAME_LOSS),
+    Row("--attention-backend", _SAME_LOSS, str),
+    Row("--use-mcore-models", NoEffect("there is one form of each model")),
+    Row("--transformer-impl", NoEffect("there is one form of each model"), str),
+    # Llama's
+    Row("--num-query-groups", same("num_key_value_heads"), int),
+    Row("--group-query-attention", Depends(_groups, "no effect with --num-key-value-heads, else one of them")),
+    Row("--swiglu", Means({"activation": "swiglu"})),
+    Row("--squared-relu --quick-geglu", Refused("--activation says which there are")),
+    Row("--apply-layernorm-1p", Refused("norms multiply by their weight itself")),
+    Row("--qk-layernorm", Depends(_norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
+    Row("--qk-l2-norm", Refused("--qk-norm has a weight")),
+    Row("--add-qkv-bias", Means({"qkv_bias": True})),
+    Row("--use-rotary-position-embeddings", _ROPE),
+    Row(
+        "--position-embedding-type",
+        ByValue(
+            {
+                "rope": _ROPE,
+                "learned_absolute": Means({"position_embedding": "learned"}),
+                "relative": Means({"position_embedding": "relative"}),
+                "yarn": Refused("take --position-embedding rope --rope-scaling yarn, with its numbers"),
+                **dict.fromkeys(("mrope", "none"), Refused("--position-embedding says which there are")),
+            }
+        ),
+        str,
+    ),
+    Row(
+        "--no-position-embedding",
+        Depends(_no_learned_positions, "no effect with --position-embedding rope, refused otherwise"),
+    ),
+    Row("--rotary-base", same("rope_theta"), int),
+    Row(
+        "--rotary-interleaved", Refused("the pairs that are turned are the halves of a head, as Hugging Face has them")
+    ),
+    Row("--rotary-seq-len-interpolation-factor", Means({"rope_scaling": "linear", "rope_scaling_factor": given}), int),
+    Row(
+        "--use-rope-scaling",
+        Means({"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_length": 8192}),
+    ),
+    Row("--window-size", Depends(_window, "--sliding-window N + 1, for N,0"), str),
+    Row("--window-attn-skip-freq", Refused("all layers have one --sliding-window"), str),
+    Row("--multi-latent-attention", Refused("--num-key-value-heads is what makes keys and values smaller")),
     # memory
     Row(
         "--checkpoint-granularity --recompute-granularity",
@@ -229,7 +235,7 @@ ROWS = (
         ),
         str,
     ),
-    Row("--recompute-num-layers", _as("checkpoint_num_layers"), int),
+    Row("--recompute-num-layers", same("checkpoint_num_layers"), int),
     Row(
         "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
         Refused("with --sequence-parallel each model-parallel rank keeps its own stretch"),
@@ -242,11 +248,11 @@ ROWS = (
     # precision
     Row("--fp16", Means({"precision": "fp16"})),
     Row("--bf16", Means({"precision": "bf16"})),
-    Row("--loss-scale", _in_json("fp16", "loss_scale"), float),
-    Row("--initial-loss-scale", _in_json("fp16", "initial_scale_power"), float),
-    Row("--min-scale --min-loss-scale", _in_json("fp16", "min_loss_scale"), float),
-    Row("--loss-scale-window", _in_json("fp16", "loss_scale_window"), float),
-    Row("--hysteresis", _in_json("fp16", "hysteresis"), int),
+    Row("--loss-scale", in_json("fp16", "loss_scale"), float),
+    Row("--initial-loss-scale", in_json("fp16", "initial_scale_power"), float),
+    Row("--min-scale --min-loss-scale", in_json("fp16", "min_loss_scale"), float),
+    Row("--loss-scale-window", in_json("fp16", "loss_scale_window"), float),
+    Row("--hysteresis", in_json("fp16", "hysteresis"), int),
     Row(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
         Depends(_fp32_sums, "no effect in fp32 and bf16, where it is so; refused in fp16"),
@@ -262,7 +268,7 @@ ROWS = (
     # length of the run and learning rate
     Row("--train-samples", Depends(_iterations("train_iters"), "--train-iters, by the global batch"), int),
     Row("--lr-decay-samples", Depends(_iterations("lr_decay_iters"), "--lr-decay-iters, by the global batch"), int),
-    Row("--lr-warmup-fraction", _as("warmup"), float),
+    Row("--lr-warmup-fraction", same("warmup"), float),
     Row("--lr-warmup-iters", Depends(_warmup_iterations, "--warmup, by the iterations of the decay"), int),
     Row("--lr-warmup-samples", Depends(_warmup_samples, "--warmup, by the samples of the decay"), int),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
@@ -270,18 +276,18 @@ ROWS = (
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
         NoEffect("it is so without --override-lr-schedule"),
     ),
-    Row("--iterations-to-skip", _as("skip_iterations"), list),
-    Row("--check-weight-hash-across-dp-replicas-interval", _as("check_replicas"), int),
+    Row("--iterations-to-skip", same("skip_iterations"), list),
+    Row("--check-weight-hash-across-dp-replicas-interval", same("check_replicas"), int),
     Row("--sgd-momentum", Depends(_momentum, "no effect if 0.9, refused otherwise"), float),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is the same from beginning to end"), float),
     Row("--weight-decay-incr-style", Refused("--weight-decay is the same from beginning to end"), str),
     # data
-    Row("--encoder-seq-length", _as("enc_seq_length"), int),
-    Row("--decoder-seq-length", _as("dec_seq_length"), int),
-    Row("--tokenizer-model", _as("vocab_file"), str),
+    Row("--encoder-seq-length", same("enc_seq_length"), int),
+    Row("--decoder-seq-length", same("dec_seq_length"), int),
+    Row("--tokenizer-model", same("vocab_file"), str),
     Row("--merge-file", Depends(_merges, "no effect if it is merges.txt next to --vocab-file, refused elsewhere"), str),
-    Row("--vocab-extra-ids", _as("num_sentinels"), int),
-    Row("--mask-prob", _as("noise_density"), float),
+    Row("--vocab-extra-ids", same("num_sentinels"), int),
+    Row("--mask-prob", same("noise_density"), float),
     Row("--short-seq-prob", Refused("all samples are full"), float),
     Row(
         "--data-impl",

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .fields import flag
-from .foreign_flags import FLAGS, VALUES, ByValue, Depends, Means, NoEffect, Outcome, Refused
+from .foreign_flags import FLAGS, VALUES
+from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 from .sections import Config
 
 Change = Callable[[Config, Mapping[str, Any]], Config]

@@ -1,117 +1,15 @@
-"""config.json of Hugging Face's GPT-2, T5 and mT5, read and written: every key is honoured, known to change nothing, or refused.
+"""config.json of Hugging Face's models, read and written: every key is honoured, known to change nothing, or refused.
 
 The tables give each family's defaults, since a config.json may leave out what is as usual.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
-from ..config.fields import ConfigError
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Their names of one function each; what is not here computes something else.
-ACTIVATIONS = {
-    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_accurate": "gelu-tanh",
-    "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
-}  # fmt: skip
-# Of training only, of writing text (generation_config.json's), of other heads, of files and labels.
-HARMLESS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "_name_or_path",
-        "name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "return_dict",
-        "return_dict_in_generate",
-        "output_hidden_states",
-        "output_attentions",
-        "output_scores",
-        "output_past",
-        "torchscript",
-        "use_bfloat16",
-        "tf_legacy_loss",
-        "task_specific_params",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "finetuning_task",
-        "initializer_range",
-        "initializer_factor",
-        "gradient_checkpointing",
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "tokenizer_class",
-        "prefix",
-        "n_ctx",
-        "summary_type",
-        "summary_use_proj",
-        "summary_activation",
-        "summary_proj_to_labels",
-        "summary_first_dropout",
-        "classifier_dropout",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "sep_token_id",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "reorder_and_upcast_attn",
-    ]
-)
-# Keys that change what is computed, with the one value that our models have.
-MUST: dict[str, Any] = {
-    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
-    "cross_attention_hidden_size": None, "pruned_heads": {},
-}  # fmt: skip
-
-
-# Of keys that may be null, what they are otherwise.
-OPTIONAL: dict[str, type] = {
-    "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
-    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
-    "is_encoder_decoder": bool,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of model of theirs: its class, the keys that are read with their defaults, and other names of keys."""
-
-    class_name: str
-    architectures: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    aliases: Mapping[str, str]
-
+from . import hf_llama
+from .hf_keys import DTYPES, HARMLESS, MUST, OPTIONAL, Family, activation_of, check_type, refuse
 
 _T5 = {
     "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None,
@@ -150,6 +48,7 @@ FAMILIES = {
         },
         _T5_ALIASES,
     ),
+    **hf_llama.FAMILIES,
 }  # fmt: skip
 
 
@@ -160,7 +59,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"{where} describes a model of type {kind!r}; gpt2, t5 and mt5 can be converted")
+        raise ValueError(f"{where} describes a model of type {kind!r}; {', '.join(FAMILIES)} can be converted")
     family, named = FAMILIES[kind], content.get("architectures") or []
     if not isinstance(named, list):
         raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
@@ -176,7 +75,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
         if name in values:
             if name in given and values[name] != value:
                 raise ValueError(f"{where}: {given[name]} is {values[name]}, but {key}, the same thing, is {value}")
-            _check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
+            check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
             given[name], values[name] = key, value
         elif name in MUST and value not in (MUST[name], None):
             raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
@@ -193,21 +92,13 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     return values | {"model_type": kind}
 
 
-def _check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
-    """Raise ValueError for a value that is no number, name or truth value where the default is one."""
-    if value is None and (default is None or optional is not None):
-        return
-    wanted = type(default) if default is not None else optional
-    ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
-    if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
-        raise ValueError(f"{where}: {key} is {value!r}, where {wanted.__name__} is meant")
-
-
 def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
     """Our settings, by their flat names, for what `read_config` gave, and what is to be said of them.
 
     tied: whether the tensors have one matrix for embedding and output. Raises ValueError for what our models are not.
     """
+    if values["model_type"] in hf_llama.FAMILIES:
+        return hf_llama.llama_settings(values, tied, where)
     if values["model_type"] == "gpt2":
         notes = []
         if values["embd_pdrop"] != values["resid_pdrop"]:
@@ -221,7 +112,7 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
             "max_position_embeddings": values["n_positions"], "seq_length": values["n_positions"],
             "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["resid_pdrop"],
             "attention_dropout": values["attn_pdrop"], "tie_embeddings": tied,
-            "activation": _activation(values["activation_function"], where, "activation_function"),
+            "activation": activation_of(values["activation_function"], where, "activation_function"),
             "scale_attention": values["scale_attn_weights"],
         }, notes  # fmt: skip
     return {
@@ -237,19 +128,13 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
     }, []  # fmt: skip
 
 
-def _activation(name: str, where: Path, key: str) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"{where}: {key} is {name}; {', '.join(ACTIVATIONS)} can be converted")
-    return ACTIVATIONS[name]
-
-
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
     """`feed_forward_proj` is gated-X or X, which newer files say in two keys besides."""
     project = values["feed_forward_proj"]
     gated, name = project.startswith("gated-"), project.removeprefix("gated-")
     name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 wrote one and meant the other
     gated = gated if values["is_gated_act"] is None else values["is_gated_act"]
-    found = _activation(values["dense_act_fn"] or name, where, "feed_forward_proj")
+    found = activation_of(values["dense_act_fn"] or name, where, "feed_forward_proj")
     if not gated:
         return found
     if found != "gelu-tanh":
@@ -284,7 +169,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     notes = []
     if len(ends) > 1:
         notes = [f"eos_token_id names {ends}; here a text ends with {tokenizer.eod} only"]
-    if values["model_type"] == "gpt2":
+    if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes
     if values["pad_token_id"] != tokenizer.pad:
         raise ValueError(
@@ -298,15 +183,9 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     return notes
 
 
-def _refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
-    for wrong, setting in what:
-        if wrong:
-            raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")
-
-
 def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
     """config.json of GPT2LMHeadModel. Raises ConfigError for what it cannot be."""
-    _refuse([
+    refuse([
         (m.normalization != "layernorm", f"--normalization {m.normalization}"),
         (m.gated, f"--activation {m.activation}"),
         (m.position_embedding != "learned", f"--position-embedding {m.position_embedding}"),
@@ -329,7 +208,7 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
 
 def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
     """config.json of T5ForConditionalGeneration. Raises ConfigError for what it cannot be."""
-    _refuse([
+    refuse([
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.activation == "swiglu", "--activation swiglu"),

@@ -18,15 +18,18 @@ from ..model import GPT2Model, T5Model
 from ..model.layers import global_parameters
 from ..tokenizer.base import read_object
 from .hf_config import read_config, settings_of
-from .hf_names import Match, gpt2_matches, t5_matches
+from .hf_names import Match, matches_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = "lm_head.weight"
 # Names of one matrix, of which a file may hold any.
 EMBEDDINGS = (
-    "transformer.wte.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
+    "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
 )  # fmt: skip
-CONSTANT = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+PREFIX = re.compile(r"^(transformer|model)\.")  # which a model that is saved without its head does not have
+CONSTANT = re.compile(
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)
 ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
@@ -83,18 +86,18 @@ class FolderReader:
     def _name(self, name: str) -> str | None:
         """What `name` is called in these files: without a prefix where the model has no head, or after one of its ties."""
         for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
-            for found in (str(each), each.removeprefix("transformer.")):
+            for found in (str(each), PREFIX.sub("", each)):
                 if found in self._where:
                     return found
         return None
 
     def holds(self, name: str) -> bool:
         """Whether a tensor is there under this very name, but for a prefix."""
-        return name in self._where or name.removeprefix("transformer.") in self._where
+        return name in self._where or PREFIX.sub("", name) in self._where
 
     def unread(self) -> list[str]:
-        """Tensors that nobody has asked for, without copies of the embedding and GPT-2's constant masks."""
-        known = {*EMBEDDINGS, *(name.removeprefix("transformer.") for name in EMBEDDINGS)}
+        """Tensors that nobody has asked for, without copies of the embedding and what old versions saved of constants."""
+        known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
         left = sorted(set(self._where) - self._asked - known)
         return [name for name in left if not CONSTANT.fullmatch(name)]
 
@@ -186,7 +189,7 @@ class Folder:
             "sequence_parallel": False,  # text of any length
         }
         self.config = with_values(Config(), {**settings, **layout})
-        self.matches = list((t5_matches if self.config.is_t5 else gpt2_matches)(self.config.model))
+        self.matches = list(matches_of(self.config.model))
         self._check_tensors()
 
     def _tied(self) -> bool:

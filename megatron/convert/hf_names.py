@@ -1,6 +1,6 @@
-"""Which tensors of Hugging Face's GPT-2 and T5 make up which of ours, and how: one table for both directions.
+"""Which tensors of Hugging Face's models make up which of ours, and how: one table for both directions.
 
-Ours keep query, key and value of a head together, and gate and value of a feature; theirs are stacked or
+Ours keep query, key and value of a head (or of a group of heads) together, and gate and value of a feature; theirs are stacked or
 apart. Hugging Face's GPT-2 stores its matrices transposed.
 """
 
@@ -54,6 +54,24 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
     return Match(ours, theirs, split, join)
 
 
+def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -> Match:
+    """Of each group its queries, its key, its value, heads of `size` rows <-> a tensor each for queries, keys and values."""
+
+    def split(t: Tensor) -> list[Tensor]:
+        parts = t.view(groups, -1, size, *t.shape[1:])
+        return [part.flatten(0, 2) for part in (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])]
+
+    def join(ts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.view(groups, -1, size, *t.shape[1:]) for t in ts], 1).flatten(0, 2)
+
+    return Match(ours, theirs, split, join)
+
+
+def matches_of(m: ModelConfig) -> Iterator[Match]:
+    """For a model of any family."""
+    return {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"](m)
+
+
 def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
     """Which of our tensors each of Hugging Face's GPT-2 is."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
@@ -75,6 +93,29 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
                 yield _transposed(*names) if matrix else Match(names[0], (names[1],))
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
+    if not m.tie_embeddings:
+        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
+
+
+def llama_matches(m: ModelConfig) -> Iterator[Match]:
+    """Which of our tensors each of Hugging Face's Llama, Qwen and Mistral is."""
+    yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    for i in range(m.num_layers):
+        at, its = f"layers.{i}", f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield Match(f"{at}.{norm}.weight", (f"{its}.{norm}.weight",))
+        for kind in ("weight", "bias") if m.has_qkv_bias else ("weight",):
+            heads = tuple(f"{its}.self_attn.{x}_proj.{kind}" for x in "qkv")
+            yield _grouped_heads(f"{at}.attention.query_key_value.{kind}", heads, m.key_value_heads, m.head_size)
+        if m.qk_norm:
+            yield Match(f"{at}.attention.query_norm.weight", (f"{its}.self_attn.q_norm.weight",))
+            yield Match(f"{at}.attention.key_norm.weight", (f"{its}.self_attn.k_norm.weight",))
+        for kind in ("weight", "bias") if m.hidden_bias else ("weight",):
+            yield Match(f"{at}.attention.dense.{kind}", (f"{its}.self_attn.o_proj.{kind}",))
+            pair = f"{its}.mlp.gate_proj.{kind}", f"{its}.mlp.up_proj.{kind}"
+            yield _interleaved(f"{at}.mlp.dense_h_to_4h.{kind}", pair, m.ff_size)
+            yield Match(f"{at}.mlp.dense_4h_to_h.{kind}", (f"{its}.mlp.down_proj.{kind}",))
+    yield Match("final_norm.norm.weight", ("model.norm.weight",))
     if not m.tie_embeddings:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 

@@ -29,7 +29,7 @@ class Harness:
         context, continuation = stem, context[len(stem) :] + continuation
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
         wanted = whole[len(known) :]
-        ids = [self.tokenizer.eod, *whole][-self.longest - 1 :]
+        ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
         wanted = wanted[-len(ids) + 1 :]
         if not wanted:
             return 0.0, True
@@ -43,7 +43,7 @@ class Harness:
         """Log-probability of whole texts, every token with as much before it as half a window leaves."""
         found = []
         for request in requests:
-            ids = [self.tokenizer.eod, *self.tokenizer.encode(request.args[0])]
+            ids = [*self.tokenizer.before, *self.tokenizer.encode(request.args[0])]
             stride = max(self.longest // 2, 1)
             found.append(-sum(nats_of(ids, self.logits_of, self.longest + 1, stride, self.device)))
         return found
@@ -58,7 +58,7 @@ class Harness:
             stops = [stops] if isinstance(stops, str) else stops
             if wishes.get("do_sample"):
                 raise ValueError("this task wants sampled texts; only greedy decoding is done here")
-            ids = [self.tokenizer.eod, *self.tokenizer.encode(context)]
+            ids = [*self.tokenizer.before, *self.tokenizer.encode(context)]
             written: list[int] = []
             text = ""
             while len(written) < wishes.get("max_gen_toks", 256) and not any(stop in text for stop in stops):

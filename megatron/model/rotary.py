@@ -53,7 +53,7 @@ def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
 
     first = max(math.floor(pair_that_turns(m.rope_beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(m.rope_beta_slow)), r - 1)
-    ramp = (torch.arange(r // 2, dtype=torch.float32, device=turns.device) - first) / max(last - first, 0.001)
+    ramp = (torch.arange(r // 2, dtype=torch.float32, device=turns.device) - first) / (last - first or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     return turns / m.rope_scaling_factor * (1 - kept) + turns * kept
 

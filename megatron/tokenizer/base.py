@@ -31,6 +31,7 @@ class Tokenizer(ABC):
 
     vocab_size: number of ids. eod: the id that ends a document. fingerprint: the same for
     tokenizers that give the same ids, another for any other. specials: ids that no text gives, by name.
+    start: ids that its maker puts in front of every text (Llama's <|begin_of_text|>), none if empty.
     """
 
     name: str
@@ -38,6 +39,12 @@ class Tokenizer(ABC):
     eod: int
     fingerprint: str
     specials: dict[str, int]
+    start: tuple[int, ...] = ()
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """What stands before the first token of a text that is scored: `start`, or the end of another text."""
+        return self.start or (self.eod,)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -44,6 +44,12 @@ class HFTokenizer(Tokenizer):
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
         self._use(tokenizer, path, [_end_beside(Path(path)), *END_NAMES])
         _check_beside(Path(path), tokenizer)
+        said = _settings_beside(Path(path)).get("add_bos_token")
+        if said is not None and bool(said) != bool(self.start):
+            raise TokenizerError(
+                f"{Path(path).with_name(SETTINGS)} says add_bos_token {said}, but {Path(path).name} begins texts with "
+                f"{list(self.start) or 'no token'}: say the same in both"
+            )
         self.fingerprint = fingerprint(self.name, content)
 
     def _use(self, tokenizer: Any, path: str, ends: Sequence[str | None]) -> None:
@@ -63,6 +69,7 @@ class HFTokenizer(Tokenizer):
             if token.special or SENTINEL.fullmatch(token.content)
         }
         self.specials |= {end: self.eod}
+        self.start = _start_of(tokenizer)
         description = tokenizer.to_str()
         self._inside = _without_prefix(tokenizer, description, "first")
         self._bare = _without_prefix(tokenizer, description, "first", "always")
@@ -100,6 +107,13 @@ class HFTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=False)
         return text
+
+
+def _start_of(tokenizer: Any) -> tuple[int, ...]:
+    """What the post-processor puts in front of a text, if that is all that it adds: others (of BERT) mean the pair of both ends."""
+    whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+    added = len(whole) - len(bare)
+    return tuple(whole[:added]) if added > 0 and whole[added:] == bare else ()
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 
 from megatron.config.fields import flag
-from megatron.config.foreign_flags import ROWS, VALUES, ByValue, Depends, Means, NoEffect, Outcome, Refused, given
+from megatron.config.foreign_flags import ROWS, VALUES
+from megatron.config.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, given
 from megatron.config.translate import written
 
 

@@ -10,7 +10,8 @@ from megatron.config import Config
 from megatron.config.command_line import HOME, Args, parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
-from megatron.config.foreign_flags import FLAGS, ROWS, ByValue, Means, NoEffect, Refused
+from megatron.config.foreign_flags import FLAGS, ROWS
+from megatron.config.outcomes import ByValue, Means, NoEffect, Refused
 from megatron.optim import lr_at
 from tests.support import ROOT
 from tests.unit import flags_table
@@ -124,6 +125,34 @@ def test_megatrons_line_is_ours() -> None:
     assert "--tokenizer-type GPT2BPETokenizer taken for --tokenizer-type auto" in notes
 
 
+LLAMA = """
+--tensor-model-parallel-size 2 --num-layers 16 --hidden-size 2048 --num-attention-heads 32 --group-query-attention
+--num-query-groups 8 --kv-channels 64 --ffn-hidden-size 8192 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu
+--disable-bias-linear --position-embedding-type rope --use-rotary-position-embeddings --no-position-embedding
+--rotary-base 500000 --rotary-percent 1.0 --use-rope-scaling --window-size 4095,0 --qk-layernorm --add-qkv-bias
+--seq-length 8192 --max-position-embeddings 8192 --untie-embeddings-and-output-weights --attention-dropout 0.0
+--hidden-dropout 0.0 --micro-batch-size 1 --bf16 --use-mcore-models --transformer-impl transformer_engine
+--no-bias-swiglu-fusion --no-rope-fusion --attention-softmax-in-fp32
+"""
+
+
+def test_megatrons_llama_is_ours() -> None:
+    found, notes = taken(LLAMA, 2)
+    ours, none = taken(
+        "--model-parallel-size 2 --num-layers 16 --hidden-size 2048 --num-attention-heads 32 --num-key-value-heads 8 "
+        "--kv-hidden-size 64 --ff-hidden-size 8192 --normalization rmsnorm --layernorm-epsilon 1e-5 --activation swiglu "
+        "--no-hidden-bias --position-embedding rope --rope-theta 500000 --rope-scaling llama3 --rope-scaling-factor 8 "
+        "--rope-original-length 8192 --sliding-window 4096 --qk-norm --qkv-bias --seq-length 8192 "
+        "--max-position-embeddings 8192 --no-tie-embeddings --attention-dropout 0 --hidden-dropout 0 --batch-size 1 --precision bf16"
+    )
+    assert found == ours and none == []
+    assert "--window-size 4095,0 taken for --sliding-window 4096 (the token itself is counted here)" in notes
+    assert "--group-query-attention has no effect: --num-key-value-heads says how many there are" in notes
+    assert taken("--group-query-attention")[0].model.key_value_heads == 1
+    with pytest.raises(ConfigError, match="--use-rope-scaling means --rope-scaling llama3 --rope-scaling-factor 8.0"):
+        taken(LLAMA + "--rope-scaling-factor 32", 2)  # all of it has to be written out then
+
+
 @pytest.mark.parametrize(
     ("line", "ranks", "message"),
     [
@@ -142,6 +171,12 @@ def test_megatrons_line_is_ours() -> None:
         ("--sgd-momentum 0.5", 1, "the momentum of --optimizer sgd is 0.9"),
         ("--micro-batch-size x", 1, "argument --micro-batch-size: invalid int value: 'x'"),
         ("--micro-batch-size 0", 1, "--batch-size 0 must be at least 1"),
+        ("--qk-layernorm", 1, "take --normalization rmsnorm for all"),
+        ("--no-position-embedding", 1, "a model without positions is not here"),
+        ("--window-size 8,8", 1, "N,0 can be taken: a token sees N others before it"),
+        ("--window-size (-1,0)", 1, "leave it out for all"),
+        ("--position-embedding-type yarn", 1, "take --position-embedding rope --rope-scaling yarn"),
+        ("--position-embedding-type alibi", 1, "it may be rope, learned_absolute"),
         ("3 --lr 1", 1, "unknown argument 3"),
     ],
 )  # fmt: skip

@@ -24,12 +24,21 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 GPT2 = {"vocab_size": 61, "n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 4}
+LLAMA = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 24,
+}  # fmt: skip
 T5 = {"vocab_size": 61, "d_model": 16, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2, "num_decoder_layers": 3}
 KINDS = {
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2),
     "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, T5),
     "mt5": (transformers.MT5Config, transformers.MT5ForConditionalGeneration, T5),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, LLAMA),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, LLAMA),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, LLAMA),
 }
+EMBEDDINGS = ("transformer.wte.weight", "shared.weight", "model.embed_tokens.weight")
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
 
@@ -38,8 +47,7 @@ def nothing(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def new_head(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    embedding = tensors.get("transformer.wte.weight", tensors.get("shared.weight"))
-    assert embedding is not None
+    embedding = next(tensors[name] for name in EMBEDDINGS if name in tensors)
     tensors["lm_head.weight"] = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(2))
 
 
@@ -53,7 +61,7 @@ def only(name: str) -> Edit:
     """The embedding under another of its names only."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for key in ("transformer.wte.weight", "shared.weight"):
+        for key in EMBEDDINGS:
             if key in tensors:
                 tensors[name] = tensors.pop(key)
 
@@ -251,7 +259,11 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("t5", old(num_heads=3), "by config.json it has"),
     ("t5", other_copy, "decoder.embed_tokens.weight and shared.weight differ"),
     ("t5", extra("classification_head.dense.weight"), "describes: classification_head.dense.weight"),
-    ("mt5", old(model_type="umt5"), "a model of type 'umt5'"),
+    (
+        "mt5",
+        old(model_type="umt5"),
+        "a model of type 'umt5'; gpt2, t5, mt5, llama, qwen2, qwen3, mistral can be converted",
+    ),
 ]
 
 

@@ -1,0 +1,133 @@
+"""What the families of Hugging Face's models have in common: keys of config.json that change nothing, types, names of functions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.fields import ConfigError
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Their names of one function each; what is not here computes something else.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_accurate": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
+}  # fmt: skip
+# Of training only, of writing text (generation_config.json's), of other heads, of files and labels.
+HARMLESS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_hidden_states",
+        "output_attentions",
+        "output_scores",
+        "output_past",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "task_specific_params",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "initializer_range",
+        "initializer_factor",
+        "gradient_checkpointing",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "tokenizer_class",
+        "prefix",
+        "pretraining_tp",
+        "n_ctx",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+        "classifier_dropout",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sep_token_id",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "reorder_and_upcast_attn",
+    ]
+)
+# Keys that change what is computed, with the one value that our models have.
+MUST: dict[str, Any] = {
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
+    "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
+}  # fmt: skip
+# Of keys that may be null, what they are otherwise.
+OPTIONAL: dict[str, type] = {
+    "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
+    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
+    "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int, "max_window_layers": int,
+    "layer_types": list, "rope_theta": float, "rope_scaling": dict, "rope_parameters": dict,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model of theirs: its class, the keys that are read with their defaults, and other names of keys."""
+
+    class_name: str
+    architectures: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    aliases: Mapping[str, str]
+
+
+def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
+    """Raise ValueError for a value that is no number, name or truth value where the default is one."""
+    if value is None and (default is None or optional is not None):
+        return
+    wanted = type(default) if default is not None else optional
+    ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
+    if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
+        raise ValueError(f"{where}: {key} is {value!r}, where {wanted.__name__} is meant")
+
+
+def activation_of(name: str, where: Path, key: str) -> str:
+    """Our name of one of their functions. Raises ValueError for one that is none of ours."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{where}: {key} is {name}; {', '.join(ACTIVATIONS)} can be converted")
+    return ACTIVATIONS[name]
+
+
+def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
+    """Raise ConfigError for the first setting that is there and that `model` of theirs cannot have."""
+    for wrong, setting in what:
+        if wrong:
+            raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")

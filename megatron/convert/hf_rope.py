@@ -1,0 +1,112 @@
+"""Rotary positions in a config.json: `rope_theta` next to `rope_scaling`, or, of transformers 5, both in `rope_parameters`."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelConfig
+
+ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+# Of each type, the keys that are read besides.
+READ_BY = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+
+
+def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Our settings for what `read_config` gave. Raises ValueError, with the key, for rotary positions that ours are not."""
+    rope, at = _one_of_both(values, where)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in READ_BY:
+        raise ValueError(f"{where}: {at} has the type {kind!r}; {', '.join(READ_BY)} can be converted")
+    if rope.get("type", kind) != kind:
+        raise ValueError(f"{where}: {at} has the type {rope['type']!r} and the rope_type {kind!r}, which are one thing")
+    for key in rope:
+        if key not in (*ANY_TYPE, *READ_BY[kind]):
+            raise ValueError(f"{where}: the key {key} of {at} is not read by its type, {kind}; take it out of the file")
+
+    def number(key: str, otherwise: float | None = None) -> float:
+        value: Any = otherwise if rope.get(key) is None else rope[key]
+        if type(value) not in (int, float):
+            raise ValueError(f"{where}: {key} of {at} is {value!r}, where a number is meant")
+        return float(value)
+
+    for key, usual in (("partial_rotary_factor", 1), ("truncate", True)):
+        if rope.get(key, usual) != usual:
+            raise ValueError(f"{where}: {key} of {at} is {rope[key]}; only models with {usual} can be converted")
+    found: dict[str, Any] = {"rope_theta": _theta(values, rope, at, where)}
+    if kind == "default":
+        return found
+    original = number("original_max_position_embeddings", values["max_position_embeddings"])
+    found |= {"rope_scaling": kind, "rope_scaling_factor": _factor(values, rope, kind, original, number)}
+    if kind != "linear":
+        found["rope_original_length"] = int(original)
+    if kind == "llama3":
+        found |= {f"rope_{key}": number(key) for key in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        found |= {
+            "rope_beta_fast": number("beta_fast", 32.0) or 32.0,
+            "rope_beta_slow": number("beta_slow", 1.0) or 1.0,
+        }
+        found["rope_attention_factor"] = _sharpness(found["rope_scaling_factor"], rope, number)
+    return found
+
+
+def _one_of_both(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
+    """What is said of them, and under which key."""
+    old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
+    if old and new and any(new.get(key, value) != value for key, value in old.items()):
+        raise ValueError(f"{where}: rope_scaling and rope_parameters, which are one thing, differ")
+    if any(isinstance(value, dict) for value in new.values()):
+        raise ValueError(f"{where}: rope_parameters differ from layer to layer; models with one kind can be converted")
+    return {**new, **old}, "rope_scaling" if old else "rope_parameters"
+
+
+def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: Path) -> float:
+    inside, outside = rope.get("rope_theta"), values["rope_theta"]
+    if None not in (inside, outside) and inside != outside:
+        raise ValueError(f"{where}: rope_theta is {outside}, but in {at} it is {inside}")
+    found = next((value for value in (inside, outside) if value is not None), 10000.0)
+    if type(found) not in (int, float):
+        raise ValueError(f"{where}: rope_theta of {at} is {found!r}, where a number is meant")
+    return float(found)
+
+
+def _factor(
+    values: Mapping[str, Any], rope: Mapping[str, Any], kind: str, original: float, number: Callable[..., float]
+) -> float:
+    """How much longer; yarn may leave it to the lengths."""
+    if kind == "yarn" and rope.get("factor", 0) is None:
+        return float(values["max_position_embeddings"] / original)
+    return number("factor")
+
+
+def _sharpness(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
+    """Yarn's factor of queries and keys, which may be given as two of which it is the quotient; None for the usual one."""
+    if rope.get("attention_factor") is not None:
+        return number("attention_factor")
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not all(scales) or factor <= 1:
+        return None
+    above, below = (0.1 * number(key) * math.log(factor) + 1.0 for key in ("mscale", "mscale_all_dim"))
+    return above / below
+
+
+def their_rope(m: ModelConfig) -> dict[str, Any]:
+    """The same in the older form, which all of their versions read."""
+    if m.rope_scaling is None:
+        return {"rope_theta": m.rope_theta, "rope_scaling": None}
+    found: dict[str, Any] = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}
+    if m.rope_scaling != "linear":
+        found["original_max_position_embeddings"] = m.rope_original_length
+    if m.rope_scaling == "llama3":
+        found |= {"low_freq_factor": m.rope_low_freq_factor, "high_freq_factor": m.rope_high_freq_factor}
+    if m.rope_scaling == "yarn":
+        found |= {"beta_fast": m.rope_beta_fast, "beta_slow": m.rope_beta_slow}
+        if m.rope_attention_factor is not None:
+            found["attention_factor"] = m.rope_attention_factor
+    return {"rope_theta": m.rope_theta, "rope_scaling": found}

@@ -1,0 +1,271 @@
+"""Llama, Qwen and Mistral of Hugging Face, with tokenizers of their kinds: read, written back, continued, trained on."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.commands import evaluate, generate
+from megatron.inference.generation import Sampling, sample
+from megatron.tokenizer import load_tokenizer
+from tests.cli.test_convert import convert, round_trip
+from tests.llama_twins import Sizes, theirs
+from tests.support import FULL, ROOT, command, covering, train
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+# The rotary positions, the window and the sizes that each kind is known for, and how its tokenizer cuts texts.
+SIZES = Sizes(layers=2, hidden=32, heads=4, groups=2, head=10, inner=36)
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama3", {"rope": LLAMA3}),
+    "Qwen2": ("qwen", {"tied": True, "rope": {"rope_type": "linear", "factor": 2.0}}),
+    "Qwen3": (
+        "qwen",
+        {
+            "rope": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            }
+        },
+    ),
+    "Mistral": ("llama2", {"window": 7}),
+}
+TEXT = "The river runs slowly to the sea, and 春天来了."
+
+
+def tokenizer_of(style: str) -> tuple[Any, dict[str, str]]:
+    """A tokenizer of theirs, and what tokenizer_config.json says of it."""
+    start, end = {"llama3": ("<|begin_of_text|>", "<|end_of_text|>"), "llama2": ("<s>", "</s>"), "qwen": (None, "<|endoftext|>")}[style]  # fmt: skip
+    specials = [name for name in (start, end) if name]
+    decoders, normalizers, words = tokenizers.decoders, tokenizers.normalizers, tokenizers.pre_tokenizers
+    if style == "llama2":
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.decoder = decoders.Sequence(parts)
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+        specials = ["<unk>", *specials]
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=[*specials, *alphabet])
+    else:
+        made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        made.pre_tokenizer = words.Sequence(
+            [words.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+"), "isolated"), words.ByteLevel(False, use_regex=False)]
+        )  # fmt: skip
+        made.decoder = decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=400, special_tokens=specials, initial_alphabet=words.ByteLevel.alphabet()
+        )
+    made.train_from_iterator(["The river runs slowly to the sea", "春天来了", "slow rivers run 123"] * 3, trainer)
+    content = json.loads(made.to_str())  # bytes are pieces, no special tokens
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in specials]
+    made = tokenizers.Tokenizer.from_str(json.dumps(content))
+    if start:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{start} $A", special_tokens=[(start, made.token_to_id(start))]
+        )
+    return made, {"eos_token": end, **({"bos_token": start} if start else {})}
+
+
+def folder_of(path: Path, kind: str) -> Path:
+    """A model with its tokenizer, as transformers saves both."""
+    style, settings = KINDS[kind]
+    tokenizer, named = tokenizer_of(style)
+    model = theirs(kind, SIZES, vocab=tokenizer.get_vocab_size() + 3, **settings)
+    model.config.eos_token_id = tokenizer.token_to_id(named["eos_token"])
+    model.config.bos_token_id = tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None
+    model.generation_config = transformers.GenerationConfig(eos_token_id=model.config.eos_token_id)
+    model.save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
+    (path / "tokenizer_config.json").write_text(json.dumps(about))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(kind: str, tmp_path: Path) -> None:
+    """The same logits by --verify, their tensors bit for bit, the same ids, and text that is theirs token for token."""
+    folder = folder_of(tmp_path / "theirs", kind)
+    convert("--from-hf", str(folder), "--output", str(tmp_path / "c"), "--verify")
+    convert(
+        "--load", str(tmp_path / "c"), "--output", str(tmp_path / "back"), "--verify", "--max-shard-size", "0.00005"
+    )
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(each) for each in (folder, tmp_path / "back"))
+    assert type(after) is type(before) and (tmp_path / "back" / "model.safetensors.index.json").exists()
+    wanted, found = before.state_dict(), after.state_dict()
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    for key in ("eos_token_id", "bos_token_id", "rope_parameters", "sliding_window", "head_dim"):
+        if key != "bos_token_id" or not kind.startswith("Qwen"):  # which have none; ours say their end
+            assert getattr(before.config, key, 0) == getattr(after.config, key, 0), key
+    ours = load_tokenizer(str(folder))
+    for source in (folder, tmp_path / "back"):
+        other: Any = transformers.AutoTokenizer.from_pretrained(source)
+        assert other(TEXT)["input_ids"] == [*ours.start, *ours.encode(TEXT)]
+        check_text(source, other, before.eval())
+
+
+def check_text(folder: Path, tokenizer: Any, model: Any) -> None:
+    args = generate.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT])
+    writer = generate.load(args)
+    for prompt in (TEXT, "sea"):
+        asked = writer.question(prompt)
+        (found,) = sample(writer.stepper([asked.tokens]), 1, 20, asked.end, Sampling(temperature=0), 0)
+        ids = tokenizer(prompt, return_tensors="pt")
+        wanted = model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist()
+        assert [*asked.tokens, *found] == wanted
+        shown = tokenizer.decode(wanted, skip_special_tokens=True)
+        if shown.startswith(prompt):  # bytes that are no character may reach back into the prompt there
+            assert writer.text(asked, found) == shown
+
+
+def test_a_text_goes_on_with_its_spaces() -> None:
+    """Llama 2's tokenizers write a space in front of a text and take it away again: of what goes on, it is to stay."""
+    made, _ = tokenizer_of("llama2")
+    ids = made.encode(TEXT, add_special_tokens=False).ids
+
+    class Plain:
+        decode = staticmethod(made.decode)
+
+    for cut in range(1, len(ids)):
+        known = made.decode(ids[:cut])
+        if "\ufffd" not in known:
+            assert known + generate.continued(Plain(), ids[:cut], ids[cut:]) == TEXT  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 0), ("$A", 0)])
+def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> None:
+    """A token in front; one at the end is the end of a document, and both are a frame of another kind of model."""
+    made, named = tokenizer_of("llama2")
+    ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    ours = load_tokenizer(str(tmp_path))
+    assert ours.start == (made.token_to_id("<s>"),) * expected and ours.eod == made.token_to_id("</s>")
+    assert ours.before == (ours.start or (ours.eod,))
+    for said in (True, False):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, "add_bos_token": said}))
+        if said == bool(expected):
+            assert load_tokenizer(str(tmp_path)).start == ours.start
+        else:
+            with pytest.raises(ValueError, match=f"says add_bos_token {said}, but tokenizer.json begins texts with"):
+                load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), covering(list(itertools.product(KINDS, (2, 4))), lambda c: c == ("Mistral", 2), True)
+)
+def test_over_ranks_the_text_is_the_same(kind: str, size: int, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "theirs", kind)
+    flags = ["--load", str(folder), "--prompt", TEXT, "--max-new-tokens", "20", "--temperature", "0"]
+    over = ["tools/launch.py", "--standalone", "--nproc-per-node", str(size), "tools/generate.py", "--model-parallel-size", str(size)]  # fmt: skip
+    one, several = command("python", "tools/generate.py", *flags), command("python", *over, *flags)
+    assert (one.returncode, several.returncode) == (0, 0), (one.stderr, several.stderr)
+    assert one.stdout == several.stdout and one.stdout.startswith(TEXT) and len(one.stdout) > len(TEXT) + 10
+    streamed = command("python", "tools/generate.py", *flags, "--stream")
+    whole = one.stdout.rstrip("\n").rstrip("\ufffd")  # half a character at the end is not shown
+    assert streamed.stdout.rstrip("\n") == whole
+
+
+def test_evaluation_is_theirs(tmp_path: Path) -> None:
+    """Perplexity of texts after what begins one, by both ways to load a model, against transformers' own loss."""
+    folder = folder_of(tmp_path / "theirs", "Llama")
+    convert("--from-hf", str(folder), "--output", str(tmp_path / "c"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [TEXT, "slow rivers"]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    nats, count = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], model.config.eos_token_id]])
+        with torch.no_grad():
+            nats += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    for source in (["--hf", str(folder)], ["--load", str(folder)], ["--load", str(tmp_path / "c")]):
+        argv = [*source, "--input", str(tmp_path / "x.jsonl"), "--json", str(tmp_path / "found.json"), "--quiet"]
+        evaluate.main(evaluate.build_parser().parse_args(argv))
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert (found["tokens"], found["loss"]) == (count, pytest.approx(nats / count, rel=1e-5))
+
+
+def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
+    """A corpus cut by their tokenizer, the first loss that of their model on it; and what comes of it is a folder of theirs again."""
+    folder = folder_of(tmp_path / "theirs", "Llama")
+    said = convert("--from-hf", str(folder), "--output", str(tmp_path / "c"), "--verify")
+    settings = tmp_path / "c" / "settings.json"
+    assert f"python pretrain_llama.py --config {settings} --load {tmp_path / 'c'}" in said
+    argv = ["--input", str(ROOT / "corpus/sample.jsonl"), "--vocab-file", str(folder), "--quiet"]
+    done = command("python", "tools/preprocess_data.py", *argv, "--output-prefix", str(tmp_path / "data"))
+    assert done.returncode == 0, done.stderr
+    from megatron.data.indexed_dataset import IndexedDataset
+
+    ours, corpus = load_tokenizer(str(folder)), IndexedDataset(str(tmp_path / "data_text_document"))
+    assert all((corpus[i][0], corpus[i][-1]) == (*ours.start, ours.eod) for i in range(5))
+    flags = [
+        "--config", str(settings), "--load", str(tmp_path / "c"), "--data-path", str(tmp_path / "data_text_document"), "--seq-length", "48",
+        "--batch-size", "2", "--train-iters", "2", "--eval-iters", "0", "--precision", "fp32", "--log-interval", "1", "--no-tensorboard",
+        "--lr", "0.001",
+    ]  # fmt: skip
+    rows = train("llama", 2, tmp_path / "run", *flags, "--model-parallel-size", "2")
+    from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+
+    prefix = str(tmp_path / "data_text_document")
+    (samples, _, _), _ = build_train_valid_test_datasets([prefix], "949,50,1", 48, 1234, ours.vocab_size)
+    text = torch.stack([torch.as_tensor(samples[i]["text"]) for i in range(2)]).long()
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(text[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    assert rows[0]["lm_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--verify", "--dtype", "bf16")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (described["model_type"], described["rope_scaling"]["rope_type"]) == ("llama", "llama3")
+
+
+RUN = [
+    "--split", "8,2", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--num-key-value-heads", "2",
+    "--ff-hidden-size", "24", "--seq-length", "24", "--batch-size", "2", "--eval-iters", "0", "--no-tensorboard", "--precision", "fp32",
+    "--train-iters", "2", "--lr", "0.05",
+]  # fmt: skip
+OURS = {
+    "llama": "--kv-hidden-size 6", "llama with biases": "--hidden-bias --pipe-parallel-size 2", "qwen2": "--qkv-bias --tie-embeddings",
+    "qwen3": "--qk-norm --sliding-window 8 --model-parallel-size 2", "mistral": "--sliding-window 8 --num-attention-heads 8 --num-key-value-heads 8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", covering(list(OURS), lambda name: name == "qwen3"))
+def test_ours_there_and_back(name: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    world = 2 if "parallel" in OURS[name] else 1
+    train(
+        "llama",
+        world,
+        tmp_path / "run",
+        *RUN,
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        vocab_file,
+        *OURS[name].split(),
+    )
+    round_trip(tmp_path / "run", tmp_path)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == name.split()[0]
+
+
+@FULL
+def test_what_none_of_theirs_is_leaves_nothing_behind(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    flags = [*RUN, "--data-path", tiny_data, "--vocab-file", vocab_file, "--qk-norm", "--qkv-bias"]
+    train("llama", 1, tmp_path / "run", *flags)
+    argv = ["--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]
+    done = command("python", "tools/convert_checkpoint.py", *argv)
+    assert done.returncode == 1 and "Qwen3 cannot be a model with --qkv-bias" in done.stderr
+    assert not (tmp_path / "hf").exists()
