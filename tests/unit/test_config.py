@@ -106,7 +106,9 @@ def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     assert not parse(t5).is_t5, "a model of a user's own, which may read them"
     with pytest.raises(ConfigError) as refused:
         parse(["--enc-seq-length", "32", "--noise-density", "0.2", "--hidden-size", "36"], {"family": "gpt2"})
-    assert str(refused.value) == "--enc-seq-length, --noise-density: read by t5 only, and this is a gpt2; leave them out"
+    assert (
+        str(refused.value) == "--enc-seq-length, --noise-density: read by t5 only, and this is a gpt2; leave them out"
+    )
     with pytest.raises(ConfigError, match="--position-embedding relative: a gpt2 has learned positions"):
         parse(["--position-embedding", "relative"], {"family": "gpt2"})
     with pytest.raises(ConfigError, match="this script trains a gpt2: it cannot take --family t5"):
