@@ -41,7 +41,10 @@ class GPT2(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """data {"text": [b, s + 1]} -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
+        """data {"text": [b, s + 1]} -> (tokens, positions, document ids), (labels, loss mask), each [b, s].
+
+        Of a context group each rank takes its own tokens, labels and loss mask, [b, s/c], and sees positions and document ids of all.
+        """
         assert tokenizer is not None, "the end of a document is the tokenizer's"
         size = config.train.batch_size, config.data.seq_length + 1
         text = mpu.broadcast_data(["text"], data, torch.int64, sizes={"text": size})["text"]
@@ -53,6 +56,7 @@ class GPT2(Task):
             config.data.reset_attention_mask,
             config.data.eod_mask_loss,
         )
+        tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
