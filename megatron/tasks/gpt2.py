@@ -21,6 +21,7 @@ class GPT2(Task):
     name = "gpt2"
     defaults = {"family": "gpt2"}
     reads_alone = True
+    shares_out_tokens = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
         """A sample is {"text": [s + 1]}."""

@@ -91,6 +91,22 @@ def test_compiled_layers(more: str, tmp_path: Path, tiny_data: str, vocab_file: 
     np.testing.assert_allclose(found, plain(tiny_data, vocab_file, by_document=True), rtol=1e-5)
 
 
+@FULL
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(Layout(0, 1, 1, zero=1, cp=2), Layout(0, 2, 1)), (Layout(0, 1, 1), Layout(2, 1, 1, cp=2))],
+    ids=str,
+)
+def test_a_checkpoint_knows_no_context_ranks(
+    first: Layout, then: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    more = "--train-iters", "10", "--save-interval", "10"
+    found = ours(first, tmp_path / "first", tiny_data, vocab_file, *more, optimizer="adam")
+    load = "--load", str(tmp_path / "first" / "checkpoints")
+    found += ours(then, tmp_path / "then", tiny_data, vocab_file, *load, optimizer="adam")
+    np.testing.assert_allclose(found, plain(tiny_data, vocab_file, optimizer="adam"), rtol=1e-5)
+
+
 # (pipe, data, model, context) and flags
 OTHERS = [
     ((0, 1, 1, 2), ""),

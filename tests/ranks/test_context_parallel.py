@@ -12,10 +12,14 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.config import ModelConfig
+from megatron.config.command_line import parse
 from megatron.model.attention import Attention
 from megatron.model.context_attention import pieces_for, views_of
 from megatron.model.masks import no_documents, within
 from megatron.mpu.mesh import Axis
+from megatron.ranks.errors import RunError
+from megatron.tasks import Llama
+from megatron.training import start_engine
 from tests.support import on_ranks
 
 B, S, HEADS, D = 2, 48, 4, 8
@@ -172,3 +176,23 @@ def test_one_rank_is_torchs_own() -> None:
     q, k, v, _ = inputs(HEADS)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.allclose(reference(Case())[0], wanted, atol=1e-12)
+
+
+class _Whole(Llama):
+    """A task of one's own, which makes batches of whole samples."""
+
+    shares_out_tokens = False
+
+
+def _refused() -> str:
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --precision fp32"
+    try:
+        start_engine(_Whole(), parse(f"{flags} --context-parallel-size 2".split()))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_batches_of_whole_samples_are_refused() -> None:
+    wanted = "--context-parallel-size 2: batches of _Whole hold whole samples"
+    assert all(wanted in found for found in on_ranks(2, _refused))
