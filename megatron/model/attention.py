@@ -176,9 +176,6 @@ class Attention(nn.Module):
         if by_hand:
             key, value = _for_each(query, key), _for_each(query, value)
             return attention_dropout.attention_with_dropout(query, key, value, mask, self.scale, p, self.stream)
-        return self._by_torch(query, key, value, mask, plain_causal, p)
-
-    def _by_torch(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, p: float) -> Tensor:
         grouped = key.shape[1] < query.shape[1]
         if grouped and query.device.type == "cuda" and mask is not None:
             key, value, grouped = _for_each(query, key), _for_each(query, value), False
@@ -189,7 +186,7 @@ class Attention(nn.Module):
                 value,
                 attn_mask=mask,
                 dropout_p=p,
-                is_causal=causal,
+                is_causal=plain_causal,
                 scale=self.scale,
                 enable_gqa=grouped,
             )
@@ -208,7 +205,8 @@ class Attention(nn.Module):
                 found.append(self._sdpa(own, *seen, views.mask(at), None, p))
             else:  # no mask is made
                 keys, values = (_for_each(own, x) for x in seen)
-                found.append(self._by_torch(own, keys, values, causal_lower_right(own.shape[2], end), False, p))
+                last: Any = causal_lower_right(own.shape[2], end)
+                found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=last, scale=self.scale))
         return torch.cat(found, 2)
 
     def _document_by_document(
