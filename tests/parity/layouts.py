@@ -48,7 +48,6 @@ LAYOUTS = [
     Layout(0, 2, 1, zero=1),
     Layout(0, 2, 1, zero=2),
     Layout(0, 2, 1, zero=3),
-    Layout(0, 1, 1, cp=2),
 ]
 LR = {"sgd": 0.1, "adam": 1e-3}
 

@@ -28,8 +28,7 @@ def main() -> None:
         print("| --- |" + " --- |" * (len(SHOWN) + 1))
         print(row("plain torch, one process", expected, expected))
         for layout in LAYOUTS:
-            name = f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", cp {layout.cp}" if layout.cp > 1 else "")
-            name += f", ZeRO {layout.zero}" if layout.zero else ""
+            name = f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", ZeRO {layout.zero}" if layout.zero else "")
             print(row(name, ours(layout, where / str(layout), data, vocab_file), expected), flush=True)
 
 
