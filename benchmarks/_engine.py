@@ -35,6 +35,7 @@ def ours(flags: str) -> Ours:
     """An engine, of GPT-2 with a pipeline if the flags ask for one. The first step lets the process keep freed memory, as `train()` does."""
     import torch
 
+    from megatron import mpu
     from megatron.config.command_line import parse
     from megatron.model.masks import no_documents
     from megatron.ranks import device as device_module
@@ -51,8 +52,10 @@ def ours(flags: str) -> Ours:
         def batch(self, *_: Any, **__: Any) -> Any:
             if self.made is None:
                 inputs, targets = tokens_of(config)
+                places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
+                if not config.is_t5:
+                    *inputs, targets = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (*inputs, targets))
                 if config.parallel.pipe_parallel_size:
-                    places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
                     inputs = (*inputs, places, no_documents(targets.device))
                 self.made = inputs, (targets, torch.ones_like(targets))
             return self.made

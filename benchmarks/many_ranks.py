@@ -26,12 +26,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=0, help="which of them this is (default: 0)")
     parser.add_argument("--stages", type=int, default=16)
     parser.add_argument("--model", type=int, default=8, help="ranks that share every layer")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share out the tokens of each sample")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--json", action="store_true", help="only this, of the first number of ranks, for a program")
     return parser
 
 
-def measure(ranks: int, rank: int, stages: int, model: int, layers: int) -> dict[str, Any]:
+def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers: int) -> dict[str, Any]:
     """In this process, which can do it once."""
     import torch
     import torch.distributed as dist
@@ -73,11 +74,11 @@ def measure(ranks: int, rank: int, stages: int, model: int, layers: int) -> dict
         borders.in_queues = lambda _: True  # each border of a stage has groups of its own there
     config = parse(
         f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 --precision fp32 "
-        f"--pipe-parallel-size {stages} --model-parallel-size {model} --batch-size 1 --gas {stages}".split()
+        f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 --gas {stages}".split()
     )
     seconds = {}
     begin = time.perf_counter()
-    mpu.initialize_model_parallel(model, stages, 1)
+    mpu.initialize_model_parallel(model, stages, 1, context_parallel_size=context)
     seconds["grid"] = time.perf_counter() - begin
     begin = time.perf_counter()
     pipe = GPT2ModelPipe(config)
@@ -97,7 +98,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, layers: int) -> dict
 
 def main() -> None:
     args = build_parser().parse_args()
-    sizes = args.rank, args.stages, args.model, args.layers
+    sizes = args.rank, args.stages, args.model, args.context, args.layers
     if args.json:
         print(json.dumps(measure(args.ranks[0], *sizes)), flush=True)
         os._exit(0)
@@ -108,7 +109,7 @@ def main() -> None:
     )
     for ranks in args.ranks:
         argv = [sys.executable, __file__, "--json", "--ranks", str(ranks)]
-        for name, value in zip(("--rank", "--stages", "--model", "--layers"), sizes, strict=True):
+        for name, value in zip(("--rank", "--stages", "--model", "--context", "--layers"), sizes, strict=True):
             argv += [name, str(value)]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -4,10 +4,12 @@
     python benchmarks/parallel.py --kind tp --rounds 7
     python benchmarks/parallel.py --kind pp --rounds 7
     python benchmarks/parallel.py --kind pp-dp --rounds 7
+    python benchmarks/parallel.py --kind cp --rounds 7 --seq 4096 --batch 1 --layers 2
 
 All contenders live on the same two gloo processes (four for pp-dp, two replicas of two stages), one thread each, and make their
 steps in turn. "alone" is our model on each rank by itself, without a word to the other: the ideal of dp. Its time halved
-is the ideal of tp and pp, where both ranks share one batch. With pp a step has 8 micro-batches of one sample, and torch's
+is the ideal of tp, cp and pp, where both ranks share one batch; with cp its samples, with no peer, and what the backward pass is kept on a rank
+is shown, too. With pp a step has 8 micro-batches of one sample, and torch's
 does not clip. The same layers in every pipeline engine: benchmarks/pipeline_layers.py.
 """
 
@@ -181,6 +183,8 @@ def deepspeed_pipeline(args: argparse.Namespace, text: Any) -> dict[str, Step]:
 
 
 def peers(args: argparse.Namespace, text: Any) -> dict[str, Step]:
+    if args.kind == "cp":
+        return {}
     if args.kind == "dp":
         return {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
     if args.kind == "tp":
@@ -194,9 +198,28 @@ def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
     return Nano(args.vocab, args.seq, args.hidden, args.layers, 8, apart)
 
 
+def _kept(step: Step) -> int:
+    """Bytes of activations that a first step keeps on this rank for its backward pass, weights left out."""
+    import torch
+    from torch import nn
+
+    seen: dict[int, int] = {}
+    alive = []  # or another tensor could begin where one did
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, nn.Parameter) and not isinstance(x._base, nn.Parameter):
+            alive.append(x.detach())
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        step()
+    return sum(seen.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("dp", "tp", "pp", "pp-dp"), default="dp")
+    parser.add_argument("--kind", choices=("dp", "tp", "cp", "pp", "pp-dp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of ours; the others are in fp32")
@@ -213,7 +236,8 @@ def main() -> None:
     from megatron.ranks import device as device_module
 
     dice = torch.Generator().manual_seed(1)
-    layout = {"dp": "", "tp": "--model-parallel-size 2", "pp": PIPELINE, "pp-dp": PIPELINE}[args.kind]
+    layouts = {"dp": "", "tp": "--model-parallel-size 2", "cp": "--context-parallel-size 2"}
+    layout = layouts.get(args.kind, PIPELINE)
     pipeline = args.kind.startswith("pp")
     if pipeline:
         args.batch = 1
@@ -224,8 +248,7 @@ def main() -> None:
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
     torch.manual_seed(0)  # the peers' copies begin alike
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
-    for step in steps.values():
-        step()
+    kept = {name: _kept(step) for name, step in steps.items()}
     device_module.keep_freed_memory(torch.device("cpu"))  # all of them profit
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
@@ -239,6 +262,10 @@ def main() -> None:
             speeds = [tokens / seconds for seconds, _ in rounds]
             share = "" if name == "alone" or args.precision == "bf16" else spread(shares, ".2f")
             print(f"| {name} | {spread(speeds, ',.0f')} | {spread(ratios, '.2f')} | {share} |")
+        if args.kind == "cp":
+            print(
+                "kept for the backward pass:", ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in kept.items())
+            )
     dist.barrier()
     leave()
 

@@ -55,6 +55,7 @@ SECTIONS = {
     "switches-pp-dp-bf16": "parallel.py --kind pp-dp --precision bf16 --flags=--no-overlap-grad-reduce",
     "tp": "parallel.py --kind tp",
     "switches-tp": "parallel.py --kind tp --ours-only --flags=--no-async-tensor-model-parallel-allreduce --flags=--sequence-parallel",
+    "cp": "parallel.py --kind cp --seq 4096 --batch 1 --layers 2 --vocab 4000",
     "pp": "parallel.py --kind pp",
     "pp-same-layers": "pipeline_layers.py",
     "pp-two-gradients": "pipeline_layers.py --two-gradients",

@@ -121,6 +121,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_extra_warmup": 0,
         "sequence_parallel": False,  # text of any length
         "model_parallel_size": model_parallel_size,
+        "context_parallel_size": 1,
     }
     try:
         config = with_values(Config(), {**with_family(saved), **plain})

@@ -80,6 +80,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds |= batch
     ds["zero_optimization"] = {**given.get("zero_optimization", {}), "stage": zero}
     p = config.parallel
+    # DeepSpeed knows only that copies of weights see other tokens: to it the ranks of a context group are replicas, too.
+    ds["train_batch_size"] *= p.context_parallel_size
     ds["pipeline"] = {
         "schedule": p.pipeline_schedule,
         "extra_warmup": p.pipeline_extra_warmup,
@@ -153,6 +155,7 @@ def _refuse_blindness(given: dict[str, Any], path: str) -> None:
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> dict[str, int]:
     t, p = config.train, config.parallel
     total = config.train_batch_size(world_size)
+    context = f" / --context-parallel-size {p.context_parallel_size}" if p.context_parallel_size > 1 else ""
     ours = {
         "train_batch_size": total,
         "train_micro_batch_size_per_gpu": t.batch_size,
@@ -163,7 +166,7 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
             raise ConfigError(
                 f"{path} says {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
                 f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
-                f'/ --model-parallel-size {p.model_parallel_size}); change one of them or write "auto"'
+                f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
             )
     return ours
 

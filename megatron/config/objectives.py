@@ -29,6 +29,10 @@ def refuse_other_objectives(config: "Config") -> None:
         raise ConfigError(
             "--objective prefix-lm lets a prefix look ahead, which --sliding-window forbids: leave one of them out"
         )
+    if config.objective == "prefix-lm" and config.parallel.context_parallel_size > 1:
+        raise ConfigError(
+            "--objective prefix-lm lets a prefix look ahead, which --context-parallel-size cannot yet: leave one of them out"
+        )
     together = data.reset_position_ids and not data.reset_attention_mask
     if family != "t5" and config.objective == "prefix-lm" and config.model.position_embedding == "rope" and together:
         raise ConfigError(

@@ -29,6 +29,12 @@ class ParallelConfig(Section):
     async_tensor_model_parallel_allreduce: bool = opt(
         True, "these ranks sum the gradient of a layer's input while that of its weight is computed, not before it"
     )
+    context_parallel_size: int = opt(
+        1,
+        "ranks that share out the tokens of each sample, for long ones: attention gathers keys and values of all of them",
+        at_least(1),
+        family=("gpt2", "llama"),
+    )
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(
         "balanced",
@@ -95,12 +101,13 @@ class ParallelConfig(Section):
         return max(self.pipe_parallel_size, 1)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model. Raises ConfigError if the grid does not fit the ranks."""
-        cell = self.stages * self.model_parallel_size
+        """Replicas of the model that read samples of their own. Raises ConfigError if the grid does not fit the ranks."""
+        context = f" x --context-parallel-size {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
+        cell = self.stages * self.model_parallel_size * self.context_parallel_size
         if world_size % cell:
             raise ConfigError(
                 f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
-                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}; "
+                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context}; "
                 f"start a multiple of {cell} ranks"
             )
         return world_size // cell
@@ -241,6 +248,7 @@ class Config:
             raise ConfigError(
                 f"--seq-length {d.seq_length} is longer than --max-position-embeddings {m.max_position_embeddings}"
             )
+        self._refuse_uneven_contexts()
 
     def _refuse_a_long_fall(self) -> None:
         """Raise ConfigError for a schedule whose end would have to begin before its warm-up is over."""
@@ -249,6 +257,20 @@ class Config:
         if o.lr_decay_style == "wsd" and fall is not None and warmup + fall > total:
             raise ConfigError(
                 f"--lr-wsd-decay-iters {fall} after {warmup} iterations of --warmup is more than the {total} of --lr-decay-iters"
+            )
+
+    def _refuse_uneven_contexts(self) -> None:
+        """Raise ConfigError for a sequence that cannot be shared out over --context-parallel-size ranks."""
+        c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length
+        if c > 1 and s % (2 * c):
+            raise ConfigError(
+                f"--seq-length {s} is no multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two equal stretches "
+                f"of a sequence"
+            )
+        if c > 1 and self.parallel.sequence_parallel and s % (c * t):
+            raise ConfigError(
+                f"--seq-length {s} is no multiple of {c * t}, over which --context-parallel-size {c} and --sequence-parallel with "
+                f"--model-parallel-size {t} share it out"
             )
 
     def _refuse_other_families(self) -> None:
@@ -273,7 +295,7 @@ class Config:
         asked, ranks, d = self.parallel.sequence_parallel, self.parallel.model_parallel_size, self.data
         if asked is not None:
             return asked
-        lengths = d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0
+        lengths = d.seq_length // self.parallel.context_parallel_size, d.enc_seq_length or 0, d.dec_seq_length or 0
         return accelerated and ranks > 1 and self.model.family is not None and not any(n % ranks for n in lengths)
 
     @property

@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron import mpu
 from megatron.config import ModelConfig
 
 from . import attention_dropout, biased_attention, packed_attention
+from .context_attention import Views, context_attention, gather_keys_and_values, pieces_for
 from .document_attention import chunks_for, document_attention
 from .grouped_heads import by_head, cut_groups, own_queries
 from .heads import split_heads
@@ -119,12 +121,12 @@ class Attention(nn.Module):
         )
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | Tensor | None, bias: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | Views | Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
-        mask: within which documents a query may look, or bool [1 or b, 1, q, k], True where it may, or None. bias: [1, n/t, q, k],
-        added to the scores, or None.
+        mask: within which documents a query may look, or bool [1 or b, 1, q, k], True where it may, or None; with context parallelism
+        what this rank's queries see of all ranks' keys, of which its own are given. bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
         call = self._with_dropout if p and query.device.type != "cpu" else partial(self._sdpa, p=p)
@@ -138,7 +140,7 @@ class Attention(nn.Module):
         return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | Tensor | None, bias: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | Views | Tensor | None, bias: Tensor | None
     ) -> Tensor:
         with self.rng.fork(self.stream.name, query.device, self.stream.split):
             return self._sdpa(query, key, value, mask, bias, self.dropout)
@@ -148,10 +150,12 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Documents | Tensor | None,
+        mask: Documents | Views | Tensor | None,
         bias: Tensor | None,
         p: float,
     ) -> Tensor:
+        if isinstance(mask, Views):
+            return self._over_contexts(query, key, value, mask, p)
         if isinstance(mask, Documents):
             found = self._document_by_document(query, key, value, mask, bias, p) if self.by_document else None
             if found is not None:
@@ -186,6 +190,24 @@ class Attention(nn.Module):
                 scale=self.scale,
                 enable_gqa=grouped,
             )
+
+    def _over_contexts(self, query: Tensor, key: Tensor, value: Tensor, views: Views, p: float) -> Tensor:
+        """One rank's own query [b, n/t, s/c, d], key, value [b, g, s/c, d] -> [b, n/t, s/c, d] of what all ranks of the context group have."""
+        pieces = pieces_for(query, views) if self.by_document and not p else None
+        if pieces is not None:
+            return context_attention(query, key, value, pieces, views.axis, self.scale)
+        key, value = gather_keys_and_values(key, value, views.axis)
+        found = []
+        for at, own in enumerate(torch.split(query, views.each, 2)):
+            begin, end = views.keys(at)
+            seen = key[:, :, begin:end], value[:, :, begin:end]
+            if views.masked or p or query.device.type == "cpu" or torch.compiler.is_compiling():
+                found.append(self._sdpa(own, *seen, views.mask(at), None, p))
+            else:  # no mask is made
+                keys, values = (_for_each(own, x) for x in seen)
+                last: Any = causal_lower_right(own.shape[2], end)
+                found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=last, scale=self.scale))
+        return torch.cat(found, 2)
 
     def _document_by_document(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, bias: Tensor | None, p: float
@@ -237,7 +259,7 @@ class SelfAttention(Attention):
     def forward(
         self,
         hidden: Tensor,
-        mask: Documents | None,
+        mask: Documents | Views | Tensor | None,
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,

@@ -13,6 +13,7 @@ from megatron import mpu
 from megatron.config import DataConfig, ModelConfig
 
 from .attention import CrossAttention, KeyValueCache, SelfAttention
+from .context_attention import Views, views_of
 from .masks import Documents, window_mask, within
 from .mlp import ParallelMLP
 from .norm import build_norm
@@ -58,7 +59,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
         output_std = config.init_method_std / math.sqrt(branches)
-        self.causal, self.sequence = causal, mpu.sequence_axis()
+        self.causal, self.sequence, self.context = causal, mpu.sequence_axis(), mpu.context_axis()
         self.input_layernorm = build_norm(config)
         self.attention = SelfAttention(config, name, output_std, causal)
         self.attention_dropout = Dropout(config.hidden_dropout, f"{name}.attention_output")
@@ -75,7 +76,7 @@ class TransformerLayer(nn.Module):
     def layer(
         self,
         hidden: Tensor,
-        mask: Documents | Tensor | None,
+        mask: Documents | Views | Tensor | None,
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
@@ -88,7 +89,7 @@ class TransformerLayer(nn.Module):
     def _layer(
         self,
         hidden: Tensor,
-        mask: Documents | Tensor | None,
+        mask: Documents | Views | Tensor | None,
         bias: Tensor | None,
         encoded: Encoded | None,
         caches: Caches | None,
@@ -128,12 +129,22 @@ class Block(TransformerLayer):
         self.positions_only = self.rotary and self.restart and not apart
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
-        """(hidden [s, b, h], document ids [b, s] or empty) -> the same. caches: of one text, in which positions go on."""
+        """(hidden [s, b, h], document ids [b, s] or empty) -> the same. caches: of one text, in which positions go on.
+
+        With context parallelism hidden is [s/c, b, h] of the whole sequence. Raises ValueError for caches there.
+        """
+        if caches and self.context.size > 1:
+            raise ValueError(
+                "text is not written by several context ranks: build the model with a context-parallel size of 1"
+            )
         hidden, document_ids = inputs
-        s, seen = mpu.whole_length(hidden, self.sequence), caches.own.length if caches else 0
+        s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
         documents = None if self.positions_only else within(document_ids, causal=True)
-        mask: Documents | Tensor | None = documents
-        if self.window is not None:
+        mask: Documents | Views | Tensor | None = documents
+        if self.context.size > 1:
+            mask = views_of(document_ids, s, self.window, documents, self.context)
+        elif self.window is not None:
             mask = window_mask(document_ids, s, seen, self.window, documents)
-        turn = rotation(self.config, document_ids, s, seen, self.restart and not caches) if self.rotary else None
+        restart = self.restart and not caches
+        turn = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
         return self.layer(hidden, mask, caches=caches, turn=turn), document_ids

@@ -34,7 +34,7 @@ class Chunks(NamedTuple):
     once: bool
 
 
-class _Pair(NamedTuple):
+class Pair(NamedTuple):
     """The tokens of a document among the queries, and among the keys."""
 
     queries: tuple[int, int]
@@ -64,7 +64,7 @@ def _find(documents: Documents) -> Chunks | None:
         ends = [pair.keys for pair in pairs]
         length = (queries if keys is None else keys).shape[1]
         once = once and [0, *(end for _, end in ends)] == [*(begin for begin, _ in ends), length]
-        for group in _grouped(pairs):
+        for group in small_together(pairs):
             of_queries, of_keys = (slice(first[0], last[1]) for first, last in zip(group[0], group[-1], strict=True))
             mask = None
             if len(group) > 1:
@@ -75,26 +75,27 @@ def _find(documents: Documents) -> Chunks | None:
     return Chunks(tuple(found), causal, once)
 
 
-def _runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
-    """[s] -> the stretch of each id, in their order; None if an id has several."""
+def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
+    """[s] document ids of one row -> the stretch of each id, in their order; None if an id has several."""
     values, counts = torch.unique_consecutive(ids, return_counts=True)
     ends = [0, *counts.cumsum(0).tolist()]
     runs = dict(zip(values.tolist(), pairwise(ends), strict=True))
     return runs if len(runs) == len(values) else None
 
 
-def _pairs(queries: Tensor, keys: Tensor | None) -> list[_Pair] | None:
+def _pairs(queries: Tensor, keys: Tensor | None) -> list[Pair] | None:
     """[q], [k] -> each document of the queries with what it looks at: all keys, where it has none of its own."""
-    mine = _runs(queries)
-    theirs = mine if keys is None else _runs(keys)
+    mine = runs(queries)
+    theirs = mine if keys is None else runs(keys)
     if mine is None or theirs is None:
         return None
     everything = (0, len(queries if keys is None else keys))
-    return [_Pair(stretch, theirs.get(number, everything)) for number, stretch in mine.items()]
+    return [Pair(stretch, theirs.get(number, everything)) for number, stretch in mine.items()]
 
 
-def _grouped(pairs: list[_Pair]) -> list[list[_Pair]]:
-    groups: list[list[_Pair]] = []
+def small_together(pairs: list[Pair]) -> list[list[Pair]]:
+    """Neighbours in one group as long as it has no more than SMALL x SMALL scores."""
+    groups: list[list[Pair]] = []
     for pair in pairs:
         if groups and pair.keys[0] == groups[-1][-1].keys[1]:
             first = groups[-1][0]

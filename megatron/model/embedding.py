@@ -29,7 +29,10 @@ class WordEmbedding(nn.Module):
         self.chunk = config.logits_chunk_size if "cross-entropy" not in config.unfused else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others)."""
+        """(tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).
+
+        With context parallelism the tokens are this rank's, [b, s/c], as hidden states are; the others are of the whole sequence.
+        """
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
@@ -54,7 +57,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.positions = positions
         weight = nn.Parameter(torch.empty(positions, config.hidden_size))
-        self.sequence = mpu.sequence_axis()
+        self.sequence, self.context = mpu.sequence_axis(), mpu.context_axis()
         self.weight = mpu.declare(weight, mpu.normal(config.init_method_std), sequence=self.sequence)
         self.dropout = Dropout(config.hidden_dropout, name)
 
@@ -65,7 +68,8 @@ class PositionEmbedding(nn.Module):
             raise ValueError(
                 f"a sequence of {position_ids.shape[-1]} tokens is longer than the {self.positions} learned positions"
             )
-        vectors = nn.functional.embedding(mpu.local_shard(position_ids.t(), axis=self.sequence), self.weight)
+        own = mpu.own_tokens(position_ids.t(), 0, self.context)
+        vectors = nn.functional.embedding(mpu.local_shard(own, axis=self.sequence), self.weight)
         return self.dropout(hidden + vectors), document_ids
 
 

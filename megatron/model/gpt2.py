@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron import mpu
 from megatron.config import Config
 
 from .block import Block
@@ -76,7 +77,7 @@ class GPT2Model(LayerStack):
     def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
         self.vocab_size = vocab_size_of(config)
         super().__init__(gpt2_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
-        self.parallel_output = parallel_output
+        self.parallel_output, self.context = parallel_output, mpu.context_axis()
         self.loss_fn = TokenLoss.by(config, self.vocab_size)
 
     def get_additional_losses(self) -> dict[str, Tensor]:
@@ -95,9 +96,11 @@ class GPT2Model(LayerStack):
 
         position_ids: [b, s], counted from 0 if not given; rotary ones may only begin again, see `RotaryStart`. document_ids:
         [b, s], the number of each token's document, to which its view is restricted; all is one if not given.
+        With context parallelism tokens, labels and loss mask are this rank's, [b, s/c], positions and document ids of the whole sequence.
         """
         if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            b, own = tokens.shape
+            position_ids = torch.arange(own * self.context.size, device=tokens.device).expand(b, -1)
         if document_ids is None:
             document_ids = no_documents(tokens.device)
         logits: Any = self.run((tokens, position_ids, document_ids))  # [s, b, v/t]

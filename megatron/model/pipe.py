@@ -170,9 +170,9 @@ class T5ModelPipe(LayerStackPipe):
 
 def _example(config: Config) -> tuple[Tensor, Tensor, Tensor]:
     """A micro-batch of zeros: what the first layer is given, for cuts by measured time."""
-    shape = config.train.batch_size, config.data.seq_length
+    b, s = config.train.batch_size, config.data.seq_length
     return (
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(b, s // mpu.context_axis().size, dtype=torch.int64),
+        torch.zeros(b, s, dtype=torch.int64),
         torch.zeros(0, dtype=torch.int32),
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron import mpu
 from megatron.config import ModelConfig
 
 from .masks import follows, positions_in_documents
@@ -67,10 +68,18 @@ def attention_factor(m: ModelConfig) -> float:
     return 0.1 * math.log(m.rope_scaling_factor) + 1.0
 
 
-def rotation(m: ModelConfig, document_ids: Tensor, length: int, seen: int = 0, restart: bool = False) -> Rotation:
+def rotation(
+    m: ModelConfig,
+    document_ids: Tensor,
+    length: int,
+    seen: int = 0,
+    restart: bool = False,
+    context: mpu.Axis | None = None,
+) -> Rotation:
     """Of `length` tokens after `seen` others, made once for all layers that are given the same `document_ids`.
 
-    restart: count positions again in each document, of document ids [b, s]; else, or where these are empty, from 0.
+    restart: count positions again in each document, of document ids [b, s]; else, or where these are empty, from 0. context: of
+    these tokens only those that this rank of it has.
     """
 
     def make() -> tuple[Tensor, Tensor]:
@@ -78,6 +87,8 @@ def rotation(m: ModelConfig, document_ids: Tensor, length: int, seen: int = 0, r
             place = positions_in_documents(document_ids).t()  # [s, b]
         else:
             place = torch.arange(seen, seen + length, device=document_ids.device).unsqueeze(1)  # [s, 1]
+        if context is not None:
+            place = mpu.own_tokens(place, 0, context)
         angle = place[..., None, None].float() * frequencies(m, document_ids.device)
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor

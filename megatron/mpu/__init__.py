@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from .._torch import onednn_is_there
 from . import mesh as _mesh
+from .context import gather_context, own_tokens, stretches, sum_to_own_context, whole_context
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses, vocab_parallel_right
 from .data import broadcast_data
 from .dropout import Stream
@@ -52,19 +53,23 @@ def initialize_model_parallel(
     pipe_parallel_size: int = 1,
     seed: int = 1234,
     options: Options | None = None,
+    context_parallel_size: int = 1,
 ) -> Mesh:
     """Lay the running ranks out as pipe x data x model and make their groups.
 
-    seed: of the dropout streams. options: how layers built from now on work on these ranks.
-    Raises ValueError if the product of the two sizes does not divide the number of ranks.
+    seed: of the dropout streams. options: how layers built from now on work on these ranks. context_parallel_size: ranks of the
+    data axis that share out each sample.
+    Raises ValueError if the product of the sizes does not divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
-    if world % cell:
+    if world % (cell * context_parallel_size):
+        context = f" times the context-parallel size {context_parallel_size}" if context_parallel_size > 1 else ""
         raise ValueError(
             f"{world} ranks cannot be laid out: the model-parallel size {model_parallel_size} times the "
-            f"pipeline-parallel size {max(pipe_parallel_size, 1)} must divide them"
+            f"pipeline-parallel size {max(pipe_parallel_size, 1)}{context} must divide them"
         )
-    topology = Topology(pipe=max(pipe_parallel_size, 1), data=world // cell, model=model_parallel_size)
+    stages, data = max(pipe_parallel_size, 1), world // cell
+    topology = Topology(pipe=stages, data=data, model=model_parallel_size, context=context_parallel_size)
     mesh = Mesh.build(topology)
     _mesh.enter(Surroundings(mesh, options or Options(), mesh.streams(seed)))
     return mesh
@@ -100,6 +105,11 @@ def sequence_axis() -> Axis:
     return _mesh.surroundings().sequence
 
 
+def context_axis() -> Axis:
+    """The ranks that share out the tokens of the same samples."""
+    return _mesh.current().context
+
+
 def get_topology() -> Topology:
     """The whole (pipe, data, model) grid."""
     return _mesh.current().topology
@@ -126,12 +136,12 @@ def get_model_parallel_src_rank() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """On the data axis."""
+    """On the data axis, on which the ranks of a context group follow each other."""
     return _mesh.current().data.rank
 
 
 def get_data_parallel_world_size() -> int:
-    """Of the data axis."""
+    """Of the data axis: all that hold copies of the same weights, those of a context group among them."""
     return _mesh.current().data.size
 
 
@@ -203,6 +213,7 @@ __all__ = [
     "built_with",
     "checkpoint",
     "clip_grad_norm",
+    "context_axis",
     "copy_to_model_parallel_region",
     "counts_here",
     "declare",
@@ -210,6 +221,7 @@ __all__ = [
     "destroy_model_parallel",
     "divide",
     "filled_later",
+    "gather_context",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_partial_from_model_parallel_region",
@@ -241,6 +253,7 @@ __all__ = [
     "normal",
     "onednn_is_there",
     "ones",
+    "own_tokens",
     "pad_sequence",
     "padded_vocab_size",
     "reduce_from_model_parallel_region",
@@ -253,10 +266,13 @@ __all__ = [
     "set_model_parallel_world_size",
     "spec_of",
     "split_tensor_along_last_dim",
+    "stretches",
+    "sum_to_own_context",
     "undrawn",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_losses",
     "vocab_parallel_right",
+    "whole_context",
     "whole_length",
     "whole_logits",
     "zeros",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -68,12 +69,20 @@ class Options:
         return axis if self.sequence_parallel else ALONE
 
 
+class Share(NamedTuple):
+    """Which of the equal shares of the samples of an iteration a rank reads: `number`, from 0, of `of`."""
+
+    number: int
+    of: int
+
+
 @dataclass(frozen=True)
 class Mesh:
     """All lines through this rank.
 
     pipe, data, model: along one axis; replica: the ranks that hold one copy of the model
-    together (pipe x model), over which a norm of all parameters is summed.
+    together (pipe x model), over which a norm of all parameters is summed. context: those neighbours of the data axis that share
+    out the tokens of the same samples.
     """
 
     topology: Topology = Topology()
@@ -81,28 +90,32 @@ class Mesh:
     data: Axis = ALONE
     model: Axis = ALONE
     replica: Axis = ALONE
+    context: Axis = ALONE
+
+    @property
+    def share(self) -> Share:
+        """Of the samples; the ranks of `context` have the same."""
+        return Share(self.data.rank // self.context.size, self.data.size // self.context.size)
 
     @classmethod
     def build(cls, topology: Topology) -> "Mesh":
         """Make the groups; every rank of the world must call this with the same arguments."""
         if dist.get_world_size() != topology.world_size():
             raise ValueError(
-                f"{dist.get_world_size()} ranks are running, but the grid pipe {topology.pipe} x data "
-                f"{topology.data} x model {topology.model} has {topology.world_size()} places"
+                f"{dist.get_world_size()} ranks are running, but the grid {topology} has {topology.world_size()} places"
             )
-        lines = {name: cls._line(topology, name) for name in ("pipe", "data", "model")}
-        replica = cls._line(topology, "pipe", "model")
-        return cls(topology, **lines, replica=replica)
+        lines = {name: cls._line(topology.lines(name)) for name in ("pipe", "data", "model")}
+        replica = cls._line(topology.lines("pipe", "model"))
+        return cls(topology, **lines, replica=replica, context=cls._line(topology.context_lines()))
 
     def streams(self, seed: int) -> RngStreams:
         """The dropout streams of this rank."""
         return RngStreams(seed, self.data.rank, self.model.rank, self.pipe.rank)
 
     @staticmethod
-    def _line(topology: Topology, *varying: str) -> Axis:
+    def _line(lines: list[list[int]]) -> Axis:
         from tds.groups import shared  # DeepSpeed, which one process without ranks is spared
 
-        lines = topology.lines(*varying)
         ranks = next(line for line in lines if dist.get_rank() in line)
         return Axis(shared(lines) if len(ranks) > 1 else None, tuple(ranks), ranks.index(dist.get_rank()))
 

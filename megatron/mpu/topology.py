@@ -24,16 +24,38 @@ class Topology:
     with them the fastest links; stages talk least and lie farthest apart (Narayanan et al. 2021).
     The method names are those that DeepSpeed calls on its own `ProcessTopology`, so that one
     object serves both.
+
+    context: so many neighbours of the data axis share out the tokens of the same samples (context parallelism). They hold copies of
+    the same weights as other ranks of that axis do, and their gradients are summed like theirs, so it is no axis of its own.
     """
 
     pipe: int = 1
     data: int = 1
     model: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "context"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"the {axis} axis of the grid has size {getattr(self, axis)}; it must be at least 1")
+        if self.data % self.context:
+            raise ValueError(
+                f"{self.data} ranks of the data axis cannot be shared out in groups of {self.context} (context)"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """How many read samples of their own: data-parallel ranks, of which `context` together are one."""
+        return self.data // self.context
+
+    def __str__(self) -> str:
+        context = f"context {self.context} x " if self.context > 1 else ""
+        return f"pipe {self.pipe} x data {self.replicas} x {context}model {self.model}"
+
+    def context_lines(self) -> list[list[int]]:
+        """Groups of ranks that share samples out."""
+        c = self.context
+        return [line[at : at + c] for line in self.lines("data") for at in range(0, self.data, c)]
 
     def world_size(self) -> int:
         """Ranks of the whole grid."""

@@ -64,7 +64,7 @@ def initialize_megatron(config: Config) -> torch.device:
         overlap=p.async_tensor_model_parallel_allreduce,
         onednn=onednn,
     )
-    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, options)
+    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, options, p.context_parallel_size)
     return device
 
 

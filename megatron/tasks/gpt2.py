@@ -25,6 +25,7 @@ class GPT2(Task):
     name = "gpt2"
     defaults = {"family": "gpt2"}
     reads_alone = True
+    shares_out_tokens = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
         """A sample is {"text": [s + 1]}; with --objective sft see sft.py."""
@@ -53,7 +54,17 @@ class GPT2(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """data {"text": [b, s + 1]}, or records -> (tokens, positions, document ids), (labels, loss mask), each [b, s]."""
+        """data {"text": [b, s + 1]}, or records -> (tokens, positions, document ids), (labels, loss mask), each [b, s].
+
+        Of a context group each rank takes its own tokens, labels and loss mask, [b, s/c], and sees positions and document ids of all.
+        """
+        (tokens, *others), (labels, loss_mask) = self._whole_batch(data, config, tokenizer)
+        tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))
+        return (tokens, *others), (labels, loss_mask)
+
+    def _whole_batch(
+        self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         if config.objective == "sft":
             return sft.batch(data, config)
         assert tokenizer is not None, "the end of a document is the tokenizer's"

@@ -90,6 +90,12 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
             raise ValueError(
                 f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
             )
+    contexts = mpu.context_axis().size
+    if contexts > 1 and not task.shares_out_tokens:
+        raise ValueError(
+            f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only GPT-2's and Llama's "
+            f"share out over context ranks; leave it out"
+        )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
         counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None

@@ -16,7 +16,7 @@ from ..model.layers import global_parameters
 class Finding(NamedTuple):
     """Of one rank: the first weight, and the first parameter whose own gradient, is not finite."""
 
-    data_rank: int
+    share: int  # of the samples
     weight: str | None
     gradient: str | None
 
@@ -36,7 +36,7 @@ def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
     for hook in hooks:
         hook.remove()
     gradients = [name for name, _ in every if name in bad]
-    mine = Finding(mpu.get_mesh().data.rank, next(iter(weights), None), next(iter(gradients), None))
+    mine = Finding(mpu.get_mesh().share.number, next(iter(weights), None), next(iter(gradients), None))
     found: list[Any] = [mine]
     if dist.get_world_size() > 1:
         found = [None] * dist.get_world_size()
@@ -49,12 +49,12 @@ def _finite(x: Tensor) -> bool:
 
 
 def words(found: list[Finding], first_sample: int, share: int) -> str:
-    """A part of a sentence. first_sample: of the iteration; share: samples of it that a data-parallel rank reads."""
+    """A part of a sentence. first_sample: of the iteration; share: how many samples of it are such a share."""
     for what in ("weight", "gradient"):
         bad = [(rank, each) for rank, each in enumerate(found) if getattr(each, what)]
         if bad:
             rank, each = bad[0]
-            begin = first_sample + each.data_rank * share
+            begin = first_sample + each.share * share
             name = f"the weight {each.weight}" if what == "weight" else f"the gradient of {each.gradient}"
             others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             return f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + share - 1}){others}"

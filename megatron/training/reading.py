@@ -1,4 +1,4 @@
-"""Which ranks read the data: the first and the last stage of each replica, one of their model-parallel ranks. What others would read, they do not open."""
+"""Which ranks read the data: the first and the last stage of each replica, one of their model-parallel ranks (of each context rank). What others would read, they do not open."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -100,8 +100,8 @@ def read(
     """
     if not reads():
         return None
-    t, data = config.train, mpu.get_mesh().data
-    sampler = ConsecutiveSampler(t.batch_size, t.gas, data.rank, data.size, consumed_samples, passed_over)
+    t, share = config.train, mpu.get_mesh().share
+    sampler = ConsecutiveSampler(t.batch_size, t.gas, *share, consumed_samples, passed_over)
     return iter(build_loader(dataset, sampler, config.data.num_workers))
 
 

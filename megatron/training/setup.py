@@ -123,8 +123,7 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     grid = mpu.get_topology()
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
-        f"{grid.world_size()} ranks on {device.type}: pipe {grid.pipe} x data {grid.data} x model {grid.model} "
-        f"({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{grid.world_size()} ranks on {device.type}: {grid} ({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:

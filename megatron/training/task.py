@@ -27,6 +27,7 @@ class Task:
     name: str = "model"
     defaults: Mapping[str, Any] = {}
     reads_alone = False  # see `datasets`
+    shares_out_tokens = False  # of a context group, `batch` gives each rank its own tokens, and the model knows of it
 
     def extended(self, config: Config, tokenizer: "Tokenizer") -> "Tokenizer":
         """The tokenizer of the task, e.g. with more special tokens."""

@@ -25,13 +25,15 @@ class Layout(NamedTuple):
     dp: int
     tp: int
     zero: int = 0
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return max(self.pp, 1) * self.dp * self.tp
+        return max(self.pp, 1) * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
-        return f"pp{self.pp}-dp{self.dp}-tp{self.tp}" + (f"-zero{self.zero}" if self.zero else "")
+        more = (f"-cp{self.cp}" if self.cp > 1 else "") + (f"-zero{self.zero}" if self.zero else "")
+        return f"pp{self.pp}-dp{self.dp}-tp{self.tp}{more}"
 
 
 LAYOUTS = [
@@ -67,7 +69,7 @@ def ours(
         "--attention-dropout": 0, "--batch-size": 2, "--gas": GLOBAL_BATCH // 2 // layout.dp, "--train-iters": STEPS,
         "--lr": LR[optimizer], "--lr-decay-style": "constant", "--warmup": 0, "--optimizer": optimizer,
         "--seed": SEED, "--precision": precision, "--log-interval": 1, "--eval-iters": 0, "--save-interval": 0,
-        "--pipe-parallel-size": layout.pp, "--model-parallel-size": layout.tp, "--zero-stage": layout.zero,
+        "--pipe-parallel-size": layout.pp, "--model-parallel-size": layout.tp, "--context-parallel-size": layout.cp, "--zero-stage": layout.zero,
         "--make-vocab-size-divisible-by": 64, "--partition-method": "type:Block",
     }  # fmt: skip
     argv = [str(part) for pair in flags.items() for part in pair]

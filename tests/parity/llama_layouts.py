@@ -1,5 +1,6 @@
 """Trains Llama, Qwen and Mistral in many ways within one launch of ranks, and Hugging Face's of the same first weights in one process."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -123,15 +124,15 @@ def _train(way: Way, more: str, replicas: int, data: str, vocab_file: str) -> li
     def batches() -> Iterator[dict[str, Tensor]]:
         for step in range(STEPS):
             for micro in range(0, share, 2):
-                yield _stack(dataset, step * GLOBAL_BATCH + mesh.data.rank * share + micro, 2)
+                yield _stack(dataset, step * GLOBAL_BATCH + mesh.share.number * share + micro, 2)
 
     source: Any = batches() if reads else None
     return [engine.train_batch(source, RATE).loss.item() for _ in range(STEPS)]
 
 
-def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    pp, dp, tp = grid
-    more = f"--pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp}"
+def _body(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
+    pp, dp, tp, *cp = grid
+    more = f"--context-parallel-size {math.prod(cp)} --pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp}"
     found = []
     with remembered_groups() as begin:
         for way in ways:
@@ -143,9 +144,8 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
     return found
 
 
-def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    """Of each way, on rank 0, after a check that all ranks agree. grid: (pipe, data, model)."""
-    pp, dp, tp = grid
-    by_rank = on_ranks(max(pp, 1) * dp * tp, _body, grid, ways, data, vocab_file, timeout=500)
+def losses(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
+    """Of each way, on rank 0, after a check that all ranks agree. grid: (pipe, data, model), or with context after them."""
+    by_rank = on_ranks(math.prod(max(size, 1) for size in grid), _body, grid, ways, data, vocab_file, timeout=500)
     assert all(each == by_rank[0] for each in by_rank)
     return by_rank[0]

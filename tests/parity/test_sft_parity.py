@@ -67,10 +67,11 @@ LAYOUTS = [
     (Layout(2, 2, 1), "--logits-chunk-size 20"),
     (Layout(2, 1, 2), "--unfused document-attention"),
     (Layout(0, 1, 1), "--num-workers 1"),
+    (Layout(0, 1, 1, cp=2), ""),
 ]
 
 
-@pytest.mark.parametrize(("layout", "more"), covering(LAYOUTS, LAYOUTS[:4].__contains__, several=True))
+@pytest.mark.parametrize(("layout", "more"), covering(LAYOUTS, [*LAYOUTS[1:4], LAYOUTS[-1]].__contains__, several=True))
 def test_losses_equal_records_by_themselves(
     layout: Layout, more: str, expected: list[float], records: str, tmp_path: Path, vocab_file: str
 ) -> None:

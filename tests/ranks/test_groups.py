@@ -103,10 +103,10 @@ def test_one_collective_an_axis(stages: int, model: int) -> None:
 
 def test_the_start_of_a_thousand_ranks() -> None:
     """One of 1,024 ranks, which are pretended: the groups of a run in a few calls, and seconds of its own."""
-    flags = ["--json", "--ranks", "1024", "--rank", "517", "--stages", "16", "--model", "8"]
+    flags = ["--json", "--ranks", "1024", "--rank", "517", "--stages", "16", "--model", "8", "--context", "4"]
     done = command("python", "benchmarks/many_ranks.py", *flags, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["one by one"], found["stage"], found["layers"]) == (0, 8, 2)
-    assert found["at once"] <= 10
+    assert found["at once"] <= 11  # of which one is for context ranks
     assert found["grid"] + found["model"] + found["engine"] < 60

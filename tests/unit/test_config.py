@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megatron.config import SECTIONS
-from megatron.config.command_line import Args, from_file, parse
+from megatron.config.command_line import Args, from_file, parse, with_values
+from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
 
 
@@ -38,6 +39,18 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--lr-decay-style", "cos"], "--lr-decay-style cos must be one of cosine, linear, constant"),
         (["--hidden-dropout", "1.5"], "must lie between 0 and 1"),
         (["--model-parallel-size", "5"], "--num-attention-heads 12 cannot be split over --model-parallel-size 5"),
+        (
+            ["--context-parallel-size", "3"],
+            "--seq-length 1024 is no multiple of 6: each of --context-parallel-size 3 ranks",
+        ),
+        (
+            ["--context-parallel-size", "4", "--model-parallel-size", "4", "--sequence-parallel", "--seq-length", "24"],
+            "--seq-length 24 is no multiple of 16, over which --context-parallel-size 4 and --sequence-parallel with --model-parallel-size 4",
+        ),
+        (
+            ["--context-parallel-size", "2", "--family", "t5"],
+            "--context-parallel-size: read by gpt2 and llama only, and this is a t5; leave it out",
+        ),
         (["--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
         (["--max-position-embeddings", "8"], "--seq-length 1024 is longer than --max-position-embeddings 8"),
         (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
@@ -170,3 +183,15 @@ def test_every_setting_is_read_by_something() -> None:
 )
 def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, splits: bool) -> None:
     assert parse(flags.split()).splits_sequences(accelerated) is splits
+
+
+def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
+    """They share out samples: a global batch is as large as without them, and DeepSpeed, to which they are replicas, is told so."""
+    config = parse(["--context-parallel-size", "2", "--model-parallel-size", "2", "--batch-size", "3", "--gas", "5"])
+    assert config.parallel.data_parallel_size(8) == 2 and config.train_batch_size(8) == 30
+    assert resolve(config, 8, False).deepspeed["train_batch_size"] == 60
+    with pytest.raises(ConfigError, match="6 ranks cannot .* x --context-parallel-size 2; start a multiple of 4"):
+        config.parallel.data_parallel_size(6)
+    path = write(tmp_path / "ds.json", {"train_batch_size": 60})
+    with pytest.raises(ConfigError, match="the flags make it 30: .* / --context-parallel-size 2"):
+        resolve(with_values(config, {"deepspeed_config": path}), 8, False)

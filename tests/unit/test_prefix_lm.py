@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.data.prefixes import Prefixes
 from megatron.inference.generation import GPT2Stepper
 from megatron.model import GPT2Model
@@ -85,3 +86,16 @@ def test_a_prompt_is_read_both_ways(cached: bool) -> None:
         text.append(token)
     causal = GPT2Stepper(model, prompt, 12, cached).first(1)
     assert (causal - GPT2Stepper(model, prompt, 12, cached, prefix=True).first(1)).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("flags", "knob"),
+    [
+        ("--family gpt2 --context-parallel-size 2 --seq-length 16", "--context-parallel-size"),
+        ("--family llama --position-embedding rope --sliding-window 4", "--sliding-window"),
+        ("--family llama --position-embedding rope --reset-position-ids", "--reset-attention-mask"),
+    ],
+)
+def test_what_forbids_a_look_ahead_is_refused(flags: str, knob: str) -> None:
+    with pytest.raises(ConfigError, match=knob):
+        parse(f"--objective prefix-lm {flags}".split())

@@ -30,6 +30,18 @@ def test_lines_over_two_axes_hold_one_copy_of_the_model() -> None:
     assert Topology(pipe=2, data=2, model=2).lines("pipe", "model") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+def test_context_ranks_are_neighbours_on_the_data_axis() -> None:
+    grid = Topology(pipe=2, data=4, model=2, context=2)
+    assert grid.replicas == 2 and str(grid) == "pipe 2 x data 2 x context 2 x model 2"
+    lines = [
+        [grid.get_rank(pipe=p, data=d + i, model=m) for i in (0, 1)] for p in (0, 1) for d in (0, 2) for m in (0, 1)
+    ]
+    assert sorted(grid.context_lines()) == sorted(lines)
+    assert str(Topology(2, 3, 1)) == "pipe 2 x data 3 x model 1"
+    with pytest.raises(ValueError, match="3 ranks of the data axis cannot be shared out in groups of 2"):
+        Topology(data=3, context=2)
+
+
 def test_places_outside_the_grid_are_refused() -> None:
     with pytest.raises(ValueError, match="pipe=2 lies outside"):
         Topology(pipe=2).get_rank(pipe=2, data=0, model=0)
