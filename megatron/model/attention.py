@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron import mpu
 from megatron.config import ModelConfig
@@ -205,6 +204,8 @@ class Attention(nn.Module):
                 found.append(self._sdpa(own, *seen, views.mask(at), None, p))
             else:  # no mask is made
                 keys, values = (_for_each(own, x) for x in seen)
+                from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+
                 last: Any = causal_lower_right(own.shape[2], end)
                 found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=last, scale=self.scale))
         return torch.cat(found, 2)

@@ -17,7 +17,7 @@ LETTERS = "$abcdefghi "
 class Letters:
     """A tokenizer of eleven letters."""
 
-    eod = 0
+    eod, before = 0, (0,)
 
     @staticmethod
     def encode(text: str) -> list[int]:
