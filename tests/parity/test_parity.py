@@ -150,7 +150,7 @@ def test_logits_in_chunks(
     ("layout", "precision"),
     covering(
         [(layout, precision) for layout in MIXED for precision in ("bf16", "fp16")],
-        [(MIXED[3], "fp16"), (MIXED[0], "bf16")].__contains__,
+        [(MIXED[0], "bf16")].__contains__,
         several=True,
     ),
 )

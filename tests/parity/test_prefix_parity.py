@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "more"), covering(CASES, CASES[:2].__contains__, several=True))
+@pytest.mark.parametrize(("layout", "more"), covering(CASES, CASES[1:2].__contains__, several=True))
 def test_losses_equal_one_process(layout: Layout, more: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     flags = ("--objective", "prefix-lm", *more.split())
     found = ours(layout, tmp_path, tiny_data, vocab_file, *flags, precision="fp64")
