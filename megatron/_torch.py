@@ -12,22 +12,16 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 
-def will_run(node: Any) -> bool:
-    """Within a backward pass, whether autograd goes on to `node`. True where torch does not tell: what nobody wants is dropped."""
+def will_run(node: Any, otherwise: bool) -> bool:
+    """Within a backward pass, whether autograd goes on to `node`, for a leaf: adds to its `.grad`. otherwise: where torch does not tell.
+
+    So it is within torch.autograd.grad, which hands gradients out.
+    """
     asked = getattr(torch._C, "_will_engine_execute_node", None)
     try:
-        return bool(asked(node)) if asked else True
+        return bool(asked(node)) if asked else otherwise
     except RuntimeError:
-        return True  # within torch.autograd.grad
-
-
-def will_accumulate(node: Any) -> bool:
-    """Within a backward pass, whether autograd adds to the `.grad` of the leaf of `node`. False where torch does not tell."""
-    asked = getattr(torch._C, "_will_engine_execute_node", None)
-    try:
-        return bool(asked(node)) if asked else False
-    except RuntimeError:
-        return False  # within torch.autograd.grad, which hands the gradient out
+        return otherwise
 
 
 def onednn_is_there() -> bool:

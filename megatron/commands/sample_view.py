@@ -34,18 +34,30 @@ def gpt2_view(
     seen = (documents if data.reset_attention_mask else torch.zeros_like(documents)) + 1
     if "prefixes" in sample:
         seen, loss_mask = with_prefixes(sample["prefixes"][None], seen - 1, loss_mask)
-    table: Columns = {
-        "place": list(range(tokens.shape[1])),
-        "id": tokens[0].tolist(),
-        "token": _words(tokens[0], tokenizer),
+    table = _table(tokens[0], labels, tokenizer, loss_mask[0], positions[0], documents[0] + 1)
+    return {"tokens": table}, {"attention": _causal(seen)}
+
+
+def _table(
+    tokens: Tensor, labels: Tensor, tokenizer: Tokenizer, loss_mask: Tensor, positions: Tensor, documents: Tensor
+) -> Columns:
+    """Of a left-to-right model, [s] each."""
+    return {
+        "place": list(range(len(tokens))),
+        "id": tokens.tolist(),
+        "token": _words(tokens, tokenizer),
         "next": _words(labels, tokenizer),
-        "loss": [int(x) for x in loss_mask[0]],
-        "position": positions[0].tolist(),
-        "document": (documents[0] + 1).tolist(),
+        "loss": [int(x) for x in loss_mask],
+        "position": positions.tolist(),
+        "document": documents.tolist(),
     }
-    mask = document_mask(seen, causal=True)
+
+
+def _causal(documents: Tensor) -> Tensor:
+    """ids [1, s] -> [s, s]"""
+    mask = document_mask(documents, causal=True)
     assert mask is not None
-    return {"tokens": table}, {"attention": mask[0, 0]}
+    return mask[0, 0]
 
 
 def sft_view(
@@ -53,18 +65,10 @@ def sft_view(
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
     """(tables, masks) of a window of records."""
     documents = sample["document_ids"][None]
-    table: Columns = {
-        "place": list(range(documents.shape[1])),
-        "id": sample["tokens"].tolist(),
-        "token": _words(sample["tokens"], tokenizer),
-        "next": _words(sample["labels"], tokenizer),
-        "loss": sample["loss_mask"].tolist(),
-        "position": positions_in_documents(documents)[0].tolist(),
-        "document": documents[0].tolist(),
-    }
-    mask = document_mask(documents, causal=True)
-    assert mask is not None
-    return {"tokens": table}, {"attention": mask[0, 0]}
+    positions = positions_in_documents(documents)[0]
+    tokens, labels, loss_mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
+    table = _table(tokens, labels, tokenizer, loss_mask, positions, documents[0])
+    return {"tokens": table}, {"attention": _causal(documents)}
 
 
 def t5_view(

@@ -78,11 +78,7 @@ class GPT2Model(LayerStack):
         self.vocab_size = vocab_size_of(config)
         super().__init__(gpt2_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
         self.parallel_output, self.context = parallel_output, mpu.context_axis()
-        self.loss_fn = TokenLoss.by(config, self.vocab_size)
-
-    def get_additional_losses(self) -> dict[str, Tensor]:
-        """What was looked at apart from the loss of the last micro-batch, a scalar each: by the name that DeepSpeed asks pipelines with."""
-        return self.loss_fn.aside
+        self.loss_fn: TokenLoss = TokenLoss.by(config, self.vocab_size)
 
     def forward(
         self,

@@ -103,7 +103,17 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
     raise RuntimeError("this layer is on another pipeline stage")
 
 
-class LayerStack(nn.Module):
+class LooksAside:
+    """A model whose loss function may look at more than the loss."""
+
+    loss_fn: Any = None
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        """What was looked at apart from the loss of the last micro-batch, a scalar each: by the name that DeepSpeed asks pipelines with."""
+        return getattr(self.loss_fn, "aside", {})
+
+
+class LayerStack(LooksAside, nn.Module):
     """All layers of a model in one process.
 
     seed: of the initial weights. own: which of the layers to build, for writing text over pipeline stages; the others have no

@@ -138,6 +138,11 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     """[b, s] document ids -> [b, s] position of each token in its document, its prefix included, from 0."""
     document_ids = document_ids.abs()
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
-    first = torch.ones_like(document_ids, dtype=torch.bool)
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return place - place.masked_fill(~first, 0).cummax(dim=1).values
+    return place - place.masked_fill(~begins(document_ids), 0).cummax(dim=1).values
+
+
+def begins(ids: Tensor) -> Tensor:
+    """[b, s] -> bool [b, s]: whether a token's id is another than that of the token before it."""
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return first

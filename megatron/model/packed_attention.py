@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import Documents, follows
+from .masks import Documents, begins, follows
 
 
 def serves(query: Tensor, documents: Documents) -> bool:
@@ -49,18 +49,12 @@ def borders(documents: Documents) -> Tensor | None:
 
 
 def _borders(ids: Tensor) -> Tensor | None:
-    begins = _changes(ids)
-    several = _changes(ids.sort(dim=1).values).sum() != begins.sum()
+    first = begins(ids)
+    several = begins(ids.sort(dim=1).values).sum() != first.sum()
     if bool((several | (ids.min() < 0)).item()):
         return None
     end = torch.full((1,), ids.numel(), device=ids.device)
-    return torch.cat([begins.flatten().nonzero().flatten(), end]).int()
-
-
-def _changes(ids: Tensor) -> Tensor:
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return begins
+    return torch.cat([first.flatten().nonzero().flatten(), end]).int()
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from tds.layer_times import cut_by_time
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
-from .layers import Layer, init_weights, run
+from .layers import Layer, LooksAside, init_weights, run
 from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
@@ -36,7 +36,7 @@ BOUNDARIES = {
 }
 
 
-class LayerStackPipe(PipelineModule):
+class LayerStackPipe(LooksAside, PipelineModule):
     """This stage's stretch of a list of layers, or its stretches, one a chunk."""
 
     def __init__(
@@ -74,11 +74,6 @@ class LayerStackPipe(PipelineModule):
             if name not in seen:
                 seen.add(name)
                 yield name, module
-
-    def get_additional_losses(self) -> dict[str, Tensor]:
-        """What the loss function has looked at apart, a scalar each."""
-        aside: dict[str, Tensor] = getattr(self.loss_fn, "aside", {})
-        return aside
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """What comes from the stage before (or the batch) -> what goes to the next (or the logits), through one chunk."""

@@ -203,11 +203,7 @@ class T5Model(LayerStack):
         self.vocab_size = vocab_size_of(config)
         super().__init__(t5_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
         self.parallel_output = parallel_output
-        self.loss_fn = TokenLoss.by(config, self.vocab_size, is_text)
-
-    def get_additional_losses(self) -> dict[str, Tensor]:
-        """What was looked at apart from the loss of the last micro-batch, a scalar each: by the name that DeepSpeed asks pipelines with."""
-        return self.loss_fn.aside
+        self.loss_fn: TokenLoss = TokenLoss.by(config, self.vocab_size, is_text)
 
     def forward(
         self,

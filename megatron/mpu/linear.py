@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import onednn_linear, will_accumulate, will_run
+from .._torch import onednn_linear, will_run
 from .mesh import Axis, Options
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 from .traced import enter, is_traced
@@ -129,7 +129,7 @@ def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def _is_added_up(ctx: Any, i: int) -> bool:
     """Whether this backward pass adds the gradient of input `i` to its `.grad`, and does not hand it out."""
-    return will_accumulate(ctx.next_functions[i][0])
+    return will_run(ctx.next_functions[i][0], otherwise=False)
 
 
 def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
@@ -144,4 +144,4 @@ def is_asked_for(ctx: Any, i: int) -> bool:
     if torch.compiler.is_compiling():
         return bool(ctx.needs_input_grad[i])  # torch 2.11's compiler knows no `next_functions`; it drops what is unused
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None is not counted
-    return node is not None and will_run(node)
+    return node is not None and will_run(node, otherwise=True)  # what nobody wants is dropped
