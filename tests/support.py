@@ -31,6 +31,7 @@ TIMEOUT = 120.0
 # import included (torch._dynamo with sympy, 800 modules).
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
+_preloaded += ["torch.utils.tensorboard"]
 _preloaded += [
     "megatron.training.functions",
     "megatron.training.entry",
@@ -226,11 +227,12 @@ def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:
 def command(*argv: str, env: dict[str, str] | None = None, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
     """Run a command in the checkout as a user would; Python is the one that runs the tests.
 
-    A script runs in a fork of a process that has imported torch already, which spares seconds; one whose `env` says
-    what is read while Python or torch starts gets an interpreter of its own.
+    A script runs in a fork of a process that has imported torch already, which spares seconds, and finds this checkout's
+    modules; one whose `env` says something else of what is read while Python or torch starts gets an interpreter of its own.
     """
     whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    if argv[0] == "python" and argv[1].endswith(".py") and not {"PYTHONPATH", "CXX"} & set(env or {}):
+    read_at_start = {"PYTHONPATH", "CXX"} & {name for name, value in (env or {}).items() if value != str(ROOT)}
+    if argv[0] == "python" and argv[1].endswith(".py") and not read_at_start:
         return _forked(argv, whole, timeout)
     full = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
     return subprocess.run(full, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=timeout, check=False)

@@ -12,6 +12,7 @@ class Garbage:
 
     def __init__(self, interval: int) -> None:
         self._interval, self._was_on = interval, gc.isenabled()
+        self._thaw = not gc.get_freeze_count()  # what somebody else has frozen stays so: it cannot be told from ours
 
     def __enter__(self) -> "Garbage":
         if self._interval:
@@ -24,7 +25,8 @@ class Garbage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._interval:
-            gc.unfreeze()
+            if self._thaw:
+                gc.unfreeze()
             if self._was_on:
                 gc.enable()
 

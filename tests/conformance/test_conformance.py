@@ -25,12 +25,14 @@ Run = tuple[str, str, torch.dtype]  # case, schedule
 
 
 def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
-    """Without everything: each case with two schedules by turns on three stages, elsewhere with one; one stage has no order
-    of messages, and what an engine is asked afterwards has little to do with it.
+    """Without everything: each case with two schedules by turns on three stages, elsewhere with one, on 2 x 2 ranks every
+    second case; one stage has no order of messages, and what an engine is asked afterwards has little to do with it.
     """
 
     found: list[Run] = []
     for number, case in enumerate(CASES):
+        if (stages, tensor, everything) == (2, 2, False) and number % 2:
+            continue
         if Version(case.since) > Version(deepspeed.__version__) or (case.slow and not everything):
             continue
         own = [schedule for schedule in SCHEDULES if _fits(case, schedule, everything)]
@@ -67,7 +69,7 @@ def _all(stages: int, tensor: int, chosen: list[Run]) -> list[tuple[float, float
 
 
 GRIDS = list(itertools.product([4, 3, 2, 1], [1, 2], [True, False]))
-COVERING = [(4, 1, False), (3, 1, False), (2, 2, False), (1, 1, False)]
+COVERING = [(3, 1, False), (2, 2, False), (1, 1, False)]
 
 
 @pytest.mark.timeout(900)

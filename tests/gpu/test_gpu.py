@@ -10,7 +10,13 @@ from tests.support import command, covering
 from .checks import CHECKS, Impossible
 
 # On a CPU all of it is a dry run, and other tests look closer at these.
-SEEN_ELSEWHERE = {"recomputation_draws_the_same_dropout", "compiled_layers_agree"}
+SEEN_ELSEWHERE = {
+    "recomputation_draws_the_same_dropout",
+    "recomputation_and_offloading_change_nothing",
+    "compiled_layers_agree",
+    "bf16_follows_the_cpu_in_fp32",
+    "an_offloaded_optimizer_agrees",
+}
 BY_DEFAULT = set(CHECKS) - (set() if device.available() else SEEN_ELSEWHERE)
 
 
@@ -23,12 +29,11 @@ def test_check(name: str) -> None:
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """Tiny models, wherever this is: only that it ends with a full table and a profile."""
+    """A tiny model, wherever this is: only that it ends with a full table and a profile."""
     argv = [
         "--dry-run",
         "--no-compile",
         "--models",
-        "gpt2_345M",
         "t5_base",
         "--rounds",
         "1",
@@ -39,7 +44,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     done = command("python", "benchmarks/gpu.py", *argv, str(tmp_path / "profile.txt"))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if "ours |" in line or "Hugging Face |" in line]
-    assert len(rows) == 4
+    assert len(rows) == 2
     assert "failed" not in done.stdout
     assert "scaled_dot_product" in (tmp_path / "profile.txt").read_text()
 

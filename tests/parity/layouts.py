@@ -14,7 +14,7 @@ from megatron.tokenizer import load_tokenizer
 from tests.parity import reference
 from tests.support import losses, train_gpt2
 
-LAYERS, HIDDEN, HEADS, SEQ, GLOBAL_BATCH, STEPS, SEED = 4, 32, 4, 24, 8, 20, 7
+LAYERS, HIDDEN, HEADS, SEQ, GLOBAL_BATCH, STEPS, SEED = 4, 32, 4, 24, 8, 8, 7
 PER_DOCUMENT = ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask")
 
 
@@ -61,12 +61,13 @@ def ours(
     optimizer: str = "sgd",
     precision: str = "fp32",
     by_document: bool = False,
+    steps: int = STEPS,
 ) -> list[float]:
-    """Losses of 20 steps in `layout`, through the entry script's own functions."""
+    """Losses of so many steps in `layout`, through the entry script's own functions."""
     flags = {
         "--data-path": data, "--vocab-file": vocab_file, "--split": "1", "--num-layers": LAYERS,
         "--hidden-size": HIDDEN, "--num-attention-heads": HEADS, "--seq-length": SEQ, "--hidden-dropout": 0,
-        "--attention-dropout": 0, "--batch-size": 2, "--gas": GLOBAL_BATCH // 2 // layout.dp, "--train-iters": STEPS,
+        "--attention-dropout": 0, "--batch-size": 2, "--gas": GLOBAL_BATCH // 2 // layout.dp, "--train-iters": steps,
         "--lr": LR[optimizer], "--lr-decay-style": "constant", "--warmup": 0, "--optimizer": optimizer,
         "--seed": SEED, "--precision": precision, "--log-interval": 1, "--eval-iters": 0, "--save-interval": 0,
         "--pipe-parallel-size": layout.pp, "--model-parallel-size": layout.tp, "--context-parallel-size": layout.cp, "--zero-stage": layout.zero,
@@ -96,14 +97,15 @@ def plain(
     dtype: torch.dtype = torch.float32,
     by_document: bool = False,
     z_loss: float = 0.0,
+    steps: int = STEPS,
 ) -> list[float]:
-    """Losses of the same 20 steps in one process of plain torch."""
+    """Losses of the same steps in one process of plain torch."""
     tokenizer = load_tokenizer(vocab_file)
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
     assert train is not None
     batches = [
         np.stack([train[n]["text"].numpy() for n in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)])
-        for step in range(STEPS)
+        for step in range(steps)
     ]
     return reference.train(
         initial_weights(tokenizer.vocab_size),

@@ -23,13 +23,13 @@ def main() -> None:
         where = Path(folder)
         vocab_file = small_tokenizer(where)
         data = random_corpus(where, vocab_file)
-        expected = plain(data, vocab_file)
+        expected = plain(data, vocab_file, steps=SHOWN[-1])
         print("| layout | " + " | ".join(f"step {step}" for step in SHOWN) + " | largest relative difference of 20 |")
         print("| --- |" + " --- |" * (len(SHOWN) + 1))
         print(row("plain torch, one process", expected, expected))
         for layout in LAYOUTS:
             name = f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", ZeRO {layout.zero}" if layout.zero else "")
-            print(row(name, ours(layout, where / str(layout), data, vocab_file), expected), flush=True)
+            print(row(name, ours(layout, where / str(layout), data, vocab_file, steps=SHOWN[-1]), expected), flush=True)
 
 
 if __name__ == "__main__":

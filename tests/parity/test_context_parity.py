@@ -8,7 +8,7 @@ import torch
 
 from tests.support import FULL, covering
 
-from .layouts import Layout, ours, plain
+from .layouts import STEPS, Layout, ours, plain
 from .llama_layouts import KINDS, LAYERS, Way, losses
 from .test_llama_parity import reference
 from .test_parity import needs_a_compiler
@@ -100,7 +100,7 @@ def test_compiled_layers(more: str, tmp_path: Path, tiny_data: str, vocab_file: 
 def test_a_checkpoint_knows_no_context_ranks(
     first: Layout, then: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    more = "--train-iters", "10", "--save-interval", "10"
+    more = "--train-iters", str(STEPS // 2), "--save-interval", str(STEPS // 2)
     found = ours(first, tmp_path / "first", tiny_data, vocab_file, *more, optimizer="adam")
     load = "--load", str(tmp_path / "first" / "checkpoints")
     found += ours(then, tmp_path / "then", tiny_data, vocab_file, *load, optimizer="adam")

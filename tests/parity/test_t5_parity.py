@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,6 +71,8 @@ def test_losses_equal_one_process(
         ways += [Way(variant, f"--sequence-parallel {each}") for variant in VARIANTS for each in saving]
         ways += [Way(variant, "--sequence-parallel --logits-chunk-size 5") for variant in VARIANTS]
     ways += [Way(variant, "--logits-chunk-size 5") for variant in VARIANTS]
+    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # eight ranks; these ways ran on fewer
+        ways = [way for number, way in enumerate(ways) if number % 4 in (0, 3)]
     check(grid, ways, tiny_data, vocab_file)
 
 
@@ -80,14 +83,14 @@ def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
 
 
 @pytest.mark.parametrize("stages", covering([2, 3], lambda stages: stages == 2))
-def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str) -> None:
-    """Before, between and after the embeddings, tables, blocks and norms of a model of 2 + 3 blocks."""
+def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str, request: pytest.FixtureRequest) -> None:
+    """Every second one by default. Before, between and after the embeddings, tables, blocks and norms of a model of 2 + 3 blocks."""
     ways = [
         Way(variant, "--partition-method " + ",".join(map(str, (0, *cuts, LAYERS[variant]))))
         for variant in VARIANTS
         for cuts in itertools.combinations(range(1, LAYERS[variant]), stages - 1)
     ]
-    check((stages, 1, 1), ways, tiny_data, vocab_file)
+    check((stages, 1, 1), ways if request.config.getoption("--full") else ways[::2], tiny_data, vocab_file)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

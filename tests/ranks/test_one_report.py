@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import FULL, ROOT
 
 RANKS = 3
 SCRIPT = """
@@ -81,7 +81,7 @@ def _ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str]]:
             p.kill()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
 def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> None:
     ends = _ends(_start(tmp_path, "raise", str(victim)))
     assert [code for code, _ in ends] == [1] * RANKS
@@ -120,7 +120,7 @@ def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
             p.communicate()
 
 
-@pytest.mark.parametrize("who", ["all of them", "one of them"])
+@pytest.mark.parametrize("who", [pytest.param("all of them", marks=FULL), "one of them"])
 def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
     ranks = _start(tmp_path, "wait", "0")
     for p in ranks:

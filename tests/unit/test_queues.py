@@ -28,7 +28,7 @@ def plan_of(name: str, stages: int, micros: int) -> Plan:
     return [list(SCHEDULES[name](stage, stages, micros)) for stage in range(stages)]
 
 
-@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n in (9, 16, 33)))
+@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n == 9))
 def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
     for name in SCHEDULES:
         for micros in {1, stages + 1} if stages > 20 else {1, stages - 1, stages, stages + 1, 2 * stages + 1}:
