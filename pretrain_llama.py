@@ -1,10 +1,13 @@
 """Pretrain Llama, Qwen or Mistral. `bash scripts/run_llama.sh` calls this; `python pretrain_llama.py --help` lists every setting."""
 
-from megatron.tasks import Llama
-from megatron.training import run
+from megatron.config.help import help_if_asked
 
 
 def main() -> None:
+    help_if_asked("llama")
+    from megatron.tasks import Llama
+    from megatron.training import run
+
     run(Llama())
 
 

@@ -1,10 +1,13 @@
 """Pretrain T5. `bash scripts/run_t5.sh` calls this; `python pretrain_t5.py --help` lists every setting."""
 
-from megatron.tasks import T5
-from megatron.training import run
+from megatron.config.help import help_if_asked
 
 
 def main() -> None:
+    help_if_asked("t5")
+    from megatron.tasks import T5
+    from megatron.training import run
+
     run(T5())
 
 

@@ -4,11 +4,11 @@ import argparse
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from .fields import ConfigError, flag, types_of
+from .fields import ConfigError, OneOf, flag, types_of
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 from .translate import Translation, add_to, flag_of, settings_for
@@ -37,10 +37,14 @@ examples:
 """
 
 
-def build_parser(script: str | None = None) -> argparse.ArgumentParser:
-    """A parser with one flag per setting; what is not given does not appear in the result."""
+def build_parser(script: str | None = None, family: str | None = None) -> argparse.ArgumentParser:
+    """A parser with one flag per setting; what is not given does not appear in the result.
+
+    script, family: whose `--help` this is for; settings that models of other families read are left out of it.
+    """
     parser = _Parser(
         prog=script,
+        usage=f"{script} [--config FILE] [FLAG VALUE ...]" if script else None,
         epilog=EXAMPLES.format(script=script) if script else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -53,19 +57,27 @@ def build_parser(script: str | None = None) -> argparse.ArgumentParser:
     for name, section, f in settings():
         kinds = types_of(section, f.name)
         text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
+        if family and f.metadata["family"] and family not in f.metadata["family"]:
+            text = argparse.SUPPRESS
         if bool in kinds:
             groups[name].add_argument(flag(f.name), action=argparse.BooleanOptionalAction, help=text)
         else:
             kind = next(k for k in kinds if k is not type(None))
             many: dict[str, Any] = {"nargs": "+", "type": str} if kind is tuple else {"type": kind}
-            metavar = kind.__name__.upper()
-            if kind is tuple:
-                metavar = "PATH" if f.name.endswith("_path") else "A-B" if f.name.startswith("skip_") else "NAME"
-            groups[name].add_argument(flag(f.name), metavar=metavar, help=text, **many)
+            groups[name].add_argument(flag(f.name), metavar=_metavar(f, kind), help=text, **many)
     # Launchers hand this to every process they start; ranks are read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add_to(parser)
     return parser
+
+
+def _metavar(setting: "Field[Any]", kind: type) -> str:
+    """What stands for a value in `--help`: the words there are, or their kind."""
+    if isinstance(check := setting.metadata["check"], OneOf):
+        return "{" + ",".join(str(choice) for choice in check.choices if choice is not None) + "}"
+    if kind is tuple:
+        return "PATH" if setting.name.endswith("_path") else "A-B" if setting.name.startswith("skip_") else "NAME"
+    return kind.__name__.upper()
 
 
 def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -32,11 +32,19 @@ def between(low: float, high: float) -> Callable[[Any], str | None]:
     return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
 
 
-def one_of(*choices: Any) -> Callable[[Any], str | None]:
+@dataclass(frozen=True)
+class OneOf:
+    """A check of a setting that is one of a few words, which `--help` lists."""
+
+    choices: tuple[Any, ...]
+
+    def __call__(self, value: Any) -> str | None:
+        return None if value in self.choices else f"must be one of {', '.join(map(str, self.choices))}"
+
+
+def one_of(*choices: Any) -> OneOf:
     """A check of a setting: what is wrong with a value, or None."""
-    check: Callable[[Any], str | None]
-    check = lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"  # noqa: E731
-    return check
+    return OneOf(choices)
 
 
 def each_of(*choices: Any) -> Callable[[Any], str | None]:

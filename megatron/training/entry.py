@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from tds.diagnose import Watchdog, out_of_memory
 
-from ..config.command_line import build_parser, parse
+from ..config.command_line import parse
 from ..config.ds_config import resolve
 from ..config.fields import ConfigError
+from ..config.help import help_if_asked
 from ..ranks import device as device_module
 from ..ranks.errors import RunError, complaint, exit_now
 from ..ranks.initialize import world_size
@@ -30,8 +31,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
     about a user's mistake 2 for the command line and 1 for the rest. False returns or raises.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "-h" in argv or "--help" in argv:
-        build_parser(Path(sys.argv[0]).name).parse_args(["--help"])
+    help_if_asked(getattr(task, "defaults", {}).get("family"))
     code = 2
     with signals_as_before():
         try:

@@ -9,6 +9,7 @@ from megatron.config import SECTIONS
 from megatron.config.command_line import Args, from_file, parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
+from tests.support import command
 
 
 def write(path: Path, content: Any) -> str:
@@ -195,3 +196,20 @@ def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
     path = write(tmp_path / "ds.json", {"train_batch_size": 60})
     with pytest.raises(ConfigError, match="the flags make it 30: .* / --context-parallel-size 2"):
         resolve(with_values(config, {"deepspeed_config": path}), 8, False)
+
+
+def test_help_comes_without_torch_and_shows_what_the_family_reads() -> None:
+    shown = {}
+    for family in ("gpt2", "llama", "t5"):
+        code = (
+            f"import atexit, sys, pretrain_{family} as script; sys.argv = ['x', '--help']; "
+            "atexit.register(lambda: print('torch' in sys.modules)); script.main()"
+        )
+        done = command("python", "-c", code)
+        assert (done.returncode, done.stderr) == (0, "")
+        *_, loaded = done.stdout.split()
+        assert loaded == "False"
+        shown[family] = done.stdout
+    assert all("--train-iters INT" in text and "--normalization {layernorm,rmsnorm}" in text for text in shown.values())
+    assert ["--num-decoder-layers" in shown[name] for name in shown] == [False, False, True]
+    assert ["--rope-theta" in shown[name] for name in shown] == [False, True, False]
