@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from megatron.config import Config
 from megatron.convert.hf_config import check_tokenizer
 from megatron.convert.hf_folder import Folder, is_hf_folder
 from megatron.inference.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
+from megatron.inference.questions import Asked, Conversation, Gap, Question, Reader, answer
 from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers, vocab_size_of
 from megatron.model.t5 import t5_layers
@@ -30,8 +30,11 @@ from megatron.ranks.errors import exit_now
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
+from megatron.tokenizer.chat import Message
 
 from .cli import Parser, run
+from .prompts import add_flags, as_json, prompts, reader_of, with_answer
+from .prompts import check as check_prompts
 from .unigram import counted
 
 EXAMPLES = """\
@@ -40,6 +43,8 @@ EXAMPLES = """\
   python tools/generate.py --load runs/gpt2 --interactive
   python tools/generate.py --load runs/gpt2 --input prompts.txt --batch-size 32 --json > texts.jsonl
   python tools/generate.py --load downloaded/ --prompt "Once upon"      (a folder of Hugging Face: Llama, Qwen, Mistral, GPT-2)
+  python tools/generate.py --load runs/chat --chat --interactive        (trained with --objective sft, or a chat model of theirs)
+  python tools/generate.py --load runs/code --prompt "def add(a, b):" --suffix "    return c"      (trained with --fim-rate)
   python tools/generate.py --load runs/t5 --prompt "春天来了，<extra_id_0>都开了。" --num-beams 4
   python tools/launch.py --standalone --nproc-per-node 4 tools/generate.py --load runs/gpt2 \\
       --model-parallel-size 2 --pipe-parallel-size 2 --prompt "春天" """
@@ -47,14 +52,6 @@ EXAMPLES = """\
 
 Heard = Callable[[list[int]], None]
 WINDOW = 16  # batches that are read ahead, to find prompts of equal length in
-
-
-class Question(NamedTuple):
-    """A prompt as the model reads it, and the token that ends what it writes."""
-
-    prompt: str
-    tokens: list[int]
-    end: int
 
 
 @dataclass
@@ -65,23 +62,13 @@ class Writer:
     tokenizer: Tokenizer
     config: Config
     stages: Stages | None
+    reader: Reader
 
-    def question(self, prompt: str) -> Question:
-        """A prompt as tokens."""
-        tokenizer = self.tokenizer
-        source = tokenizer.encode(prompt)
-        if not isinstance(tokenizer, SentinelTokenizer):
-            return Question(prompt, [*tokenizer.start, *source] or [tokenizer.eod], tokenizer.eod)
-        if tokenizer.convention == "t5":
-            return Question(prompt, [*source, tokenizer.eod], tokenizer.eod)
-        if not source:
-            raise ValueError("the prompt is empty: this T5 fills gaps in a text, such as <s_0>")
-        gaps = sum(token in tokenizer.sentinels for token in source)
-        if gaps >= tokenizer.count:
-            raise ValueError(
-                f"{gaps} gaps in the prompt: the model has {tokenizer.count} sentinels, one of them to close with"
-            )
-        return Question(prompt, source, tokenizer.sentinels[gaps])
+    def question(self, asked: Asked) -> Question:
+        """What is asked, as tokens. Raises ValueError for a gap whose marks are not known."""
+        if isinstance(asked, Gap) and self.reader.marks is None:
+            raise ValueError("the model was not trained with --fim-rate: give --fim-tokens PREFIX MIDDLE SUFFIX")
+        return self.reader.question(asked)
 
     def stepper(self, sources: list[list[int]]) -> Stepper:
         """The model about to read these tokens, as many of each."""
@@ -127,10 +114,10 @@ class Writer:
 
     def text(self, question: Question, ids: list[int]) -> str:
         """What was written, as text."""
-        kept = ids[:-1] if ids[-1:] == [question.end] else ids
         if isinstance(self.tokenizer, SentinelTokenizer):
-            return fill(question.prompt, self.tokenizer, kept)
-        return question.prompt + continued(self.tokenizer, question.tokens, kept)
+            kept = ids[:-1] if ids[-1:] == [question.end] else ids
+            return fill(str(question.prompt), self.tokenizer, kept)
+        return question.before + answer(self.tokenizer, question, ids) + question.after
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
@@ -143,8 +130,8 @@ def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
 
 
 def answers(
-    writer: Writer, prompts: Iterable[str], args: argparse.Namespace, size: int
-) -> Iterator[tuple[str, list[str]]]:
+    writer: Writer, prompts: Iterable[Asked], args: argparse.Namespace, size: int
+) -> Iterator[tuple[Asked, list[str]]]:
     """Each prompt with its texts, in the order of the prompts."""
     stream = iter(prompts)
     while asked := [writer.question(prompt) for prompt in itertools.islice(stream, size * WINDOW if size > 1 else 1)]:
@@ -204,25 +191,18 @@ def load(args: argparse.Namespace) -> Writer:
         load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     elif theirs:
         theirs.load(model)
-    return Writer(model.to(device), tokenizer, config, stages)
+    return Writer(model.to(device), tokenizer, config, stages, reader_of(args, config, tokenizer, vocab_file))
 
 
-def continued(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of `ids` after the tokens `before`: alone, some tokenizers (Llama 2's) would drop the space in front of it."""
-    known, whole = tokenizer.decode(before), tokenizer.decode([*before, *ids])
-    return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(ids)
-
-
-def show_as_it_comes(tokenizer: Tokenizer, before: Sequence[int]) -> Callable[[list[int]], None]:
-    """Prints the text of one continuation token by token, a character once all of its bytes are there. before: tokens of the prompt."""
+def show_as_it_comes(tokenizer: Tokenizer, question: Question) -> Heard:
+    """Prints the text of one answer token by token, a character once all of its bytes are there."""
     ids: list[int] = []
     shown = 0
 
     def heard(tokens: list[int]) -> None:
         nonlocal shown
         ids.extend(tokens)
-        text = continued(tokenizer, before, [token for token in ids if token != tokenizer.eod])
-        whole = text.rstrip("\ufffd")
+        whole = answer(tokenizer, question, ids).rstrip("\ufffd")
         print(whole[shown:], end="", flush=True)
         shown = len(whole)
 
@@ -230,46 +210,20 @@ def show_as_it_comes(tokenizer: Tokenizer, before: Sequence[int]) -> Callable[[l
 
 
 def show(writer: Writer, args: argparse.Namespace) -> None:
-    """One prompt after another, each with its text while it is written."""
-    for prompt in prompts(args):
+    """One prompt after another, each with its text while it is written; a conversation on a terminal goes on."""
+    before: tuple[Message, ...] = ()
+    for asked in prompts(args):
+        if isinstance(asked, Conversation):
+            asked = Conversation((*before, *asked.messages))
+        question = writer.question(asked)
         if is_rank_0():
-            print(prompt, end="", flush=True)
-        asked = writer.question(prompt)
-        writer.write([asked], args, show_as_it_comes(writer.tokenizer, asked.tokens) if is_rank_0() else None)
+            print(question.before, end="", flush=True)
+        heard = show_as_it_comes(writer.tokenizer, question) if is_rank_0() else None
+        ((text,),) = writer.write([question], args, heard)
         if is_rank_0():
-            print(flush=True)
-
-
-def prompts(args: argparse.Namespace) -> Iterator[str]:
-    """One after another, the same on all ranks."""
-    if args.input:
-        with open(args.input, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                yield _prompt_of(line, f"{args.input}, line {number}")
-    elif args.interactive:
-        while True:
-            asked: list[Any] = [None]
-            if is_rank_0():
-                print("> ", end="", flush=True, file=sys.stderr)
-                asked[0] = sys.stdin.readline()
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast_object_list(asked)
-            if not asked[0]:
-                return
-            yield asked[0].rstrip("\n")
-    else:
-        yield args.prompt
-
-
-def _prompt_of(line: str, where: str) -> str:
-    """A line of text, or of JSON with a "prompt" or "text"."""
-    if not line.startswith("{"):
-        return line.rstrip("\n")
-    try:
-        content = json.loads(line)
-        return str(content["prompt"] if "prompt" in content else content["text"])
-    except (ValueError, KeyError):
-        raise ValueError(f'{where} is not a JSON object with a "prompt"') from None
+            print(question.after, flush=True)
+        if isinstance(asked, Conversation) and args.interactive:
+            before = with_answer(asked, text)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -294,24 +248,25 @@ def check(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> None:
     check(args)
-    if sum(map(bool, (args.prompt, args.input, args.interactive))) > 1:
-        raise ValueError("give one of --prompt, --input and --interactive")
+    check_prompts(args)
     writer = load(args)
     stream = args.stream or (args.interactive and not (args.json or args.num_beams or writer.config.is_t5))
     if args.favoured and (args.json or stream):
         raise ValueError("--favoured does not go with --json and --stream")
+    if args.chat and args.interactive and not stream:
+        raise ValueError("--chat --interactive shows one answer as it is written: not --num-beams, --json")
     if stream and (writer.config.is_t5 or args.num_beams or args.json or args.num_samples > 1):
         raise ValueError("--stream shows one text of a GPT-2 as it is written: not --num-beams, --json, --num-samples")
     if stream:
         show(writer, args)
     else:
-        for prompt, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
+        for asked, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
             for text in texts if is_rank_0() else []:
-                whole = {"prompt": prompt, "text": text} if args.input else {"text": text}
+                whole = {**as_json(asked), "text": text} if args.input else {"text": text}
                 line = text.replace("\n", " ") if args.input else text
                 print(json.dumps(whole, ensure_ascii=False) if args.json else line, flush=True)
             if args.favoured:
-                told = writer.favoured(writer.question(prompt), args.favoured)
+                told = writer.favoured(writer.question(asked), args.favoured)
                 if is_rank_0():
                     print(f"    {told}", flush=True)
     if dist.is_initialized():
@@ -327,8 +282,7 @@ def build_parser() -> Parser:
         required=True,
         help="a run directory, a folder of checkpoints, one checkpoint, or a GPT-2, Llama, Qwen or Mistral of Hugging Face",
     )
-    add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
-    add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"; each text is one line, too')
+    add_flags(parser)
     add(
         "--batch-size",
         type=int,
@@ -336,7 +290,6 @@ def build_parser() -> Parser:
         help="of --input: prompts that are read together, of those with equally many tokens; the texts are the same, "
         "and come in the order of the prompts (default: 16)",
     )
-    add("--interactive", action="store_true", help="ask for prompts, one after another")
     add("--stream", action="store_true", help="show the text while it is written")
     add("--vocab-file", help="the tokenizer; by default the one that the model was trained with")
     add("--num-samples", type=int, default=1, help="continuations (default: 1)")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,17 @@ class Tokenizer(ABC):
     def encode_inside(self, text: str) -> list[int]:
         """Ids of a text that goes on after a special token."""
         return self.encode(text)
+
+    def encode_names(self, text: str) -> list[int]:
+        """Ids of a text in which names of special tokens stand for these tokens, as in transformers."""
+        names = "|".join(map(re.escape, sorted(self.specials, key=len, reverse=True)))
+        ids: list[int] = []
+        for part in filter(None, re.split(f"({names})", text) if names else [text]):
+            if part in self.specials:
+                ids.append(self.specials[part])
+            else:
+                ids += self.encode_inside(part) if ids else self.encode(part)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Ids of each text. One thread: callers run a process a core."""

@@ -40,6 +40,10 @@ class Template(Protocol):
         """The text in pieces. Raises ValueError for a conversation that the template cannot write."""
         ...
 
+    def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+        """The same up to where the assistant begins to answer the last message."""
+        ...
+
 
 def messages_of(record: object) -> tuple[Message, ...]:
     """The conversation of a record `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`.
@@ -49,22 +53,29 @@ def messages_of(record: object) -> tuple[Message, ...]:
     if not isinstance(record, dict):
         raise ValueError("not an object with messages")
     if "messages" in record:
-        turns = record["messages"]
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
-        found = tuple(Message(turn.get("role", ""), turn.get("content", "")) for turn in turns)
+        found = turns_of(record["messages"])
     elif "instruction" in record and "output" in record:
         asked = [record["instruction"], record.get("input") or ""]
         if not all(isinstance(text, str) for text in asked):
             raise ValueError("'instruction' or 'input' is not a text")
         question = "\n\n".join(text for text in asked if text)
         found = Message("user", question), Message("assistant", record["output"])
+        for message in found:
+            _check(message)
     else:
         raise ValueError("neither 'messages' nor 'instruction' and 'output'")
-    for message in found:
-        _check(message)
     if not any(message.role == "assistant" for message in found):
         raise ValueError("no message of the assistant, from which alone is learned")
+    return found
+
+
+def turns_of(turns: object) -> tuple[Message, ...]:
+    """A list of `{"role", "content"}`. Raises ValueError for anything else."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
+    found = tuple(Message(turn.get("role", ""), turn.get("content", "")) for turn in turns)
+    for message in found:
+        _check(message)
     return found
 
 
@@ -92,6 +103,10 @@ class ChatML:
             found += [Piece(f"{BEGIN}{role}\n", False, True), Piece(content, own, False)]
             found += [Piece(END, own, True), Piece("\n", False, True)]
         return tuple(found)
+
+    def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+        """See Template."""
+        return *self.pieces(messages), Piece(f"{BEGIN}assistant\n", False, True)
 
 
 class JinjaTemplate:
@@ -136,9 +151,7 @@ class JinjaTemplate:
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
         """See Template. Raises ValueError where a turn changes what was written before it."""
-        for message in messages:
-            if name := self._names.search(message.content):
-                raise ValueError(f"a content holds {name[0]}, which is a special token")
+        self._refuse_names(messages)
         whole, at = self._written(messages, False), 0
         found: list[Piece] = []
         for number, message in enumerate(messages):
@@ -155,6 +168,16 @@ class JinjaTemplate:
             at = len(before) + len(said)
         return tuple(piece for piece in (*found, Piece(whole[at:], False, True)) if piece.text)
 
+    def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+        """See Template."""
+        self._refuse_names(messages)
+        return (Piece(self._written(messages, True), False, True),)
+
+    def _refuse_names(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if name := self._names.search(message.content):
+                raise ValueError(f"a content holds {name[0]}, which is a special token")
+
     def _written(self, messages: Sequence[Message], asks: bool) -> str:
         turns = [message._asdict() for message in messages]
         try:
@@ -167,9 +190,8 @@ def load_template(name: str, tokenizer: Tokenizer, vocab_file: str) -> Template:
     """The template `chatml`, the `tokenizer`'s own, or that of a Jinja file. Raises TokenizerError where there is none."""
     if name == "chatml":
         return ChatML()
-    settings, source = _settings(vocab_file), None
     if name == "tokenizer":
-        source = _own(vocab_file, settings)
+        source = own_template(vocab_file)
         if source is None:
             raise TokenizerError(
                 f"there is no chat template next to {vocab_file}: give --chat-template chatml or a file"
@@ -178,6 +200,14 @@ def load_template(name: str, tokenizer: Tokenizer, vocab_file: str) -> Template:
         raise TokenizerError(f"--chat-template {name} is no file, and neither chatml nor tokenizer")
     else:
         source = Path(name).read_text(encoding="utf-8")
+    return template_from(source, tokenizer, vocab_file)
+
+
+def template_from(source: str, tokenizer: Tokenizer, vocab_file: str) -> Template:
+    """The template of this source (see Template). Raises TokenizerError for one with a mistake."""
+    if source == ChatML.source:
+        return ChatML()
+    settings = _settings(vocab_file)
     tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
     variables = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
     return JinjaTemplate(source, list(tokenizer.specials), {key: token or "" for key, token in variables.items()})
@@ -188,11 +218,12 @@ def _settings(vocab_file: str) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _own(vocab_file: str, settings: dict[str, Any]) -> str | None:
+def own_template(vocab_file: str) -> str | None:
+    """The source of the template that comes with a tokenizer, if one does."""
     path = file_of(vocab_file).with_name("chat_template.jinja")
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
+    found = _settings(vocab_file).get("chat_template")
     if isinstance(found, list):  # several, by name
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found if isinstance(found, str) else None

@@ -69,6 +69,7 @@ class HFTokenizer(Tokenizer):
             if token.special or SENTINEL.fullmatch(token.content)
         }
         self.specials |= {end: self.eod}
+        self._named: Any = None  # made when it is asked for
         self.start = _start_of(tokenizer)
         description = tokenizer.to_str()
         self._inside = _without_prefix(tokenizer, description, "first")
@@ -88,6 +89,16 @@ class HFTokenizer(Tokenizer):
 
     def encode_inside(self, text: str) -> list[int]:
         return self._pieces(text, self._inside)
+
+    def encode_names(self, text: str) -> list[int]:
+        if self._named is None:
+            tokenizers = library()
+            self._named = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            known = {token.content for token in self._named.get_added_tokens_decoder().values()}
+            ends = [tokenizers.AddedToken(name, normalized=False) for name in self.specials if name not in known]
+            self._named.add_special_tokens(ends)
+            self._named.encode_special_tokens = False
+        return self._ids(self._named, text)
 
     def _pieces(self, text: str, first: Any) -> list[int]:
         """Ids of a text, cut after the first character of whatever would be taken for a special token."""

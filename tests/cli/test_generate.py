@@ -28,6 +28,9 @@ from tests.unit.test_t5_model import T5_FLAGS
 KINDS = {
     "gpt2": DECODERS["gpt2"],
     "mistral": DECODERS["mistral"],
+    "multi-query": DECODERS["llama"].replace(
+        "--num-key-value-heads 2", "--num-key-value-heads 1"
+    ),  # fewer than tp ranks
     "cpm": f"{CPM_FLAGS} --enc-seq-length 24",
     "t5": f"{T5_FLAGS} --init-method-std 0.2 --no-tie-embeddings --family t5 --enc-seq-length 24",
 }
@@ -39,15 +42,15 @@ def _write(layout: str) -> list[Any]:
     for kind, flags in KINDS.items():
         config = parse(f"{flags} {layout}".split())
         initialize_megatron(config)
-        layers: Any = (gpt2_layers if kind in DECODERS else t5_layers)(config, 50)
+        layers: Any = (gpt2_layers if kind not in ("cpm", "t5") else t5_layers)(config, 50)
         stages = Stages(layers) if config.parallel.pipe_parallel_size else None
         own = stages.own if stages else None
-        if kind in DECODERS:
+        if kind not in ("cpm", "t5"):
             gpt2 = GPT2Model(config, parallel_output=False, own=own).eval()
             stepper: Stepper = GPT2Stepper(gpt2, PROMPT, 24, stages=stages)
         else:
             stepper = T5Stepper(T5Model(config, parallel_output=False, own=own).eval(), PROMPT * 3, 1, stages=stages)
-        length = 30 if kind in DECODERS else 15  # after the last position of GPT-2
+        length = 30 if kind not in ("cpm", "t5") else 15  # after the last position of GPT-2
         found += sample(stepper, 2, length, 49, Sampling(0.8, 0, 0.9), seed=3)
         found += [ids for _, ids in beam_search(stepper, 3, 8, 49)]
     return found

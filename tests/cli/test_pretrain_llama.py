@@ -1,6 +1,7 @@
 """`pretrain_llama.py` and its tools as users run them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,39 @@ def test_the_script_of_the_readme(tmp_path: Path) -> None:
     ):
         refused = command("bash", "scripts/run_llama.sh", env={**env, "RUN_DIR": str(tmp_path / "no")}, timeout=600)
         assert refused.returncode == 2 and words in refused.stderr
+
+
+def _commands(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_page_is_the_same_in_both_languages() -> None:
+    """Commands, headings, settings, and links that lead somewhere."""
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("llama.md", "llama_zh.md")]
+    assert all(_commands("llama.md", kind) == _commands("llama_zh.md", kind) for kind in ("bash", "console"))
+    for found in (r"^(#+) ", r"(--[a-z][a-z-]+)", r"^\| `(\w+)", r"\]\((?:\.\./)?([\w./]+?)(?:_zh)?\.(?:md|py|png)"):
+        english, chinese = (re.findall(found, page, flags=re.MULTILINE) for page in pages)
+        assert english and set(english) - {"llama"} == set(chinese) - {"llama"}, found
+    links = [link for page in pages for link in re.findall(r"\]\(([^)#]+)", page)]
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+@FULL
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    """Every block marked `bash`, in order, but into a folder of the test and with a smaller model."""
+    small = {
+        "TRAIN_ITERS": "3",
+        "NLAYERS": "2",
+        "NHIDDEN": "32",
+        "SEQ_LENGTH": "32",
+        "RUN_DIR": str(tmp_path / "llama"),
+    }
+    blocks = _commands("llama.md", "bash")
+    assert len(blocks) == 3
+    for block in blocks:
+        done = command("bash", "-euc", block.replace("runs/", f"{tmp_path}/"), env=small, timeout=600)
+        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 def test_presets_say_what_these_models_are() -> None:

@@ -201,6 +201,23 @@ def test_beam_search_is_hugging_faces(beams: int, end: int) -> None:
     assert [score for score, _ in found] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "window"), [("Llama", None), ("Qwen3", None), ("Mistral", 7)])
+@pytest.mark.parametrize("end", [1, 40])
+def test_beams_of_decoders_are_hugging_faces(kind: str, window: int | None, end: int) -> None:
+    """Over a cache with fewer heads than queries, whose rows change places; theirs computes anew. Beams go past the window."""
+    other = twins.theirs(kind, window=window)
+    ours = GPT2Model(parse(twins.flags_of(kind, window=window).split()), parallel_output=False).eval()
+    twins.copy_weights(other, ours, twins.USUAL)
+    expected = other.generate(
+        torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, num_beams=3, eos_token_id=end, pad_token_id=end,
+        length_penalty=1.0, early_stopping=False, num_return_sequences=3, output_scores=True, return_dict_in_generate=True, use_cache=False,
+    )  # fmt: skip
+    found = beam_search(GPT2Stepper(ours, PROMPT, 64), 3, 12, end)
+    rows = expected.sequences[:, len(PROMPT) :].tolist()
+    assert [ids for _, ids in found] == [row[: row.index(end) + 1] if end in row else row for row in rows]
+    assert [score for score, _ in found] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-4)
+
+
 def test_sampling_keeps_to_the_likely() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(4000, 4)
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,182 @@
+"""What a model is asked, as tokens: texts with names of special tokens and conversations as transformers has them, gaps as training has them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.commands import generate
+from megatron.commands import prompts as asking
+from megatron.config.command_line import parse
+from megatron.data.fim import Gaps
+from megatron.inference.questions import Conversation, Gap, Reader, answer
+from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
+from megatron.tokenizer.chat import BEGIN, END, ChatML, Message, load_template, turns_of
+from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
+from tests.cli.test_convert_llama import tokenizer_of
+
+from .test_sft import CHAT, CHATML
+
+FIM = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+ENDS_WITH_EOS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+TEXTS = [
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "a<|im_end|> b",
+    " <|endoftext|>x<|im_start|>",
+    "春<|fim_prefix|><|im_end|>",
+    "plain",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE with the marks of conversations and gaps, as transformers and we read it."""
+    folder = tmp_path_factory.mktemp("hf")
+    text = ["What is the capital of France? system user assistant. " * 20]
+    train_byte_bpe(text, str(folder / "tokenizer.json"), 300, "hf", [BEGIN, END, *FIM])
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(str(folder))
+
+
+def flags(*argv: str) -> Any:
+    return generate.build_parser().parse_args(["--load", "x", *argv])
+
+
+def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tokenizer) -> None:
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    config = parse([])
+    for text in TEXTS:
+        named = asking.reader_of(flags("--special-tokens"), config, tokenizer, str(folder)).question(text)
+        assert named.tokens == theirs(text)["input_ids"], text
+        plain = asking.reader_of(flags(), config, tokenizer, str(folder)).question(text)
+        assert not set(plain.tokens) & set(tokenizer.specials.values()) and tokenizer.decode(plain.tokens) == text
+
+
+@pytest.mark.parametrize("style", ["llama2", "llama3", "qwen"])
+def test_names_in_tokenizers_of_their_models(style: str, tmp_path: Path) -> None:
+    """Those that begin a text with a token, and put a space in front of its first word only."""
+    transformers = pytest.importorskip("transformers")
+    made, named = tokenizer_of(style)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    for text in ("The river", f"{named['eos_token']}slow", f"river {named['eos_token']} runs{named['eos_token']}"):
+        assert Reader(ours, names=True).question(text).tokens == theirs(text)["input_ids"]
+
+
+def test_names_in_a_sentencepiece_model(tmp_path: Path) -> None:
+    path = str(tmp_path / "t.model")
+    train_sentencepiece(["abc abd bcd user assistant"] * 9, path, 290, specials=[BEGIN, END])
+    ours = load_tokenizer(path)
+    found = Reader(ours, names=True).question(f"{BEGIN}user\nabc{END}").tokens
+    assert found == [ours.specials[BEGIN], *ours.encode("user\nabc"), ours.specials[END]]
+    assert Reader(ours).question(f"{BEGIN}user").tokens == ours.encode(f"{BEGIN}user")
+
+
+def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer: Tokenizer) -> None:
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    pytest.importorskip("jinja2")
+    for count in (2, 4):
+        expected = theirs.apply_chat_template(CHAT[:count], add_generation_prompt=True, return_dict=True)["input_ids"]
+        for name in ("chatml", "tokenizer"):
+            reader = Reader(tokenizer, load_template(name, tokenizer, str(folder)))
+            found = reader.question(Conversation(turns_of(CHAT[:count])))
+            assert (found.tokens, found.end) == (expected, tokenizer.specials[END])
+    ids = [*tokenizer.encode("Paris."), tokenizer.specials[END], tokenizer.eod, *tokenizer.encode("more")]
+    assert answer(tokenizer, found, ids) == "Paris."
+    other = folder / "llama2.jinja"
+    other.write_text(ENDS_WITH_EOS)
+    expected = theirs.apply_chat_template(CHAT[1:2], chat_template=ENDS_WITH_EOS, return_dict=True)["input_ids"]
+    reader = Reader(tokenizer, load_template(str(other), tokenizer, str(folder)))
+    found = reader.question(Conversation(turns_of(CHAT[1:2])))
+    assert (found.tokens, found.end) == (expected, tokenizer.eod)
+    with pytest.raises(ValueError, match=r"a content holds <\|im_end\|>"):
+        reader.question(Conversation((Message("user", f"a{END}"),)))
+    evil = Reader(tokenizer, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
+    assert evil.tokens.count(tokenizer.specials[END]) == 1
+
+
+def test_the_template_of_the_training_comes_first(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = str(tmp_path / "chats_sft")
+    Path(f"{prefix}.json").write_text(json.dumps({"objective": "sft", "chat_template": ENDS_WITH_EOS}))
+    trained = parse(["--objective", "sft", "--data-path", prefix])
+    for argv, config, vocab_file, source, told in (
+        ([], trained, str(folder), ENDS_WITH_EOS, f"as the corpus {prefix} has them"),
+        ([], parse([]), str(folder), CHATML, "as the tokenizer has them"),
+        (["--chat-template", "chatml"], trained, str(folder), "chatml", ""),
+    ):
+        reader = asking.reader_of(flags("--chat", *argv), config, tokenizer, vocab_file)
+        assert reader.template is not None and reader.template.source == source
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spm", [False, True])
+def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, spm: bool) -> None:
+    """What the model is given, the middle and the end are a document as the data set rearranges it."""
+    prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
+    text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
+    gaps = Gaps(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
+    trained = gaps.document(text, True, spm, (0.3, 0.6)).tolist()
+    kept = len(text) - 4
+    begin, end = int(0.3 * (kept + 1)), int(0.6 * (kept + 1))
+    asked = Gap(tokenizer.decode(text[:begin]), tokenizer.decode(text[end:kept]))
+    config = parse(["--fim-rate", "0.5", "--fim-spm-rate", str(float(spm)), "--fim-tokens", *FIM])
+    found = asking.reader_of(flags(), config, tokenizer, str(folder)).question(asked)
+    assert [*found.tokens, *text[begin:end], found.end] == trained
+    assert (found.before, found.after) == asked
+
+
+def test_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "asked"
+    path.write_text('hi\n{"messages": [{"role": "user", "content": "a"}]}\n{"prompt": "b"}\n', encoding="utf-8")
+    turns = [Conversation((Message("user", text),)) for text in ("hi", "a", "b")]
+    assert list(asking.prompts(flags("--chat", "--input", str(path)))) == turns
+    assert asking.as_json(turns[0]) == {"messages": [{"role": "user", "content": "hi"}]}
+    path.write_text('{"prompt": "a", "suffix": "b"}\n{"messages": []}\n', encoding="utf-8")
+    lines = asking.prompts(flags("--input", str(path)))
+    assert next(lines) == Gap("a", "b")
+    with pytest.raises(ValueError, match='line 2 is not a JSON object with a "prompt"'):
+        next(lines)
+    path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: the conversation must end with what is to be answered"):
+        next(asking.prompts(flags("--chat", "--input", str(path))))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--chat --special-tokens", "--chat writes special tokens itself"),
+        ("--chat-template chatml", "--chat-template is for --chat"),
+        ("--suffix a --input b", "--suffix goes with --prompt"),
+        ("--prompt a --interactive", "give one of --prompt, --input and --interactive"),
+    ],
+)
+def test_flags_that_do_not_go_together(argv: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        asking.check(flags(*argv.split()))
+
+
+def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> None:
+    with pytest.raises(ValueError, match="<a> is no special token of the tokenizer, which has <.endoftext.>"):
+        asking.reader_of(flags("--fim-tokens", "<a>", *FIM[1:]), parse([]), tokenizer, str(folder))
+    t5 = parse(["--family", "t5"])
+    with pytest.raises(ValueError, match="--chat is for decoders"):
+        asking.reader_of(flags("--chat"), t5, tokenizer, str(folder))
+    with pytest.raises(ValueError, match="leave the suffix out"):
+        Reader(SentinelTokenizer(tokenizer, 4, "t5")).question(Gap("a", "b"))
+    with pytest.raises(ValueError, match="give --fim-tokens PREFIX MIDDLE SUFFIX"):
+        writer: Any = generate.Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
+        writer.question(Gap("a", "b"))
