@@ -1,9 +1,13 @@
 # What run_gpt2.sh, run_llama.sh and run_t5.sh share; sourced by them. ROOT is the checkout, NAME says which of them runs.
 # Paths that a user gives are taken from where he stands; what belongs to the checkout has $AT before it.
 # shellcheck shell=bash disable=SC2034,SC2154
+# shellcheck disable=SC1091
+source "$ROOT/scripts/_variables.sh"
+case " $* " in *" --help "* | *" -h "*) show_variables; exit 0 ;; esac
 bash "$ROOT/scripts/setup.sh"
 # shellcheck disable=SC1091
 source "$ROOT/.venv/bin/activate"
+refuse_misspelt
 AT=$ROOT/
 if [ "$PWD" = "$ROOT" ]; then AT=; fi
 
@@ -48,15 +52,35 @@ launch() {
     fi
 }
 
-# Train with what the script has settled and the arguments that are given.
-train() {
-    launch "${AT}pretrain_$NAME.py" \
-        --run-dir "$RUN_DIR" --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 \
-        --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}" \
-        --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS" \
-        --lr "$LR" --lr-decay-style cosine --min-lr 1e-5 --warmup "$WARMUP" --weight-decay 0.1 \
-        --eval-interval "$EVERY" --eval-iters 10 --save-interval $((2 * EVERY)) \
+# The path of the preset $1_$2.json; ends the script, and says which sizes there are, if that is not one.
+preset_of() {
+    if [ ! -f "$ROOT/configs/models/$1_$2.json" ]; then
+        local there
+        there=$(cd "$ROOT/configs/models" && ls "$1"_*.json | sed 's/.*_//; s/\.json$//' | tr '\n' ' ')
+        echo "run_$NAME.sh: there is no MODEL_SIZE=$2 of $1; there are: $there" >&2
+        exit 2
+    fi
+    model=(--config "${AT}configs/models/$1_$2.json")
+}
+
+settings=()
+# A wrong flag is found before a tokenizer is trained and a corpus prepared.
+check_flags() {
+    settings=(
+        --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE" --split 90,10,0
+        --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"
+        --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS"
+        --lr "$LR" --lr-decay-style cosine --min-lr 1e-5 --warmup "$WARMUP" --weight-decay 0.1
+        --eval-interval "$EVERY" --eval-iters 10 --save-interval $((2 * EVERY))
         --deepspeed-config "$CONFIG_JSON" "$@"
+    )
+    PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} python -m megatron.config.check "$NAME" "$WORLD_SIZE" "${settings[@]}"
+}
+
+# Train with what has been checked, or is given here.
+train() {
+    [ ${#settings[@]} -gt 0 ] || check_flags "$@"
+    launch "${AT}pretrain_$NAME.py" --data-path "$DATA_PATH" "${settings[@]}"
 }
 
 # The report, what the model writes for each prompt that is given, and where everything is.

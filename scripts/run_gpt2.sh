@@ -14,7 +14,7 @@ source "$ROOT/scripts/_run.sh"
 MODEL_SIZE=${MODEL_SIZE:-}
 model=()
 if [ -n "$MODEL_SIZE" ]; then
-    model+=(--config "${AT}configs/models/gpt2_${MODEL_SIZE}.json")
+    preset_of gpt2 "$MODEL_SIZE"
     NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} SEQ_LENGTH=${SEQ_LENGTH:-}
     LR=${LR:-1.5e-4} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01}
     EVERY=1000
@@ -29,6 +29,7 @@ fi
 [ -n "$NHEADS" ] && model+=(--num-attention-heads "$NHEADS")
 [ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
 
+check_flags "$@"
 prepare_corpus
-train "$@"
+train
 if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天" "老人" "The river"; fi

@@ -14,17 +14,11 @@ source "$ROOT/scripts/_run.sh"
 # ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or the small one of these defaults
 VARIANT=${VARIANT:-llama}
 MODEL_SIZE=${MODEL_SIZE:-}
-preset=${AT}configs/models/${VARIANT}_${MODEL_SIZE:-tiny}.json
 case "$VARIANT" in
     llama | qwen3 | mistral) ;;
     *) echo "run_llama.sh: VARIANT=$VARIANT is none of llama, qwen3 and mistral" >&2; exit 2 ;;
 esac
-if [ ! -f "$preset" ]; then
-    there=$(cd "$ROOT/configs/models" && ls "$VARIANT"_*.json | sed 's/.*_//; s/\.json$//' | tr '\n' ' ')
-    echo "run_llama.sh: VARIANT=$VARIANT needs a MODEL_SIZE of these: $there" >&2
-    exit 2
-fi
-model=(--config "$preset")
+preset_of "$VARIANT" "${MODEL_SIZE:-tiny}"
 NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} NKVHEADS=${NKVHEADS:-} SEQ_LENGTH=${SEQ_LENGTH:-}
 if [ -n "$MODEL_SIZE" ]; then
     LR=${LR:-3e-4} BATCHSIZE=${BATCHSIZE:-1} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01}
@@ -39,6 +33,7 @@ fi
 [ -n "$NKVHEADS" ] && model+=(--num-key-value-heads "$NKVHEADS")
 [ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
 
+check_flags "$@"
 prepare_corpus
-train "$@"
+train
 if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天" "老人" "The river"; fi

@@ -19,7 +19,7 @@ case "$VARIANT" in
     cpm) preset=cpm2 gap="<s_0>" ;;
     *) echo "run_t5.sh: VARIANT=$VARIANT is neither t5 nor cpm" >&2; exit 2 ;;
 esac
-model=(--config "${AT}configs/models/${preset}_${MODEL_SIZE:-tiny}.json")
+preset_of "$preset" "${MODEL_SIZE:-tiny}"
 NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-} BATCHSIZE=${BATCHSIZE:-4}
 if [ -n "$MODEL_SIZE" ]; then
     LR=${LR:-1e-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01} EVERY=1000
@@ -31,8 +31,9 @@ fi
 [ -n "$NHEADS" ] && model+=(--num-attention-heads "$NHEADS")
 [ -n "$ENC_SEQ_LENGTH" ] && model+=(--enc-seq-length "$ENC_SEQ_LENGTH")
 
+check_flags "$@"
 prepare_corpus
-train "$@"
+train
 # The end of a gap is one token, what may stand in it thousands: drawn more sharply, a young model would leave most gaps empty.
 # So what it has learned is shown, too: the tokens that it puts first in a gap more often than their share of the text would.
 SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --favoured 5}

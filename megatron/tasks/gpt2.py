@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron import mpu
 
 from ..config import Config
+from ..config.defaults import DEFAULTS
 from ..data.gpt2_dataset import build_train_valid_test_datasets
 from ..data.prefixes import Prefixes
 from ..model import GPT2Model
@@ -23,7 +24,7 @@ class GPT2(Task):
     """A decoder that reads tokens in windows of --seq-length."""
 
     name = "gpt2"
-    defaults = {"family": "gpt2"}
+    defaults = DEFAULTS["gpt2"]
     reads_alone = True
     shares_out_tokens = True
 

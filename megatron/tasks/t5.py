@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron import mpu
 
 from ..config import Config
+from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpora import prefixes_of
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
@@ -42,7 +43,7 @@ class T5(Task):
     """An encoder of --enc-seq-length tokens and a decoder that gives what is missing there."""
 
     name = "t5"
-    defaults = {"family": "t5", "enc_seq_length": 512}
+    defaults = DEFAULTS["t5"]
     reads_alone = True
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:

@@ -10,6 +10,7 @@ import torch
 
 from megatron.commands import evaluate, generate
 from megatron.inference.generation import Sampling, sample
+from megatron.inference.questions import Question, answer
 from megatron.tokenizer import load_tokenizer
 from tests.cli.test_convert import convert, round_trip
 from tests.llama_twins import Sizes, theirs
@@ -135,12 +136,12 @@ def test_a_text_goes_on_with_its_spaces() -> None:
     ids = made.encode(TEXT, add_special_tokens=False).ids
 
     class Plain:
-        decode = staticmethod(made.decode)
+        decode, eod = staticmethod(made.decode), -1
 
     for cut in range(1, len(ids)):
         known = made.decode(ids[:cut])
         if "\ufffd" not in known:
-            assert known + generate.continued(Plain(), ids[:cut], ids[cut:]) == TEXT  # type: ignore[arg-type]
+            assert known + answer(Plain(), Question(TEXT, ids[:cut], -1), ids[cut:]) == TEXT  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 0), ("$A", 0)])
