@@ -4,7 +4,10 @@ What tutorials import from here is found when asked for, so that tools which nee
 packages do not load torch.
 """
 
+from pkgutil import extend_path
 from typing import Any
+
+__path__ = extend_path(__path__, __name__)  # megatron-core's `megatron.core` may stand in another folder
 
 _HOMES = {
     "get_args": "megatron.training.global_vars",
