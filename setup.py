@@ -32,7 +32,9 @@ setup(
     description="Pretraining of GPT-2, Llama and T5 in any data x tensor x pipeline layout, from a laptop to a cluster",
     license="Apache-2.0",
     python_requires=">=3.11",
-    package_dir={"": "."},  # an editable install is a folder on the path, which a namespace of megatron-core does not hide
+    package_dir={
+        "": "."
+    },  # an editable install is a folder on the path, which a namespace of megatron-core does not hide
     py_modules=["pretrain_gpt2", "pretrain_llama", "pretrain_t5"],
     packages=find_packages(include=["megatron", "megatron.*", "tds", "tds.*", "data_utils", "data_utils.*"]),
     entry_points={

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, covering
 
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", "benchmarks", "__pycache__")
 
@@ -55,3 +55,27 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("[a-z]*.py")} - {"result-table"}
     there = {path.name.removeprefix("megatron-") for path in commands.iterdir()}
     assert files | {"pretrain-gpt2", "pretrain-t5"} <= there
+
+
+BOTH = (
+    "import megatron.core; from megatron import get_args, mpu; print(mpu.__file__)",
+    "from megatron import get_args, mpu; import megatron.core; print(mpu.__file__)",
+)
+
+
+@pytest.mark.parametrize("order", covering(BOTH, lambda order: order == BOTH[0]))
+def test_beside_megatron_core(order: str, tmp_path: Path) -> None:
+    """Whose packages share our name: in the checkout, where they would be hidden, and beside an editable install, which they would hide."""
+    pytest.importorskip("megatron.core")
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=LEFT_OUT)
+    venv.create(tmp_path / "env")
+    (packages,) = (tmp_path / "env/lib").glob("python3*/site-packages")
+    (packages / "more.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = str(tmp_path / "env/bin/python")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "-e", str(source)], check=True, capture_output=True, timeout=300)
+    for interpreter, where, home in ((sys.executable, ROOT, ROOT), (python, tmp_path, source)):
+        done = subprocess.run([interpreter, "-W", "ignore", "-c", order], cwd=where, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == str(home / "megatron/mpu/__init__.py")
