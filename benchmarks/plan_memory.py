@@ -128,7 +128,9 @@ def main() -> None:
         (Path(args.into) / f"{os.environ['RANK']}.peak").write_text(str(most))
         leave()
     kinds = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "working")
-    print(f"| case | ranks | measured MB | predicted MB | error | {' | '.join(kinds)} |\n|{' --- |' * (5 + len(kinds))}")
+    print(
+        f"| case | ranks | measured MB | predicted MB | error | {' | '.join(kinds)} |\n|{' --- |' * (5 + len(kinds))}"
+    )
     errors = []
     for case in args.only:
         found = compare(case)

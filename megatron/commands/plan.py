@@ -49,13 +49,19 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
         values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)
         print(f"note: a vocabulary of {values['vocab_size']:,} tokens is assumed; --vocab-size says another")
     if config.train.precision == "auto":
-        values["precision"] = "fp32" if not cluster.accelerated else next(k for k in ("bf16", "fp16", "fp32") if k in cluster.peak_tflops)
+        values["precision"] = (
+            "fp32" if not cluster.accelerated else next(k for k in ("bf16", "fp16", "fp32") if k in cluster.peak_tflops)
+        )
     return with_values(config, values)
 
 
 def fixed_by(flags: list[str]) -> frozenset[str]:
     """The settings of a layout that were given as flags."""
-    names = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in flags if word.startswith("--")}
+    names = {
+        word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        for word in flags
+        if word.startswith("--")
+    }
     return frozenset(names & AXES)
 
 
@@ -73,7 +79,9 @@ def main(args: argparse.Namespace) -> None:
     config = settings(args, cluster)
     if sum(each is not None for each in (args.global_batch_size, args.micro_batch_size, args.gas)) < 1:
         raise ValueError("give --global-batch-size, or two of it, --micro-batch-size and --gas")
-    wanted = Wanted(config, cluster, args.devices, args.global_batch_size, args.micro_batch_size, args.gas, fixed_by(args.flags))
+    wanted = Wanted(
+        config, cluster, args.devices, args.global_batch_size, args.micro_batch_size, args.gas, fixed_by(args.flags)
+    )
     found = search(wanted)
     print(
         f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} devices of "
@@ -105,11 +113,15 @@ def draw(layout: Layout, cluster: Cluster, path: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
     below = [0.0] * len(layout.memory)
-    for kind, colour in zip(KINDS, ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b"), strict=True):
+    for kind, colour in zip(
+        KINDS, ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b"), strict=True
+    ):
         sizes = [getattr(memory, kind) / 1e9 for memory in layout.memory]
         axes.bar(range(len(sizes)), sizes, 0.7, below, label=kind, color=colour)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
-    axes.axhline(cluster.memory, color="black", linestyle="--", linewidth=1, label=f"{cluster.name}: {cluster.memory:g} GB")
+    axes.axhline(
+        cluster.memory, color="black", linestyle="--", linewidth=1, label=f"{cluster.name}: {cluster.memory:g} GB"
+    )
     axes.set(xlabel="pipeline stage", ylabel="GB on each rank", title=f"{in_words(parameters(layout.config))} parameters, {layout.name}, micro-batch {layout.config.train.batch_size}")  # fmt: skip
     axes.set_xticks(range(len(below)))
     figure.legend(loc="outside right upper", frameon=False)
@@ -120,15 +132,32 @@ def draw(layout: Layout, cluster: Cluster, path: str) -> None:
 def build_parser() -> Parser:
     parser = _PlanParser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--model", "--config", action="append", default=[], metavar="FILE", help="settings of the model, e.g. configs/models/llama_8b.json")
+    add(
+        "--model",
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="settings of the model, e.g. configs/models/llama_8b.json",
+    )
     add("--cluster", help="a name of configs/clusters, or a JSON file like those")
     add("--devices", type=int, help="how many of them")
     add("--global-batch-size", type=int, help="samples of one step")
-    add("--micro-batch-size", "--batch-size", type=int, help="samples that pass through the model at once; searched if not given")
+    add(
+        "--micro-batch-size",
+        "--batch-size",
+        type=int,
+        help="samples that pass through the model at once; searched if not given",
+    )
     add("--gas", type=int, help="micro-batches of one step for each replica; follows if not given")
     add("--tokens", type=float, help="how many are to be read, for the time of the whole run, e.g. 1e12")
     add("--top", type=int, default=10, help="rows of the table (default: 10)")
-    add("--layout", type=int, default=1, help="the row that --explain, --chart and --write take (default: 1, the fastest)")
+    add(
+        "--layout",
+        type=int,
+        default=1,
+        help="the row that --explain, --chart and --write take (default: 1, the fastest)",
+    )
     add("--explain", action="store_true", help="the arithmetic of that row")
     add("--chart", metavar="FILE", help="its memory by stage and kind as a picture (needs matplotlib)")
     add("--write", metavar="DIR", help="config.json, ds_config.json and run.sh of that row")

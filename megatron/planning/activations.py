@@ -105,7 +105,9 @@ def transformer_kept(x: Shapes, layer: Layer) -> float:
     if sub_layers == 3:
         encoded = x.tokens[0]
         kept += _attention(x, tokens, encoded, second, first, False, qkv_again)
-    kept += tokens * m.ff_size / x.ranks * e * ((2 if m.gated else 1) + (0 if "activation" in m.recompute_modules else 1))
+    kept += (
+        tokens * m.ff_size / x.ranks * e * ((2 if m.gated else 1) + (0 if "activation" in m.recompute_modules else 1))
+    )
     return kept
 
 
@@ -159,7 +161,9 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     chunk = m.logits_chunk_size
     extra = 0.0
     if chunk and tokens > chunk and "cross-entropy" not in m.unfused:
-        extra = rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e  # the gradients that wait for the backward pass
+        extra = (
+            rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
+        )  # the gradients that wait for the backward pass
         tokens = chunk
     logits = float(tokens * rows * e)
     step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)

@@ -58,7 +58,9 @@ def load_cluster(name: str) -> Cluster:
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.json")))
-        raise ValueError(f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json")
+        raise ValueError(
+            f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json"
+        )
     try:
         return _cluster(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:

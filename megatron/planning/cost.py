@@ -62,7 +62,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """Of all."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,9 @@ def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
     split = x.ranks * c.parallel.context_parallel_size
     if not layer.repeated:
         tokens = x.of_layer(layer)
-        return (2.0 * tokens * m.hidden_size * padded_vocabulary(c, x.ranks) / x.ranks if layer.name == "head" else 0.0), 0.0
+        return (
+            2.0 * tokens * m.hidden_size * padded_vocabulary(c, x.ranks) / x.ranks if layer.name == "head" else 0.0
+        ), 0.0
     inner, s = m.num_attention_heads * m.head_size, decoder if layer.cls.__name__ == "DecoderBlock" else encoder
     scores = 2 * s * s * inner + (2 * s * encoder * inner if layer.cls.__name__ == "DecoderBlock" else 0)
     return 2.0 * b * (layer.work - scores) / split, 2.0 * b * scores / split
@@ -166,10 +168,19 @@ def stage_seconds(
         if layer.repeated:
             more = 1 if m.checkpoint_attention and not again else 0
             if m.recompute_modules:  # a product for queries, keys and values, and some passes over memory
-                qkv = 2.0 * tokens * m.hidden_size * (m.num_attention_heads + 2 * m.key_value_heads) * m.head_size / x.ranks
+                qkv = (
+                    2.0
+                    * tokens
+                    * m.hidden_size
+                    * (m.num_attention_heads + 2 * m.key_value_heads)
+                    * m.head_size
+                    / x.ranks
+                )
                 extra = qkv if "qkv" in m.recompute_modules else 0.0
                 done, products = done + extra, products + extra / (peak * e.product * _width_factor(x, e))
-                memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + tokens * m.ff_size / x.ranks * x.width / 3) / hbm
+                memory += (
+                    len(m.recompute_modules) * 2 * (x.hidden(tokens) + tokens * m.ff_size / x.ranks * x.width / 3) / hbm
+                )
             attention += (times_ + more) * scores / (peak * (e.attention if not e.score_passes else e.product / 2))
             heads, length = m.num_attention_heads / x.ranks, tokens / x.config.train.batch_size
             touched = e.hidden_passes * x.hidden(tokens) + e.inner_passes * tokens * m.ff_size / x.ranks * x.width
@@ -179,7 +190,9 @@ def stage_seconds(
             sums = (2 if again else 0) + 4 + (2 if layer.cls.__name__ == "DecoderBlock" else 0)
             tensor += sums * all_reduce_seconds(whole, x.ranks, line, e)
             keys = 2 * tokens * m.key_value_heads * m.head_size / x.ranks * x.width * p.context_parallel_size
-            context += 1.5 * all_reduce_seconds(keys, p.context_parallel_size, cluster.link(p.context_parallel_size, x.ranks), e)
+            context += 1.5 * all_reduce_seconds(
+                keys, p.context_parallel_size, cluster.link(p.context_parallel_size, x.ranks), e
+            )
         elif layer.name == "head":
             memory += 6 * tokens * padded_vocabulary(x.config, x.ranks) / x.ranks * x.width / hbm
     gathered = 0.0
@@ -207,7 +220,9 @@ def cost_of(
     p, x = config.parallel, Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     found = [stage_seconds(stage, x, resolved, cluster, replicas, e) for stage in stages]
-    units = pipeline_units(p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, p.stages, config.train.gas)
+    units = pipeline_units(
+        p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, p.stages, config.train.gas
+    )
     slowest = max(seconds.total for seconds, _, _ in found)
     held = max(stage.count.held for stage in stages)
     exact = 4 if resolved.zero_stage <= 1 else x.width

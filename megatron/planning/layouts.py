@@ -130,7 +130,12 @@ def _choices(wanted: Wanted) -> dict[str, list[Any]]:
 def candidates(wanted: Wanted) -> Iterator[Config]:
     """Every legal layout of the search, as settings of a run. What settings themselves refuse is left out."""
     choices, c = _choices(wanted), wanted.config
-    grids = product(*(choices[name] for name in ("model_parallel_size", "pipe_parallel_size", "virtual_pipeline_size", "zero_stage", "again")))
+    grids = product(
+        *(
+            choices[name]
+            for name in ("model_parallel_size", "pipe_parallel_size", "virtual_pipeline_size", "zero_stage", "again")
+        )
+    )
     for tp, pp, chunks, zero, (whole, modules) in grids:
         cell = tp * max(pp, 1) * c.parallel.context_parallel_size
         replicas = wanted.devices // cell
@@ -194,7 +199,9 @@ def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
 
 def _rank(layout: Layout) -> tuple[float, float]:
     assert layout.cost is not None
-    return round(-layout.cost.tokens_per_second / 10 ** (len(str(int(layout.cost.tokens_per_second))) - 3)), layout.worst.total
+    return round(
+        -layout.cost.tokens_per_second / 10 ** (len(str(int(layout.cost.tokens_per_second))) - 3)
+    ), layout.worst.total
 
 
 def _too_large(wanted: Wanted, leanest: Layout) -> str:
@@ -224,7 +231,12 @@ def _why(wanted: Wanted) -> str:
     try:
         replicas = c.parallel.data_parallel_size(wanted.devices)
         batch = third(replicas, wanted.total, wanted.micro or (None if wanted.gas else 1), wanted.gas)
-        judged(with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas}), wanted.devices, wanted.cluster, timed=False)
+        judged(
+            with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas}),
+            wanted.devices,
+            wanted.cluster,
+            timed=False,
+        )
     except ValueError as error:
         return str(error)
     return (

@@ -33,7 +33,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Of all kinds."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
 @lru_cache(maxsize=65536)
@@ -59,7 +59,9 @@ def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> t
     share = numbers / replicas
     if zero == 0:
         return numbers * width, numbers * width, numbers * moments
-    copy = exact * share if width < exact or not resolved.distributed_optimizer else 0.0  # DeepSpeed keeps one in fp32, too
+    copy = (
+        exact * share if width < exact or not resolved.distributed_optimizer else 0.0
+    )  # DeepSpeed keeps one in fp32, too
     if zero == 1:
         return numbers * width, numbers * exact, moments * share + copy
     if zero == 2:
@@ -99,6 +101,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
     moments = [_last_pass(x, layers, stage, weights, waiting, optimizer, kept, talk)]
+    moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
     if layers[-1].name == "head":
         logits, beside = logits_bytes(x)
         quiet = talk if resolved.zero_stage != 2 or later else 0.0  # DeepSpeed takes its bucket with the first gradient
@@ -111,7 +114,14 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
 
 
 def _last_pass(
-    x: Shapes, layers: Sequence[Layer], stage: Stage, weights: float, waiting: float, optimizer: float, kept: float, talk: float
+    x: Shapes,
+    layers: Sequence[Layer],
+    stage: Stage,
+    weights: float,
+    waiting: float,
+    optimizer: float,
+    kept: float,
+    talk: float,
 ) -> Memory:
     """While the backward pass of the last transformer layer runs, all before it being kept still."""
     last = next((layer for layer in reversed(layers) if layer.repeated), None)
@@ -122,7 +132,20 @@ def _last_pass(
     return Memory(weights, waiting, optimizer, kept - after, 0.0, talk, working)
 
 
-def rank_memory(config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]) -> list[Memory]:
+def _first_layer(
+    x: Shapes, layers: Sequence[Layer], stage: Stage, kept_on: tuple[float, float, float], talk: float
+) -> Memory:
+    """While the backward pass of the first transformer layer runs: all gradients are there, and only what that layer keeps."""
+    at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
+    if at is None:
+        return Memory(*kept_on, 0.0, 0.0, talk, 0.0)
+    working = inner_working(x, layers[at]) + stage.count.largest * x.width + computed_again(x, list(layers))
+    return Memory(*kept_on, kept_by(x, list(layers[: at + 1])), 0.0, talk, working)
+
+
+def rank_memory(
+    config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
+) -> list[Memory]:
     """Of every stage, in order."""
     p = config.parallel
     replicas = p.data_parallel_size(world) * p.context_parallel_size

@@ -50,7 +50,9 @@ def _mt_nlg(nodes: int, tflops: float) -> Row:
     return Row(SMITH, f"530B, {nodes} nodes", "a100", 105, 20480, 128, 2048, 51200, 8, 35, 8 * nodes, 1920, 1, tflops)
 
 
-def _ascend(name: str, cluster: str, layers: int, hidden: int, heads: int, sequence: int, speed: float, tensor: int) -> Row:
+def _ascend(
+    name: str, cluster: str, layers: int, hidden: int, heads: int, sequence: int, speed: float, tensor: int
+) -> Row:
     return Row(ASCEND, name, cluster, layers, hidden, heads, sequence, 50257, tensor, 1, 8, 32, 4, None, speed, False, "layout and batch")  # fmt: skip
 
 
@@ -126,7 +128,18 @@ def compare(row: Row) -> Compared:
 
 def lines() -> Iterator[str]:
     """The table, then the median error by source and of all with a published layout."""
-    heads = ("source", "model", "parameters", "devices", "TP x PP x DP", "micro-batches", "bubble", "published TFLOP/s", "predicted", "error")
+    heads = (
+        "source",
+        "model",
+        "parameters",
+        "devices",
+        "TP x PP x DP",
+        "micro-batches",
+        "bubble",
+        "published TFLOP/s",
+        "predicted",
+        "error",
+    )
     yield f"| {' | '.join(heads)} |"
     yield f"|{' --- |' * len(heads)}"
     found = [compare(row) for row in ROWS]

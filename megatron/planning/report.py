@@ -46,9 +46,21 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
         assert cost is not None
         train = layout.config.train
         row = [str(at), str(p.data_parallel_size(layout.devices)), str(p.model_parallel_size), str(p.stages), str(p.virtual_pipeline_size)]  # fmt: skip
-        row += [str(layout.resolved.zero_stage), recomputed(layout), str(train.batch_size), str(train.gas), f"{worst.total / 1e9:.3g}"]
+        row += [
+            str(layout.resolved.zero_stage),
+            recomputed(layout),
+            str(train.batch_size),
+            str(train.gas),
+            f"{worst.total / 1e9:.3g}",
+        ]
         row += [f"{getattr(worst, kind) / 1e9:.3g}" for kind in KINDS]
-        row += [f"{cost.bubble:.1%}", f"{cost.step:.3g}", f"{cost.tokens_per_second:,.0f}", f"{cost.tflops:.3g}", f"{cost.mfu:.1%}"]
+        row += [
+            f"{cost.bubble:.1%}",
+            f"{cost.step:.3g}",
+            f"{cost.tokens_per_second:,.0f}",
+            f"{cost.tflops:.3g}",
+            f"{cost.mfu:.1%}",
+        ]
         rows.append(row + ([duration(cost.days(tokens))] if tokens else []))
     yield from as_table(heads + (["time"] if tokens else []), rows)
 
@@ -67,7 +79,9 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
     yield f"parameters: {parameters(config):,} ({in_words(parameters(config))})"
     yield ""
     yield from stage_table(layout)
-    schedule = schedule_of({"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}, p.virtual_pipeline_size)
+    schedule = schedule_of(
+        {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}, p.virtual_pipeline_size
+    )
     if p.stages > 1 and t.gas * p.stages <= 1 << 16:
         kept = [most_in_flight(list(schedule(s, p.stages, t.gas))) / p.virtual_pipeline_size for s in range(p.stages)]
         yield f"micro-batches kept by each stage ({p.pipeline_schedule}): {', '.join(f'{each:g}' for each in kept)}"
@@ -79,7 +93,11 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
     yield f"memory: {layout.worst.total / 1e9:.3g} GB on the fullest stage, of {room:.3g} GB ({USABLE:.0%} of {cluster.memory:g} GB)"
     yield ""
     slowest = max(cost.stages, key=lambda s: s.total)
-    parts = ", ".join(f"{f.name.replace('_', ' ')} {getattr(slowest, f.name) * 1e3:.3g}" for f in fields(slowest) if getattr(slowest, f.name))
+    parts = ", ".join(
+        f"{f.name.replace('_', ' ')} {getattr(slowest, f.name) * 1e3:.3g}"
+        for f in fields(slowest)
+        if getattr(slowest, f.name)
+    )
     yield f"a micro-batch there and back on the slowest stage: {slowest.total * 1e3:.4g} ms ({parts})"
     if p.stages > 1:
         yield f"border: {cost.border_bytes / 1e6:,.2f} MB a micro-batch each way from a rank; bubble of {t.gas} micro-batches on {p.stages} stages: {cost.bubble:.1%}"

@@ -22,7 +22,11 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
     into.mkdir(parents=True, exist_ok=True)
     assert layout.cost is not None
     steps = max(round(tokens / layout.cost.tokens), 1) if tokens else None
-    texts = {"config.json": _settings(layout.config, steps), "ds_config.json": _ds_config(layout), "run.sh": _script(layout, cluster)}
+    texts = {
+        "config.json": _settings(layout.config, steps),
+        "ds_config.json": _ds_config(layout),
+        "run.sh": _script(layout, cluster),
+    }
     for name, text in texts.items():
         write_text(into / name, text)
     (into / "run.sh").chmod(0o755)
@@ -32,7 +36,15 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
 def _settings(config: Config, steps: int | None) -> str:
     """What differs from the defaults, by section; layout and batch are settings, too, and are written whatever they are."""
     plain = Config().to_dict()
-    always = {"model_parallel_size", "pipe_parallel_size", "zero_stage", "checkpoint_activations", "batch_size", "gas", "precision"}
+    always = {
+        "model_parallel_size",
+        "pipe_parallel_size",
+        "zero_stage",
+        "checkpoint_activations",
+        "batch_size",
+        "gas",
+        "precision",
+    }
     found = {
         section: {name: value for name, value in values.items() if value != plain[section][name] or name in always}
         for section, values in config.to_dict().items()

@@ -25,9 +25,7 @@ class Count:
 
 
 def _sum(counts: Sequence[Count]) -> Count:
-    return Count(
-        sum(c.whole for c in counts), sum(c.held for c in counts), max((c.largest for c in counts), default=0)
-    )
+    return Count(sum(c.whole for c in counts), sum(c.held for c in counts), max((c.largest for c in counts), default=0))
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
