@@ -87,6 +87,19 @@ def peak_memory_mb(device: torch.device) -> float:
     return torch.accelerator.max_memory_allocated(device) / 1e6
 
 
+def memory(device: torch.device) -> float | None:
+    """Bytes that there are: of an accelerator, or of the machine with its swap; None where the system does not tell."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return float(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else None
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = dict(line.split(":", 1) for line in file)
+        return 1024.0 * sum(float(found[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+    except (OSError, KeyError, ValueError):
+        return None
+
+
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU with glibc: do not hand freed memory back to the system, which clears every page that it gives again.
 

@@ -26,6 +26,7 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder
 from .build import build_engine, build_model
+from .estimate import estimate
 from .global_vars import publish
 from .loop import Run
 from .metrics import MetricsWriter, Timers
@@ -49,6 +50,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         datasets = open_datasets(task, config, tokenizer)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
+        for line in on_all_ranks(lambda: estimate(task, config, resolved, device, mpu.get_topology().world_size())):
+            print_rank_0(line)
         with mpu.undrawn() if start.path else nullcontext():
             model = build_model(task, config, resolved, tokenizer)
         parameters = count_parameters(model)

@@ -1,0 +1,146 @@
+"""The planner's peak memory against that of real gloo ranks, over layouts: `tools/plan.py` can be trusted as far as this table says.
+
+    python benchmarks/plan_memory.py
+    python benchmarks/plan_memory.py --only gpt2-bf16-zero1 t5-fp32-pp4
+
+Measured is what torch's profiler sees on each rank (profile_memory): every allocation and release of a tensor's memory, from before
+the model is built to the end of the third step; the most bytes that were alive at once, on the rank that had the most. Memory of Python,
+of libraries, and what an allocator keeps for later are not in it. It is compared with the sum over kinds for the stage that needs the most.
+DeepSpeed's ZeRO 2 and 3 allocate a bucket whose size (reduce_bucket_size) the table's ds_config makes small, or it would hide all else.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _alternate import ROOT, leave
+
+GPT2 = (
+    "--family gpt2 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 2000 --batch-size 4 "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+T5 = (
+    "--family t5 --num-layers 3 --hidden-size 256 --num-attention-heads 4 --enc-seq-length 256 --dec-seq-length 64 --seq-length 256 "
+    "--vocab-size 2000 --batch-size 4 --hidden-dropout 0 --attention-dropout 0"
+)
+LLAMA = f"--config {ROOT}/configs/models/llama_tiny.json --vocab-size 2000 --seq-length 256 --batch-size 4"
+CASES: dict[str, tuple[int, str]] = {
+    "gpt2-fp32": (1, f"{GPT2} --precision fp32"),
+    "gpt2-fp32-dropout": (1, f"{GPT2} --precision fp32 --hidden-dropout 0.1 --attention-dropout 0.1"),
+    "gpt2-fp32-recompute": (2, f"{GPT2} --precision fp32 --checkpoint-activations"),
+    "gpt2-fp32-zero1": (2, f"{GPT2} --precision fp32 --zero-stage 1"),
+    "gpt2-fp32-zero2": (2, f"{GPT2} --precision fp32 --zero-stage 2 --gas 2"),
+    "gpt2-fp32-zero3": (2, f"{GPT2} --precision fp32 --zero-stage 3 --checkpoint-activations"),
+    "gpt2-bf16-zero1": (2, f"{GPT2} --precision bf16 --zero-stage 1"),
+    "gpt2-bf16-zero2": (2, f"{GPT2} --precision bf16 --zero-stage 2"),
+    "gpt2-bf16-zero3": (4, f"{GPT2} --precision bf16 --zero-stage 3"),
+    "gpt2-fp32-tp2": (2, f"{GPT2} --precision fp32 --model-parallel-size 2"),
+    "gpt2-fp32-pp2": (2, f"{GPT2} --precision fp32 --pipe-parallel-size 2 --gas 4"),
+    "gpt2-bf16-pp4": (4, f"{GPT2} --precision bf16 --pipe-parallel-size 4 --gas 8 --zero-stage 1"),
+    "gpt2-bf16-pp2-recompute": (4, f"{GPT2} --precision bf16 --pipe-parallel-size 2 --gas 4 --zero-stage 1 --checkpoint-activations"),
+    "t5-fp32": (1, f"{T5} --precision fp32"),
+    "t5-bf16-zero1": (2, f"{T5} --precision bf16 --zero-stage 1"),
+    "t5-fp32-zero2-recompute": (2, f"{T5} --precision fp32 --zero-stage 2 --checkpoint-activations"),
+    "t5-bf16-zero3": (2, f"{T5} --precision bf16 --zero-stage 3"),
+    "t5-fp32-pp2-recompute": (2, f"{T5} --precision fp32 --pipe-parallel-size 2 --gas 4 --checkpoint-activations"),
+    "t5-fp32-pp4": (4, f"{T5} --precision fp32 --pipe-parallel-size 4 --gas 4"),
+    "llama-fp32-zero1": (2, f"{LLAMA} --precision fp32 --zero-stage 1"),
+}  # fmt: skip
+BUCKET = 10**6  # numbers, of DeepSpeed's
+
+
+def flags_of(case: str, folder: str) -> str:
+    """The flags, with a ds_config where DeepSpeed reduces."""
+    flags = CASES[case][1]
+    if "--zero-stage 2" in flags or "--zero-stage 3" in flags:
+        path = Path(folder) / "ds_config.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": "auto", "reduce_bucket_size": BUCKET}}))
+        flags += f" --deepspeed-config {path}"
+    return flags
+
+
+def measure(flags: str, steps: int = 3) -> int:
+    """Bytes, on this rank."""
+    import torch
+
+    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
+        import _engine
+
+        step = _engine.ours(flags).step
+        for _ in range(steps):
+            step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    alive: dict[int, int] = {}
+    live = most = 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        at, size = event["args"]["Addr"], event["args"]["Bytes"]
+        # What a thread of gloo's released was not seen: it is gone at the latest when its place is given out again.
+        live += (size if size > 0 else 0) - alive.pop(at, 0)
+        if size > 0:
+            alive[at] = size
+        most = max(most, live)
+    return most
+
+
+def predict(ranks: int, flags: str) -> Any:
+    """The planner's `Memory` of the stage that needs the most."""
+    from megatron.config.command_line import parse
+    from megatron.config.ds_config import resolve
+    from megatron.planning.memory import rank_memory
+    from megatron.planning.sizes import stages_of
+
+    config = parse(flags.split())
+    found = rank_memory(config, resolve(config, ranks, False), ranks, False, stages_of(config))
+    return max(found, key=lambda m: m.total)
+
+
+def compare(case: str) -> dict[str, Any]:
+    """Both, in bytes, of one case."""
+    ranks = CASES[case][0]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = flags_of(case, folder)
+        launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks), __file__, f"--measure={flags}", f"--into={folder}"]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(launch, check=False, env=environment, capture_output=True, text=True, timeout=600)
+        peaks = [int(path.read_text()) for path in Path(folder).glob("*.peak")]
+        if done.returncode or len(peaks) < ranks:
+            sys.exit(f"{case}: {done.stderr[-2000:]}")
+        return {"ranks": ranks, "measured": max(peaks), "predicted": predict(ranks, flags)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--into", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        most = measure(args.measure)
+        (Path(args.into) / f"{os.environ['RANK']}.peak").write_text(str(most))
+        leave()
+    kinds = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "working")
+    print(
+        f"| case | ranks | measured MB | predicted MB | error | {' | '.join(kinds)} |\n|{' --- |' * (5 + len(kinds))}"
+    )
+    errors = []
+    for case in args.only:
+        found = compare(case)
+        memory = found["predicted"]
+        errors.append(memory.total / found["measured"] - 1)
+        cells = [f"{getattr(memory, kind) / 1e6:.1f}" for kind in kinds]
+        print(f"| {case} | {found['ranks']} | {found['measured'] / 1e6:.1f} | {memory.total / 1e6:.1f} | {errors[-1]:+.1%} | {' | '.join(cells)} |", flush=True)  # fmt: skip
+    sizes = [abs(error) for error in errors]
+    print(f"{len(sizes)} cases, error at most {max(sizes):.1%}, in the median {statistics.median(sizes):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What layers keep between a forward and a backward pass, in bytes: counted from what each of our functions saves.
+
+Korthikanti et al. 2022 count the same for Megatron-LM's layers; ours keep less where a function has a backward pass of its own, and
+more on a CPU, where dropout masks are as wide as what they mask.
+Letters: s tokens of a sequence on this context rank, b batch, h hidden, t model-parallel ranks, e bytes of a number.
+"""
+
+from dataclasses import dataclass
+
+from megatron.config import Config
+from megatron.model.layers import Layer
+from megatron.model.work import lengths
+
+from .sizes import padded_vocabulary
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20  # logits that are in fp32 at a time, see mpu/cross_entropy.py
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the sizes of activations follow from, on one rank.
+
+    shared: by how many ranks hidden states between products are shared out (t with sequence parallelism, else 1).
+    """
+
+    config: Config
+    precision: str
+    accelerated: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number, e."""
+        return WIDTHS[self.precision]
+
+    @property
+    def ranks(self) -> int:
+        """t"""
+        return self.config.parallel.model_parallel_size
+
+    @property
+    def shared(self) -> int:
+        """t with sequence parallelism, else 1."""
+        return self.ranks if self.config.splits_sequences(self.accelerated) else 1
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """s b of the encoder, or of the whole; and of a decoder."""
+        first, second = lengths(self.config)
+        b = self.config.train.batch_size
+        return first * b // self.config.parallel.context_parallel_size, second * b
+
+    def hidden(self, tokens: int) -> float:
+        """Bytes of hidden states between sub-layers: s b h e, shared out with sequence parallelism."""
+        return tokens * self.config.model.hidden_size * self.width / self.shared
+
+    def of_layer(self, layer: Layer) -> int:
+        """Tokens that this layer works on."""
+        encoder, decoder = self.tokens
+        in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
+        return decoder if in_decoder else encoder
+
+    @property
+    def mask(self) -> float:
+        """Bytes of a number of a dropout mask."""
+        return 1 if self.accelerated else self.width
+
+
+def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causal_bias: bool, again: bool) -> float:
+    """Queries, keys and values, what attention puts out, and its scores where a CPU has no kernel that drops them.
+
+    queries, keys: tokens; length, seen: of one sequence.
+    """
+    m, t, e = x.config.model, x.ranks, x.width
+    inner, groups = m.num_attention_heads * m.head_size / t, max(m.key_value_heads / t, 1) * m.head_size
+    if queries != keys or length != seen:
+        groups = inner
+    kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
+    kept += queries * inner * e  # the output, which the projection after it keeps, too
+    heads, b = m.num_attention_heads / t, x.config.train.batch_size
+    scores = b * heads * length * seen
+    if m.checkpoint_attention:
+        return kept
+    if m.attention_dropout and not x.accelerated:
+        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask, both multiplied; and scaled queries
+    if causal_bias:
+        kept += heads * length * seen * e  # the bias, one for the batch
+    return kept + b * heads * length * 4
+
+
+def transformer_kept(x: Shapes, layer: Layer) -> float:
+    """Of one transformer layer whose activations are kept."""
+    m, e, tokens = x.config.model, x.width, x.of_layer(layer)
+    first, second = lengths(x.config)
+    length = tokens // x.config.train.batch_size
+    norm_again, qkv_again = "norm" in m.recompute_modules, "qkv" in m.recompute_modules
+    state = x.hidden(tokens)
+    statistics = tokens / x.shared * 4 * (1 if m.normalization == "rmsnorm" else 2)
+    sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
+    kept = sub_layers * (state + statistics + (0 if norm_again else state))
+    if m.hidden_dropout:
+        kept += sub_layers * state / e * x.mask
+    seen = first if x.config.parallel.context_parallel_size > 1 and not x.config.is_t5 else length
+    kept += _attention(x, tokens, tokens, length, seen, m.position_embedding == "relative", qkv_again)
+    if sub_layers == 3:
+        encoded = x.tokens[0]
+        kept += _attention(x, tokens, encoded, second, first, False, qkv_again)
+    kept += (
+        tokens * m.ff_size / x.ranks * e * ((2 if m.gated else 1) + (0 if "activation" in m.recompute_modules else 1))
+    )
+    return kept
+
+
+def inner_working(x: Shapes, layer: Layer) -> float:
+    """Gradients that exist besides what is kept, while a transformer layer's backward pass runs."""
+    m, tokens = x.config.model, x.of_layer(layer)
+    return 2 * x.hidden(tokens) + tokens * m.ff_size * (2 if m.gated else 1) / x.ranks * x.width
+
+
+def other_kept(x: Shapes, layer: Layer) -> float:
+    """Of what is no transformer layer: the input of a norm and what it puts out, masks of dropout, ids."""
+    m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
+    state = x.hidden(tokens)
+    if name in ("FinalNorm", "StackNorm", "DecoderNorm"):
+        return 2 * state + tokens * 8 / x.shared
+    if name in ("PositionEmbedding", "RotaryStart", "StackStart"):
+        return (state / x.width * x.mask if m.hidden_dropout else 0.0) + 8 * tokens
+    if name == "WordEmbedding" and layer.name != "head":
+        return 8.0 * tokens
+    return 0.0
+
+
+def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
+    """Of a stretch of layers for one micro-batch, the logits left out; with recomputation of whole layers their inputs only."""
+    n, total, at = x.config.recomputed_layers, 0.0, 0
+    for layer in layers:
+        if not layer.repeated:
+            total += other_kept(x, layer)
+        elif not n:
+            total += transformer_kept(x, layer)
+        else:
+            if at % n == 0:
+                both = layer.cls.__name__ == "DecoderBlock"
+                total += x.hidden(x.of_layer(layer)) + (0 if not both else 0)
+            at += 1
+    return total
+
+
+def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
+    """What exists anew while layers that were not kept are computed again: those between two kept inputs."""
+    n = x.config.recomputed_layers
+    whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
+    return max((sum(whole[at : at + n]) - 0 for at in range(0, len(whole), n)), default=0.0) if n else 0.0
+
+
+def logits_bytes(x: Shapes) -> tuple[float, float]:
+    """(logits of a micro-batch, or of a chunk of it; their gradient and what is in fp32 beside it)."""
+    m, e = x.config.model, x.width
+    tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
+    rows = padded_vocabulary(x.config, x.ranks) // x.ranks
+    chunk = m.logits_chunk_size
+    extra = 0.0
+    if chunk and tokens > chunk and "cross-entropy" not in m.unfused:
+        extra = (
+            rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
+        )  # the gradients that wait for the backward pass
+        tokens = chunk
+    logits = float(tokens * rows * e)
+    step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
+    part = min(tokens, step) * rows * max(e, 4)
+    padded = rows * x.ranks != m.vocab_size
+    copies = (2 if padded else 0) if e >= 4 else (3 if padded else 2)
+    return logits, logits + copies * part + extra

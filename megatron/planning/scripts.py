@@ -1,0 +1,104 @@
+"""The chosen layout as files that run as they are: settings, a ds_config and a shell script."""
+
+import json
+import shlex
+from pathlib import Path
+
+from megatron.atomic import write_text
+from megatron.config import Config
+
+from .cluster import Cluster
+from .layouts import Layout
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SCRIPTS = {"gpt2": "pretrain_gpt2.py", "llama": "pretrain_llama.py", "t5": "pretrain_t5.py"}
+
+
+def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
+    """config.json, ds_config.json and run.sh in `folder`; what was written. Raises ValueError for a model of no family of ours."""
+    if layout.config.model.family not in SCRIPTS:
+        raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; leave --write out")
+    into = Path(folder)
+    into.mkdir(parents=True, exist_ok=True)
+    assert layout.cost is not None
+    steps = max(round(tokens / layout.cost.tokens), 1) if tokens else None
+    texts = {
+        "config.json": _settings(layout.config, steps),
+        "ds_config.json": _ds_config(layout),
+        "run.sh": _script(layout, cluster),
+    }
+    for name, text in texts.items():
+        write_text(into / name, text)
+    (into / "run.sh").chmod(0o755)
+    return [into / name for name in texts]
+
+
+def _settings(config: Config, steps: int | None) -> str:
+    """What differs from the defaults, by section; layout and batch are settings, too, and are written whatever they are."""
+    plain = Config().to_dict()
+    always = {
+        "model_parallel_size",
+        "pipe_parallel_size",
+        "zero_stage",
+        "checkpoint_activations",
+        "batch_size",
+        "gas",
+        "precision",
+    }
+    found = {
+        section: {name: value for name, value in values.items() if value != plain[section][name] or name in always}
+        for section, values in config.to_dict().items()
+    }
+    if steps:
+        found["train"]["train_iters"] = steps
+    return json.dumps({section: values for section, values in found.items() if values}, indent=2) + "\n"
+
+
+def _ds_config(layout: Layout) -> str:
+    content = {
+        "train_batch_size": layout.config.train_batch_size(layout.devices),
+        "train_micro_batch_size_per_gpu": layout.config.train.batch_size,
+        "gradient_accumulation_steps": layout.config.train.gas,
+        "steps_per_print": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": layout.resolved.zero_stage},
+    }
+    if layout.resolved.precision in ("bf16", "fp16"):
+        content[layout.resolved.precision] = {"enabled": True}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _script(layout: Layout, cluster: Cluster) -> str:
+    per_node = min(layout.devices, cluster.devices_per_node)
+    nodes = -(-layout.devices // per_node)
+    assert layout.config.model.family and layout.config.model.vocab_size
+    launch = f'"$PYTHON" "$ROOT/tools/launch.py" --standalone --nproc-per-node {per_node}'
+    if nodes > 1:
+        launch = (
+            f'"$PYTHON" "$ROOT/tools/launch.py" --nnodes {nodes} --node-rank "${{NODE_RANK:?the number of this node, from 0}}" '
+            f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?where node 0 is}}" --master-port "${{MASTER_PORT:-29500}}"'
+        )
+    words = 4000 if layout.config.model.vocab_size > 5000 else layout.config.model.vocab_size - 200
+    return f"""#!/usr/bin/env bash
+# Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}. Flags that are given to this script go to the run.
+# Without DATA_PATH and VOCAB_FILE it trains on the corpus of the checkout, with a tokenizer of its own.
+set -euo pipefail
+HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+ROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}
+PYTHON=${{PYTHON:-python}}
+RUN_DIR=${{RUN_DIR:-$HERE/run}}
+CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
+if [ -z "${{VOCAB_FILE:-}}" ]; then
+    VOCAB_FILE=$HERE/data/tokenizer.model
+    mkdir -p "$HERE/data"
+    [ -f "$VOCAB_FILE" ] || "$PYTHON" "$ROOT/tools/train_tokenizer.py" --input "$CORPUS" --vocab-size {words} --output "$VOCAB_FILE"
+fi
+if [ -z "${{DATA_PATH:-}}" ]; then
+    DATA_PATH=$HERE/data/corpus_text_document
+    [ -f "$DATA_PATH.idx" ] || "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "$HERE/data/corpus"
+fi
+{launch} \\
+    "$ROOT/{SCRIPTS[layout.config.model.family]}" --config "$HERE/config.json" --deepspeed-config "$HERE/ds_config.json" \\
+    --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 --run-dir "$RUN_DIR" "$@"
+"""

@@ -1,0 +1,59 @@
+"""What a run will need, said before the first weight is drawn; a machine that cannot even hold the weights is told so at once."""
+
+import os
+from typing import Any
+
+import torch
+
+from megatron.planning.memory import rank_memory
+from megatron.planning.sizes import parameters, stages_of
+
+from ..config import Config
+from ..config.ds_config import Resolved
+from ..ranks import device as device_module
+from .task import Task
+
+KNOBS = "take more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; tools/plan.py finds a layout"
+
+
+def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
+    """Lines for the user: parameters and memory of the fullest rank, and a warning where that is more than there is.
+
+    Nothing for a model that is not ours, and where layers are cut by what only a run can tell. Raises ValueError if weights alone
+    are more than the memory and swap of a machine without accelerators.
+    """
+    if not type(task).__module__.startswith("megatron.tasks.") or config.model.family is None:
+        return []
+    try:
+        whole = parameters(config)
+        found = rank_memory(config, resolved, world, device.type != "cpu", stages_of(config))
+    except (ValueError, KeyError):
+        return []
+    most = max(found, key=lambda memory: memory.total)
+    lines = [
+        f"estimate: {whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the fullest rank"
+    ]
+    room = device_module.memory(device)
+    if room is None or _offloads(resolved):
+        return lines
+    ranks = _ranks_here(world) if device.type == "cpu" else 1
+    weights, total = ranks * most.weights, ranks * most.total
+    here = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"
+    if device.type == "cpu" and weights > room:
+        raise ValueError(
+            f"{whole / 1e9:,.1f} G parameters: the weights alone of {here} take {weights / 1e9:,.0f} GB, and there are {room / 1e9:,.0f} GB; {KNOBS}"
+        )
+    if total > room:
+        lines.append(
+            f"warning: {here} may need {total / 1e9:,.1f} GB of {room / 1e9:,.1f} GB; {KNOBS}, or --checkpoint-activations"
+        )
+    return lines
+
+
+def _offloads(resolved: Resolved) -> bool:
+    section: dict[str, Any] = resolved.deepspeed.get("zero_optimization", {})
+    return any(name.startswith("offload") for name in section)
+
+
+def _ranks_here(world: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
