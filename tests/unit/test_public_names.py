@@ -1,0 +1,26 @@
+"""What others import: a name that goes away or comes is a decision, written down in public_names.txt."""
+
+from importlib import import_module
+from pathlib import Path
+
+MODULES = ("data_utils", "megatron", "megatron.mpu", "megatron.training", "megatron.model", "megatron.tasks", "megatron.tokenizer", "tds")  # fmt: skip
+LIST = Path(__file__).with_name("public_names.txt")
+
+
+def names() -> list[str]:
+    found = []
+    for module in map(import_module, MODULES):
+        own = [*getattr(module, "__all__", []), *getattr(module, "_HOMES", [])]
+        found += [f"{module.__name__}.{name}" for name in own]
+    return sorted(set(found))
+
+
+def test_public_names_are_those_of_the_list() -> None:
+    """CONTRIBUTING.md says how a name is taken away."""
+    assert names() == LIST.read_text(encoding="utf-8").split()
+
+
+def test_every_one_is_there() -> None:
+    for name in names():
+        module, _, last = name.rpartition(".")
+        assert getattr(import_module(module), last) is not None
