@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Check style and types, then run the tests. Arguments go to pytest: bash scripts/test.sh tests/unit -k lr
+# Check style and types, then run the tests. Arguments go to pytest instead:
+#   bash scripts/test.sh quick                   style, types, what runs in one process, and a few layouts
+#   bash scripts/test.sh tests/unit -k lr
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
@@ -7,10 +9,10 @@ bash scripts/setup.sh dev
 source .venv/bin/activate
 unset PYTHONDONTWRITEBYTECODE # or hundreds of processes would each compile our source
 export OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
-if [ $# -eq 0 ]; then
+if [ $# -eq 0 ] || [ "$*" = quick ]; then
     ruff check .
     ruff format --check .
     mypy
-    set -- -n 2 --durations 30
+    if [ $# -eq 0 ]; then set -- -n 2 --durations 30; else set -- -n 2 --quick; fi
 fi
 exec python -m pytest "$@"

@@ -23,13 +23,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run the whole of the large grids, not a part that covers each kind"
     )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="run what is in one process and fast, and a few layouts: what a change breaks first",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    kept = [item for item in items if not item.get_closest_marker("full")]
+    if config.getoption("--quick"):
+        kept = [item for item in kept if item.get_closest_marker("quick") or _is_quick(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    return "/unit/" in item.path.as_posix() and not item.get_closest_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def test_the_reference_learns(expected: list[float]) -> None:
     assert expected[0] - expected[-1] > 0.3
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layout", [Layout(0, 2, 2), Layout(2, 1, 2), Layout(2, 2, 1)], ids=str)
 def test_in_fp64_nothing_but_the_order_of_sums_differs(
     layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str

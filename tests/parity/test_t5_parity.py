@@ -93,6 +93,7 @@ def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str, request: 
     check((stages, 1, 1), ways if request.config.getoption("--full") else ways[::2], tiny_data, vocab_file)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "grid", [(0, 1, 1), (0, 2, 2), (1, 1, 1), (2, 1, 2), (2, 2, 1)], ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}"

@@ -175,6 +175,7 @@ def _learns(flags: str) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(
     "more", ["", "--checkpoint-attention", "--checkpoint-activations", "--recompute-modules norm qkv"]

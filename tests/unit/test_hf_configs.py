@@ -196,6 +196,7 @@ def difference(folder: Path, family: str) -> float:
     return float((ours - expected).abs().max() / (expected.max() - expected.min()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_it_is_right(number: int, tmp_path: Path) -> None:
     family, settings, edit, dtype = CASES[number]

@@ -145,6 +145,7 @@ def by_chance(dice: random.Random) -> Case:
 CASES = list(right())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_it_is_right_and_comes_back(number: int, tmp_path: Path) -> None:
     """The same logits; and what is written of it again is the same model, to the bit."""

@@ -119,6 +119,7 @@ print(json.dumps([[ours[i].tolist() for i in range(len(ours))], ours.document_in
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16])
 def test_megatron_core_reads_ours_and_we_read_theirs(tmp_path: Path, dtype: type) -> None:
     try:

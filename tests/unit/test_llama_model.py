@@ -61,6 +61,7 @@ def check(other: Any, ours: GPT2Model, sizes: Sizes, length: int, tolerance: flo
         torch.testing.assert_close(p.grad[: len(wanted[name])], wanted[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unfused", ["", "--unfused rope swiglu rms-norm"])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", OF_KIND)

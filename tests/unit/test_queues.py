@@ -28,6 +28,7 @@ def plan_of(name: str, stages: int, micros: int) -> Plan:
     return [list(SCHEDULES[name](stage, stages, micros)) for stage in range(stages)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n == 9))
 def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
     for name in SCHEDULES:

@@ -224,6 +224,7 @@ def test_one_process_makes_the_file(indexed: IndexedDataset, tmp_path: Path) -> 
     assert len(orders_of(indexed.prefix)) == 1
 
 
+@pytest.mark.slow
 def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """3 million documents: 41 MB in memory; of its own a process that maps the file needs little, and a worker is told bytes."""
     documents = 3_000_000
@@ -251,6 +252,7 @@ def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pyte
     assert int(done.stdout) < 20_000, "kB; most of it are some pieces of the lengths, which do not grow"
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
     dataset = GPT2Dataset(indexed, range(100), seq_length=16, seed=1, part="train")
 

@@ -64,6 +64,7 @@ def run_like_nccl(plan: list[list[Instruction]]) -> None:
     assert not any(wires.values()), "a message that nobody receives"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "chunks"), SETTINGS, ids=str)
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_micro_batch_goes_once_each_way_in_order_and_nobody_waits_for_ever(

@@ -198,6 +198,7 @@ def lines(folder: Path, mean: int) -> str:
     return str(folder / f"lines{mean}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [None, 60])
 @pytest.mark.parametrize("mean", [3, 8, 14, 40])
 def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decoder: int | None) -> None:
