@@ -68,7 +68,9 @@ class Tracer:
         self._first, self._last = first, last
         self._kept: deque[tuple[int, list[Piece]]] = deque(maxlen=LAST if last is None else None)
         self._now, self._since_write, self.size = list[Piece](), 0, 0
-        self.on = first is None  # what comes before the first iteration: a checkpoint that is loaded, data that are opened
+        self.on = (
+            first is None
+        )  # what comes before the first iteration: a checkpoint that is loaded, data that are opened
         self._base = None if self._on_cpu else self._meet_device()
 
     def _meet_device(self) -> tuple[Any, int]:

@@ -53,7 +53,9 @@ class LogConfig(Section):
         "Perfetto; tools/draw_schedule.py --run draws it); of the newest 50 iterations, or of --trace-iterations",
     )
     trace_iterations: str | None = opt(
-        None, "with --trace: the iterations that are kept, e.g. 41-50", lambda value: None if is_range(value) else "is no number and no range as 10-12"
+        None,
+        "with --trace: the iterations that are kept, e.g. 41-50",
+        lambda value: None if is_range(value) else "is no number and no range as 10-12",
     )
 
     def __post_init__(self) -> None:

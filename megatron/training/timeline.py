@@ -23,7 +23,11 @@ def about(config: Config, engine: Any) -> dict[str, Any]:
     rank = dist.get_rank()
     found = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
     found |= {"replica": mesh.data.rank, "model": mesh.model.rank, "pipeline": p.pipe_parallel_size > 0}
-    found |= {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup, "chunks": p.virtual_pipeline_size}
+    found |= {
+        "schedule": p.pipeline_schedule,
+        "extra_warmup": p.pipeline_extra_warmup,
+        "chunks": p.virtual_pipeline_size,
+    }
     found |= {"micros": config.train.gas, "device": engine.device.type}
     place = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
     return found | {"name": f"rank {rank} ({place})"}
