@@ -92,6 +92,10 @@ class Tracer:
             self._now = []
             self._kept.append((number, self._now))
 
+    def forget(self) -> None:
+        """Let go of what was recorded."""
+        self._kept.clear()
+
     def begin(self) -> Mark | None:
         """Before a span; None while nothing is recorded."""
         if not self.on:

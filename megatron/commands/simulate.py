@@ -63,7 +63,9 @@ def answers(args: argparse.Namespace) -> Iterator[tuple[str, Result, float]]:
     base, chunks = args.schedule, args.chunks
     yield ask(f"as given: {base}", base, m, chunks, machine)
     middle = p // 2
-    yield ask(f"stage {middle} 1.2 times as slow", base, m, chunks, replace(machine, slow={**machine.slow, middle: 1.2}))
+    yield ask(
+        f"stage {middle} 1.2 times as slow", base, m, chunks, replace(machine, slow={**machine.slow, middle: 1.2})
+    )
     slower = replace(machine, bandwidth=machine.bandwidth / 4, latency=machine.latency * 4)
     yield ask("links 4 times as slow", base, m, chunks, slower)
     yield ask("passes of 0.8 to 1.2 times their time", base, m, chunks, replace(machine, jitter=0.2))
@@ -75,7 +77,10 @@ def answers(args: argparse.Namespace) -> Iterator[tuple[str, Result, float]]:
 
 def table(rows: list[tuple[str, Result, float]]) -> str:
     """Markdown: step time, the same for each micro-batch beside the first row's, bubble, and why the stages wait."""
-    lines = ["| what | step | for each micro-batch | bubble | stages wait most for |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| what | step | for each micro-batch | bubble | stages wait most for |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     each = rows[0][1].seconds / rows[0][2]
     for name, found, micros in rows:
         reasons: dict[str, float] = {}
@@ -83,7 +88,9 @@ def table(rows: list[tuple[str, Result, float]]) -> str:
             for word, seconds in stage.items():
                 reasons[word] = reasons.get(word, 0.0) + seconds / len(found.idle) / found.seconds
         most = ", ".join(f"{word} {share:.1%}" for word, share in sorted(reasons.items(), key=lambda r: -r[1])[:3])
-        lines.append(f"| {name} | {found.seconds:.4g} | {found.seconds / micros / each - 1:+.1%} | {found.bubble:.1%} | {most} |")
+        lines.append(
+            f"| {name} | {found.seconds:.4g} | {found.seconds / micros / each - 1:+.1%} | {found.bubble:.1%} | {most} |"
+        )
     return "\n".join(lines)
 
 
@@ -118,9 +125,20 @@ def build_parser() -> Parser:
     add("--latency", type=float, default=0.0, help="seconds that a message is on its way at least (default: 0)")
     add("--megabytes", type=float, default=0.0, help="of a message (default: 0)")
     add("--gigabytes-per-second", type=float, default=float("inf"), help="of a link (default: no limit)")
-    add("--queues", choices=("free", "nccl"), default="free", help="nccl: a message waits for those before it in its group")
+    add(
+        "--queues",
+        choices=("free", "nccl"),
+        default="free",
+        help="nccl: a message waits for those before it in its group",
+    )
     add("--cores", type=float, default=0.0, help="that all ranks share; 0: each has its own (default: 0)")
-    add("--slow", nargs="+", default=[], metavar="STAGE:FACTOR", help="stages that take so many times as long, e.g. 2:1.5")
+    add(
+        "--slow",
+        nargs="+",
+        default=[],
+        metavar="STAGE:FACTOR",
+        help="stages that take so many times as long, e.g. 2:1.5",
+    )
     add("--jitter", type=float, default=0.0, help="0.1 lets each pass take 0.9 to 1.1 times as long (default: 0)")
     add("--seed", type=int, default=0, help="of the jitter (default: 0)")
     add("--svg", help="draw the schedule as given to this file")
