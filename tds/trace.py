@@ -111,11 +111,13 @@ class Tracer:
         if mark is None:
             return
         size, self.size = self.size if kind == "message" else 0, 0 if kind == "message" else self.size
+        now: Any
         if self._on_cpu:
             now, work = time.perf_counter_ns(), time.thread_time_ns() - mark.thread
         else:
-            now, work = torch.Event(self._device, enable_timing=True), -1
-            now.record()
+            event = torch.Event(self._device, enable_timing=True)
+            event.record()
+            now, work = event, -1
         self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
 
     def pieces(self) -> list[tuple[int, list[Piece]]]:
@@ -189,7 +191,7 @@ def span(name: str, kind: str = "part") -> Iterator[None]:
 
 def sent(size: int) -> None:
     """So many bytes have left; the span of the message that ends next tells it."""
-    if _current is not None:
+    if _current is not None and _current.on:
         _current.size += size
 
 

@@ -142,7 +142,7 @@ class Calibrated:
 
 def of_step(pieces: Sequence[Sequence[Any]], name: str) -> float:
     """Seconds of the thread in all spans of this name."""
-    return sum(p[2] for p in pieces if p[3] == name) / 1e9
+    return float(sum(p[2] for p in pieces if p[3] == name) / 1e9)
 
 
 def calibrate(group: Group, held: dict[str, Any], messages: dict[str, float], message_bytes: float) -> Calibrated:
@@ -183,10 +183,10 @@ def predict(layout: Layout, held: Sequence[dict[str, Any]], known: Calibrated, r
 
     def reduce(stage: int, _: int) -> float:
         shared = of[stage]["tied"] + (of[stage]["parameters"] if layout.replicas > 1 else 0)
-        return 4 * shared * known.messages["reduce"]
+        return float(4 * shared * known.messages["reduce"])
 
     def optimizer(stage: int, _: int) -> float:
-        return known.step[0] * of[stage]["parameters"] / known.step[1]
+        return float(known.step[0] * of[stage]["parameters"] / known.step[1])
 
     small, large = (known.messages[str(size)] for size in SIZES)
     bandwidth = (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
@@ -220,7 +220,7 @@ def speeds(ones: Sequence[Group], ranks: int, steps: int, whole: float) -> list[
 
 
 def _took(steps: Sequence[Sequence[Any]]) -> float:
-    return sum(p[1] - p[0] for pieces in steps for p in pieces if p[3] == "train_batch") / 1e9
+    return float(sum(p[1] - p[0] for pieces in steps for p in pieces if p[3] == "train_batch") / 1e9)
 
 
 def measured(layout: Layout, answers: Sequence[Any], held: Sequence[dict[str, Any]]) -> tuple[float, float]:

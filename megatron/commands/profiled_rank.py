@@ -31,7 +31,7 @@ def work(flags: str, rank: int, ranks: int, port: int, pipe: Connection) -> None
     for _ in range(2):
         run.step()
     pipe.send(_about(run))
-    answers = {
+    answers: dict[str, Any] = {
         "steps": lambda count: _steps(run, tracer, count),
         "layers": lambda _: _layers(run),
         "messages": lambda _: _messages(rank),

@@ -21,7 +21,7 @@ def about(config: Config, engine: Any) -> dict[str, Any]:
     """What a reader of this rank's timeline must know of it."""
     mesh, p = mpu.get_mesh(), config.parallel
     rank = dist.get_rank()
-    found = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
+    found: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
     found |= {"replica": mesh.data.rank, "model": mesh.model.rank, "pipeline": p.pipe_parallel_size > 0}
     found |= {
         "schedule": p.pipeline_schedule,
