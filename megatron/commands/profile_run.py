@@ -1,8 +1,8 @@
 """Measure what layers and messages cost on this machine, predict steps of other layouts, and compare with what they take.
 
 In every round, for every layout: processes of one rank each measure how fast ranks are that compute at once, as
-many as the layout has, then the layout trains some steps, then again. So what else the machine does is in
-the prediction as it is in the measurement. Layers, messages and the optimizer are measured apart from all layouts.
+many as the layout has, and how uneven their passes are; then the layout trains some steps, then again. So what else the machine does is
+in the prediction as it is in the measurement. Layers, messages and the optimizer are measured apart from all layouts.
 """
 
 import argparse
@@ -35,6 +35,9 @@ MODELS = {
     "--position-embedding relative --no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings",
 }
 CALIBRATED = {"gpt2": 3, "t5": 2}  # layers of the models that are measured layer by layer
+
+
+DRAWS = 8  # of the jitter, whose mean is the prediction
 
 
 class Layout(NamedTuple):
@@ -167,8 +170,13 @@ def calibrate(group: Group, held: dict[str, Any], messages: dict[str, float], me
     )
 
 
-def predict(layout: Layout, held: Sequence[dict[str, Any]], known: Calibrated, rates: Sequence[float]) -> Result:
-    """A step of a layout whose stages hold these layers, where ranks that compute at once are as fast as `rates` say."""
+def predict(
+    layout: Layout, held: Sequence[dict[str, Any]], known: Calibrated, rates: Sequence[float], uneven: float, seed: int
+) -> Result:
+    """A step of a layout whose stages hold these layers, where ranks that compute at once are as fast as `rates` say.
+
+    uneven, seed: of the jitter.
+    """
     of = {each["stage"]: each for each in held}
     ahead, behind = known.engine
 
@@ -195,7 +203,8 @@ def predict(layout: Layout, held: Sequence[dict[str, Any]], known: Calibrated, r
     )
     schedule = schedule_of({"schedule": layout.schedule}, layout.chunks)
     plan = [list(schedule(stage, layout.stages, layout.micros)) for stage in range(layout.stages)]
-    return simulate(plan, costs, Machine(latency=small, bandwidth=bandwidth, rates=rates), layout.replicas)
+    machine = Machine(latency=small, bandwidth=bandwidth, rates=rates, jitter=uneven, seed=seed)
+    return simulate(plan, costs, machine, layout.replicas)
 
 
 def rates_of(speeds: Sequence[float], ranks: int) -> list[float]:
@@ -209,14 +218,27 @@ def rates_of(speeds: Sequence[float], ranks: int) -> list[float]:
     return found
 
 
-def speeds(ones: Sequence[Group], ranks: int, steps: int, whole: float) -> list[float]:
-    """Of 1, 2 and as many processes as the layout has ranks, at once: `whole`, a step's seconds of the thread, by those of the clock."""
-    found = []
+def speeds(ones: Sequence[Group], ranks: int, steps: int, whole: float) -> tuple[list[float], float]:
+    """Of 1, 2 and as many processes as the layout has ranks, at once: `whole`, a step's seconds of the thread, by those of the clock.
+
+    And how uneven passes are, where all of them run: half the width of an even distribution of the same variance.
+    """
+    found, uneven = [], 0.0
     for busy in sorted({1, min(2, ranks), ranks}):
         for group in ones[:busy]:
             group.ask("steps", steps)
-        found.append(whole * steps / statistics.mean([_took(group.answers()[0]) for group in ones[:busy]]))
-    return found
+        answers = [group.answers()[0] for group in ones[:busy]]
+        found.append(whole * steps / statistics.mean(map(_took, answers)))
+        uneven = statistics.mean(map(_unevenness, answers))
+    return found, uneven
+
+
+def _unevenness(steps: Sequence[Sequence[Any]]) -> float:
+    widths = []
+    for name in ("Forward", "Backward"):
+        took = [p[1] - p[0] for pieces in steps for p in pieces if p[3] == name]
+        widths.append(3**0.5 * statistics.pstdev(took) / statistics.mean(took))
+    return min(statistics.mean(widths), 0.95)
 
 
 def _took(steps: Sequence[Sequence[Any]]) -> float:
@@ -270,13 +292,14 @@ def compare(layouts: Sequence[Layout], rounds: int, steps: int, save: str | None
             messages = pair.answers()[0]
             size = 4.0 * 4 * 256 * (128 + (64 if layout.family == "t5" else 0))
             known = calibrate(calibrators[0], held[layout.family], messages, size)
-            before = speeds(calibrators, layout.ranks, steps, known.whole)
+            before, uneven = speeds(calibrators, layout.ranks, steps, known.whole)
             group.ask("steps", steps)
             took, was = measured(layout, group.answers(), about)
-            after = speeds(calibrators, layout.ranks, steps, known.whole)
+            after, later = speeds(calibrators, layout.ranks, steps, known.whole)
             rates = rates_of([(a + b) / 2 for a, b in zip(before, after, strict=True)], layout.ranks)
-            result = predict(layout, about, known, rates)
-            found[layout].append(Round(result.seconds, took, result.bubble, was))
+            drawn = [predict(layout, about, known, rates, (uneven + later) / 2, seed) for seed in range(DRAWS)]
+            seconds, idle = (statistics.mean(x) for x in zip(*((r.seconds, r.bubble) for r in drawn), strict=True))
+            found[layout].append(Round(seconds, took, idle, was))
         if save:
             write_json(
                 save,
