@@ -71,7 +71,7 @@ class Tracer:
         self.on = (
             first is None
         )  # what comes before the first iteration: a checkpoint that is loaded, data that are opened
-        self._base = None if self._on_cpu else self._meet_device()
+        self._zero = None if self._on_cpu else self._meet_device()
 
     def _meet_device(self) -> tuple[Any, int]:
         """An event and the host's time of it."""
@@ -125,9 +125,9 @@ class Tracer:
         return [(number, [self._settled(each) for each in pieces]) for number, pieces in self._kept]
 
     def _settled(self, piece: Piece) -> Piece:
-        if isinstance(piece.begin, int) or self._base is None:
+        if isinstance(piece.begin, int) or self._zero is None:
             return piece
-        event, zero = self._base
+        event, zero = self._zero
         piece.end.synchronize()
         begin, end = (zero + int(event.elapsed_time(each) * 1e6) for each in (piece.begin, piece.end))
         return piece._replace(begin=begin, end=end)
@@ -162,23 +162,23 @@ def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ the recorder of this process
 
-_current: Tracer | None = None
+_on: list[Tracer] = []  # one or none
 
 
 def current() -> Tracer | None:
     """The recorder that is on, if there is one."""
-    return _current
+    return _on[0] if _on else None
 
 
 def begin() -> Mark | None:
     """Before a span; None where nobody records."""
-    return _current.begin() if _current is not None else None
+    return _on[0].begin() if _on else None
 
 
 def end(mark: Mark | None, name: str, kind: str = "part", micro: int = -1, chunk: int = 0) -> None:
     """After it."""
-    if mark is not None and _current is not None:
-        _current.end(mark, name, kind, micro, chunk)
+    if mark is not None and _on:
+        _on[0].end(mark, name, kind, micro, chunk)
 
 
 @contextmanager
@@ -191,23 +191,21 @@ def span(name: str, kind: str = "part") -> Iterator[None]:
 
 def sent(size: int) -> None:
     """So many bytes have left; the span of the message that ends next tells it."""
-    if _current is not None and _current.on:
-        _current.size += size
+    if _on and _on[0].on:
+        _on[0].size += size
 
 
 def start(tracer: Tracer) -> None:
     """Record with it, the collectives of torch.distributed included, until `stop`."""
-    global _current
     stop()
     for name in COLLECTIVES:
         setattr(dist, name, _noted(name, getattr(dist, name)))
-    _current = tracer
+    _on.append(tracer)
 
 
 def stop() -> None:
     """Record no more."""
-    global _current
-    _current = None
+    _on.clear()
     for name in COLLECTIVES:
         setattr(dist, name, getattr(getattr(dist, name), "untraced", getattr(dist, name)))
 

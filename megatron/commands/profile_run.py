@@ -118,7 +118,7 @@ class Group:
 
     def stop(self) -> None:
         """End its processes."""
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
+        for pipe, process in reversed(list(zip(self.pipes, self.processes, strict=True))):  # rank 0 keeps the store
             if process.is_alive():
                 pipe.send(None)
             process.join(20)
@@ -238,7 +238,7 @@ def _unevenness(steps: Sequence[Sequence[Any]]) -> float:
     for name in ("Forward", "Backward"):
         took = [p[1] - p[0] for pieces in steps for p in pieces if p[3] == name]
         widths.append(3**0.5 * statistics.pstdev(took) / statistics.mean(took))
-    return min(statistics.mean(widths), 0.95)
+    return float(min(statistics.mean(widths), 0.95))
 
 
 def _took(steps: Sequence[Sequence[Any]]) -> float:

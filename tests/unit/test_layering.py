@@ -77,6 +77,14 @@ MAY_IMPORT = {
         "megatron.training",
         "megatron.utils",
     },
+    "megatron.tasks.synthetic": {
+        "megatron.config",
+        "megatron.model",
+        "megatron.model.pipe",
+        "megatron.ranks.device",
+        "megatron.tasks",
+        "megatron.training",
+    },
     "megatron.utils": {"megatron.mpu"},
     "megatron.commands": {
         "tds",
@@ -93,6 +101,7 @@ MAY_IMPORT = {
         "megatron.convert",
         "megatron.inference",
         "megatron.tasks",
+        "megatron.tasks.synthetic",
         "megatron.utils",
     },
     "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here
