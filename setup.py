@@ -24,7 +24,9 @@ DATA = [
 RAY = [line for line in pinned("requirements-dev.txt") if line.startswith("ray")]
 HF = [line for line in pinned("requirements-dev.txt") if line.startswith("transformers")]
 
-COMMANDS = ("clean-corpus", "convert-checkpoint", "draw-schedule", "inspect-data", "preprocess-data", "train-tokenizer")
+COMMANDS = (
+    "clean-corpus", "convert-checkpoint", "draw-schedule", "inspect-data", "preprocess-data", "profile-run", "simulate", "train-tokenizer",
+)  # fmt: skip
 
 setup(
     name="megatron-tds",

@@ -11,6 +11,8 @@ engine.py     the interpreter: schedule x boundary x channel = one training step
 step.py       what a stage keeps while a step lasts
 buckets.py    weights and gradients in flat memory; distributed_optimizer.py steps them, plain.py without a pipeline
 apart.py      ZeRO 3: layers cut over the replicas while a model is built
+trace.py      a timeline of what really happened; align.py compares clocks, timeline.py reads it
+simulator.py  a timeline of what would happen
 launched.py   that no rank outlives its launcher
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """

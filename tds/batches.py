@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import trace
 from .boundary import BoundaryError, refuse_what_cannot_travel
 from .nested import as_tuple, each_tensor
 
@@ -100,7 +101,8 @@ class Batches:
         """Read until there are `wanted` micro-batches, at least `needed`, or the data end; raises DataEnded."""
         while not self._ended and self.count < min(max(needed, wanted), self._total):
             try:
-                batch = self._read()
+                with trace.span("Read"):
+                    batch = self._read()
             except StopIteration:
                 self._ended = True  # ahead of time, which is no fault yet
             else:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import trace
 from ._torch import users
 from .batches import DataEnded
 from .boundary import BoundaryError
@@ -240,7 +241,9 @@ class Channel:
         self._posted.append(Posted(at, work, payload, layout))
 
     def _start(self, buffer: Tensor) -> None:
-        self.bytes_sent += buffer.numel() * buffer.element_size()
+        size = buffer.numel() * buffer.element_size()
+        self.bytes_sent += size
+        trace.sent(size)
         self._under_way.append((dist.isend(buffer, self.peer, group=self.group), buffer))
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()

@@ -14,7 +14,7 @@ from deepspeed import checkpointing
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from . import evaluation, schedule
+from . import evaluation, schedule, trace
 from ._deepspeed import TRAIN_BATCH_TIMER, StockPipelineEngine, autocast, default_to_non_reentrant, quietly
 from .batches import Batches, DataEnded
 from .borders import open_borders
@@ -87,7 +87,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         timer = self.timers(TRAIN_BATCH_TIMER)
         timer.start()
         try:
-            with self._watched():
+            with self._watched(), trace.span("train_batch", "step"):
                 self._train_step()
         finally:
             timer.stop()
@@ -108,12 +108,14 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         if self._planned is None or self._planned[0] != known:
             self._planned = known, list(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
             self._find_last_backwards(self._planned[1])
-        self._begin(self.micro_batches)
+        with trace.span("Begin"):
+            self._begin(self.micro_batches)
         self._run(self._planned[1], self.micro_batches)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
             self._reduce_gradients()
-        self.agg_train_loss = self._share_losses(self._squared_norm_here())
+        with trace.span("Loss"):
+            self.agg_train_loss = self._share_losses(self._squared_norm_here())
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
@@ -142,7 +144,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         self.module.eval()
         try:
             # Buffers made in inference mode could not be used for training again.
-            with torch.inference_mode(False), torch.no_grad(), self._watched():
+            with torch.inference_mode(False), torch.no_grad(), self._watched(), trace.span("eval_batch", "step"):
                 self._begin(micros, compute_loss)
                 self._run(list(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks)), micros)
                 loss = self._share_losses() if compute_loss else None
@@ -183,15 +185,16 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
             kind = type(instruction)
             begun = self.progress.begin(kind.__name__)
             getattr(self, self._HANDLERS[kind])(instruction)
-            self.progress.end(kind.__name__, begun)
+            self.progress.end(kind.__name__, begun, instruction.at)
             self._step.forget_if_done(instruction.at)
         left = self._step.microbatches
         assert not left, (
             f"stage {self.stage_id} still keeps something of {list(left)} after the last instruction of a step"
         )
         self._at("waiting until its last messages have left")
-        for channel in self._borders.channels:
-            channel.flush()
+        with trace.span("Flush"):
+            for channel in self._borders.channels:
+                channel.flush()
         for channel in self._borders.channels[:1]:
             channel.pool.trim()  # all of them share it
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from . import trace
 from ._deepspeed import finish
 
 COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
@@ -25,17 +26,22 @@ class Progress:
         self._since = time.perf_counter()
         self._on_cpu = device.type == "cpu"
         self.busy = 0.0
+        self._mark: trace.Mark | None = None  # of the timeline, where one is recorded
 
     def begin(self, what: str) -> float | None:
         """Before an instruction: when it began, if that is measured."""
+        self._mark = trace.begin()
         if not self.breakdown and not (self._on_cpu and what in COMPUTING):
             return None
         if not self._on_cpu:
             finish(self.device)
         return time.perf_counter()
 
-    def end(self, what: str, begun: float | None) -> None:
-        """After it. begun: what `begin` gave."""
+    def end(self, what: str, begun: float | None, at: tuple[int, int] = (-1, 0)) -> None:
+        """After it. begun: what `begin` gave. at: its micro-batch and chunk, if it has one."""
+        if self._mark is not None:
+            kind = "part" if at[0] < 0 else "pass" if what in COMPUTING else "message"
+            trace.end(self._mark, what, kind, *at)
         if begun is None:
             return
         if not self._on_cpu:

@@ -62,17 +62,17 @@ class Rules:
 
     ahead: receives that a channel posts before they are asked for. dynamic: each activation has a header, for which
     the host waits; else the first one has, and each of the others a word, as it is at worst. queue: of a message, by
-    its border, the number of stages and whether it goes to the right. message: how long it takes.
+    its border, the number of stages and whether it goes to the right; None for one that waits for no other. message: how long it takes.
     """
 
     ahead: int = POSTED_AHEAD
     one_hardware_queue: bool = False
     dynamic: bool = False
-    queue: Callable[[int, int, bool], Hashable] = queue_of
+    queue: Callable[[int, int, bool], Hashable | None] = queue_of
     message: float = 0.02
 
 
-class _Graph:
+class Graph:
     """Moments, each some time after the last of those that it waits for."""
 
     def __init__(self) -> None:
@@ -81,6 +81,7 @@ class _Graph:
         self.after: list[list[int]] = []
 
     def moment(self, name: str, cost: float, *after: int | None) -> int:
+        """The number of a new one."""
         self.names.append(name)
         self.costs.append(cost)
         self.after.append([each for each in after if each is not None])
@@ -118,12 +119,13 @@ class _Graph:
         return "messages would wait for each other for ever: " + ", which waits for ".join(shown)
 
 
-class _Stage:
+class StageGraph:
     """Asks for the operations of one stage in the order in which the engine does, see engine.py and channel.py."""
 
-    def __init__(self, graph: _Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
+    def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
         self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # of messages: moments of start and end
+        self.taken: int | None = None  # the moment at which the message that was taken last had arrived
         self._last: dict[Hashable, int] = {}  # of each queue
         self._computed: int | None = None
         self._host: int | None = None  # what the host has waited for
@@ -136,6 +138,7 @@ class _Stage:
         self._known: dict[type[Instruction], set[At]] = {RecvActivation: set(), RecvGrad: set()}
 
     def run(self, instructions: Sequence[Instruction]) -> None:
+        """Ask for all of them."""
         for kind, agenda in self._agenda.items():
             agenda.extend(each.at for each in instructions if type(each) is kind)
         for each in instructions:
@@ -180,7 +183,7 @@ class _Stage:
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
         queue = self.rules.queue(border, self.stages, right)
         name = f"{kind.__name__}({at.micro}{what and ', ' + what}) of stage {self.stage}"
-        start, end = self._ask(name, self.rules.message, self._last.get(queue))
+        start, end = self._ask(name, self.rules.message, None if queue is None else self._last.get(queue))
         self._last[queue] = end
         self.ends[border, right, what, At(at.micro, sender), kind in (SendActivation, SendGrad)] = start, end
         return end
@@ -192,6 +195,7 @@ class _Stage:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} stands before the SendActivation that it answers")
         arrived, word = self._posted[kind].popleft()
         self._host = self._host if word is None else word
+        self.taken = arrived
         self._computed = self._ask(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
         self._post(kind, self.rules.ahead)
 
@@ -206,11 +210,11 @@ class _Stage:
 
 def finish(plan: Plan, rules: Rules | None = None) -> float:
     """When the last stage is ready, if messages move by these rules. Raises ScheduleError if never, with the circle."""
-    rules, graph = rules or Rules(), _Graph()
+    rules, graph = rules or Rules(), Graph()
     chunks = 1 + max((each.chunk for stage in plan for each in stage), default=0)
     ends: defaultdict[tuple[int, bool, str, At], dict[bool, tuple[int, int]]] = defaultdict(dict)
     for number, instructions in enumerate(plan):
-        stage = _Stage(graph, rules, number, len(plan), chunks)
+        stage = StageGraph(graph, rules, number, len(plan), chunks)
         stage.run(instructions)
         for (*message, sends), moments in stage.ends.items():
             ends[tuple(message)][sends] = moments  # type: ignore[index]

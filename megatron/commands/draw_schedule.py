@@ -1,9 +1,14 @@
-"""Draw a pipeline schedule as the engine would run it, with its bubble and its memory: as text, and as SVG."""
+"""Draw a pipeline schedule as the engine would run it, with its bubble and its memory, or as a run with --trace really did: as text, and as SVG."""
 
 import argparse
+import statistics
+from dataclasses import replace
 from pathlib import Path
 
+from megatron.atomic import write_text
+from tds import timeline
 from tds.schedule import NAMES, Plan, schedule_of
+from tds.simulator import Costs, simulate
 from tds.timetable import Span, bubble, check, most_in_flight, times
 
 from .cli import Parser, run
@@ -12,7 +17,8 @@ EXAMPLES = """\
   python tools/draw_schedule.py --stages 4 --micros 8
   python tools/draw_schedule.py --schedule 1f1b --extra-warmup 1 --stages 4 --micros 8 --message 0.3
   python tools/draw_schedule.py --schedule interleaved --chunks 2 --stages 4 --micros 8 --svg interleaved.svg
-  python tools/draw_schedule.py --schedule zb-h1 --stages 4 --micros 8"""
+  python tools/draw_schedule.py --schedule zb-h1 --stages 4 --micros 8
+  python tools/draw_schedule.py --run runs/mine --svg mine.svg"""
 COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}  # even, odd chunk
 
 
@@ -39,18 +45,93 @@ def as_svg(spans: list[Span], stages: int) -> str:
         f'<rect width="{width:.0f}" height="{stages * height + 10}" fill="white"/>',
     ]
     parts += [f'<text x="4" y="{s * height + 26}">stage {s}</text>' for s in range(stages)]
-    for span in spans:
-        x, y = left + span.begin * scale, span.stage * height + 8
-        w = (span.end - span.begin) * scale
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{w - 1:.1f}" height="26" rx="3" '
-            f'fill="{COLOURS[span.kind][span.chunk % 2]}"/>'
-            f'<text x="{x + w / 2:.1f}" y="{y + 17}" text-anchor="middle">{span.micro}</text>'
-        )
+    parts += [_bar(span, left, scale, span.stage * height + 8) for span in spans]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def _bar(span: Span, left: float, scale: float, y: int) -> str:
+    x, w = left + span.begin * scale, (span.end - span.begin) * scale
+    number = f'<text x="{x + w / 2:.1f}" y="{y + 17}" text-anchor="middle">{span.micro}</text>' if w > 9 else ""
+    colour = COLOURS[span.kind][span.chunk % 2]
+    return f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="26" rx="3" fill="{colour}"/>{number}'
+
+
+def beside(rows: dict[str, list[Span]], stages: int) -> str:
+    """Several timetables on one scale of time, one above the other, each below its words."""
+    width, height, left = 860, 34, 70
+    scale = (width - left - 10) / max(span.end for spans in rows.values() for span in spans)
+    tall = stages * height + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{tall * len(rows)}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{tall * len(rows)}" fill="white"/>',
+    ]
+    for row, (words, spans) in enumerate(rows.items()):
+        top = row * tall + 24
+        parts.append(f'<text x="4" y="{top - 6}" font-weight="bold">{words}</text>')
+        parts += [f'<text x="4" y="{top + s * height + 22}">stage {s}</text>' for s in range(stages)]
+        parts += [_bar(span, left, scale, top + span.stage * height + 4) for span in spans]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def draw_run(args: argparse.Namespace) -> None:
+    """What a traced iteration became, beside the same passes in an ideal schedule."""
+    folder = Path(args.run) / timeline.FOLDER
+    ranks = timeline.read(folder)
+    merged = timeline.merge(folder)
+    found = timeline.iterations(ranks)
+    if not found:
+        raise ValueError(f"{folder} holds no iteration that all stages have kept whole")
+    usual = statistics.median(each.seconds for each in found)
+    chosen = min(found, key=lambda each: abs(each.seconds - usual))
+    if args.iteration is not None:
+        chosen = next((each for each in found if each.number == args.iteration), None)  # type: ignore[assignment]
+        if chosen is None:
+            raise ValueError(f"--iteration {args.iteration} is not there: {found[0].number} to {found[-1].number} are")
+    about = ranks[0].about
+    stages, spans = about["stages"], chosen.spans
+    ideal = _ideal(about, spans)
+    end = max(span.end for span in ideal)
+    real = max(span.end for span in spans)
+    lines = {
+        f"ideal {about['schedule']} of the same passes: {end * 1e3:.1f} ms, bubble {bubble(ideal):.1%}": ideal,
+        f"iteration {chosen.number}: {real * 1e3:.1f} ms, bubble {chosen.bubble:.1%}": spans,
+    }
+    print("\n".join(lines))
+    print(f"the whole step took {chosen.seconds * 1e3:.1f} ms, the median of {len(found)} is {usual * 1e3:.1f} ms")
+    print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; all of them in {merged.path}")
+    if args.svg:
+        write_text(args.svg, beside(lines, stages))
+
+
+def _ideal(about: dict[str, object], spans: list[Span]) -> list[Span]:
+    """The schedule with stages that wait for nothing but inputs, and passes as long as the median of those that were."""
+    stages, chunks = int(about["stages"]), int(about["chunks"])  # type: ignore[call-overload]
+    chunks = chunks if stages > 1 else 1
+    schedule = schedule_of({"schedule": about["schedule"], "extra_warmup": about["extra_warmup"]}, chunks)
+    plan: Plan = [list(schedule(s, stages, int(about["micros"]))) for s in range(stages)]  # type: ignore[call-overload]
+
+    def usual(kind: str, stage: int, chunk: int) -> float:
+        took = [s.end - s.begin for s in spans if (s.kind, s.stage, s.chunk) == (kind, stage, chunk)]
+        return statistics.median(took) if took else 0.0
+
+    def weight(stage: int, chunk: int) -> float:
+        return usual("W", stage, chunk)
+
+    def backward(stage: int, chunk: int) -> float:
+        return usual("B", stage, chunk) + weight(stage, chunk)
+
+    costs = Costs(lambda stage, chunk: usual("F", stage, chunk), backward, weight)
+    found = simulate(plan, costs, steps=1).spans
+    zero = min(span.begin for span in found)
+    return [replace(span, begin=span.begin - zero, end=span.end - zero) for span in found]
+
+
 def main(args: argparse.Namespace) -> None:
+    if args.run:
+        draw_run(args)
+        return
+    if args.stages is None or args.micros is None:
+        raise ValueError("give --stages and --micros, or --run")
     if min(args.stages, args.micros) < 1:
         raise ValueError("--stages and --micros must be at least 1")
     if (args.chunks > 1) != (args.schedule == "interleaved"):
@@ -73,11 +154,13 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--chunks", type=int, default=1, help="stretches of layers a stage, for interleaved (default: 1)"
     )
-    parser.add_argument("--stages", type=int, required=True, help="pipeline stages")
-    parser.add_argument("--micros", type=int, required=True, help="micro-batches of one step")
+    parser.add_argument("--stages", type=int, help="pipeline stages")
+    parser.add_argument("--micros", type=int, help="micro-batches of one step")
     parser.add_argument("--forward", type=float, default=1.0, help="time of a forward pass (default: 1)")
     parser.add_argument("--backward", type=float, default=2.0, help="time of a backward pass (default: 2)")
     parser.add_argument("--message", type=float, default=0.0, help="time of a message (default: 0)")
+    parser.add_argument("--run", metavar="DIR", help="draw what a run with --trace really did, beside the ideal")
+    parser.add_argument("--iteration", type=int, help="with --run: which; if not given, the one of median time")
     parser.add_argument("--svg", help="write the picture to this file, too")
     return parser
 

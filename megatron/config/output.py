@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .fields import ConfigError, Section, at_least, opt
+from .fields import ConfigError, Section, at_least, is_range, opt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +47,26 @@ class LogConfig(Section):
     )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
     tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
+    trace: bool = opt(
+        False,
+        "every rank keeps a timeline of passes, messages and collectives, in the folder trace of the run directory (Chrome trace, for "
+        "Perfetto; tools/draw_schedule.py --run draws it); of the newest 50 iterations, or of --trace-iterations",
+    )
+    trace_iterations: str | None = opt(
+        None,
+        "with --trace: the iterations that are kept, e.g. 41-50",
+        lambda value: None if is_range(value) else "is no number and no range as 10-12",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trace_iterations and not self.trace:
+            raise ConfigError("--trace-iterations needs --trace")
+
+    @property
+    def traced(self) -> tuple[int, int] | None:
+        """The first and the last iteration that --trace-iterations names."""
+        if self.trace_iterations is None:
+            return None
+        first, _, last = self.trace_iterations.partition("-")
+        return int(first), int(last or first)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tds
 from tds import optimizer_state as zero_state
+from tds import trace
 from tds.clip import leave_out_unless_finite
 from tds.reducer import GradReducer
 
@@ -149,6 +150,10 @@ class PlainEngine:
         self.clip_grad = resolved.clip_grad
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
+        with trace.span("train_batch", "step"):
+            return self._train_batch(batches, lr)
+
+    def _train_batch(self, batches: Batches | None, lr: float) -> Step:
         ds = self.deepspeed
         _set_lr(ds, lr)
         ds.train()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from tds import optimizer_state as zero_state
+from tds import trace
 
 from .. import mpu
 from ..checkpointing import PatientSaver, TrainState
@@ -38,6 +39,7 @@ from .reading import lengths_of, read
 from .run_folder import release
 from .run_lock import RunLock
 from .task import Datasets
+from .timeline import traced
 
 
 @dataclass
@@ -90,9 +92,12 @@ def train(run: Run) -> None:
     watch: GradientWatch | None = GradientWatch(run.engine.deepspeed.module)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
-    with bar, garbage, StopSignals(config.checkpoint.exit_duration_in_mins, run.device) as signals:
+    signals_of = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)
+    with traced(config, run.run_dir, run.engine.deepspeed) as recorder, bar, garbage, signals_of as signals:
         asked = StopSignal.NOTHING
         while state.iteration < last and asked is not StopSignal.SAVE_AND_STOP:
+            if recorder:
+                recorder.iteration(state.iteration + 1)
             if passed_over and passed_over(state.consumed_samples):
                 window.pass_over(_advance(run))
             else:
@@ -110,7 +115,8 @@ def train(run: Run) -> None:
                 window.report(lr_at(state.iteration - 1, config))
             if due(state.iteration, config.train.eval_interval) and state.iteration < last:
                 window.check()
-                evaluate(run, "valid")
+                with trace.span("evaluation"):
+                    evaluate(run, "valid")
                 window.restart()
             asked, written = signals.agree(run.saver.pending and not run.saver.busy)
             if due(state.iteration, config.checkpoint.exit_interval or 0):
@@ -253,7 +259,8 @@ class _Window:
         if good.iteration != self.run.state.iteration:
             print_rank_0(f"no step was applied since iteration {good.iteration}, which is what a checkpoint can hold")
         if good.iteration != saved or self.run.saver.failures:
-            self.run.saver.save(good, must=must)
+            with trace.span("checkpoint"):
+                self.run.saver.save(good, must=must)
         self.restart()
         return good.iteration
 

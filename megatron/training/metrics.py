@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from tds import trace
+
 from ..atomic import write_text
 from ..config import Config
 from ..model.work import block_work
@@ -27,6 +29,7 @@ class Timer:
     def __init__(self, name: str, device: torch.device | None) -> None:
         self.name, self._device = name, device
         self._begun: float | torch.Event | None = None
+        self._mark: trace.Mark | None = None
         self.reset()
 
     def _now(self) -> float | torch.Event:
@@ -40,13 +43,14 @@ class Timer:
         """Begin to measure."""
         if self._begun is not None:
             raise RuntimeError(f"the timer {self.name!r} runs already; stop() it before it starts again")
-        self._begun = self._now()
+        self._begun, self._mark = self._now(), trace.begin()
 
     def stop(self) -> None:
         """End what `start` began."""
         if self._begun is None:
             raise RuntimeError(f"the timer {self.name!r} does not run; start() it before it stops")
         self._marks.append((self._begun, self._now()))
+        trace.end(self._mark, self.name)
         self._begun, self.used = None, True
         if self._device is None:
             self._add_up()

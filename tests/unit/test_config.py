@@ -161,7 +161,12 @@ def test_every_setting_is_read_by_something() -> None:
         )
         + (root / "megatron/config/sections.py").read_text().split("class Config:")[1]
     )
-    derived = {"kv_hidden_size": "head_size", "ff_hidden_size": "ff_size", "max_position_embeddings": "positions"}
+    derived = {
+        "trace_iterations": "traced",
+        "kv_hidden_size": "head_size",
+        "ff_hidden_size": "ff_size",
+        "max_position_embeddings": "positions",
+    }
     derived |= dict.fromkeys(("train_data_path", "valid_data_path", "test_data_path"), "data.paths")
     derived |= {"pipe_parallel_size": "stages", "num_decoder_layers": "decoder_layers"}
     for section in SECTIONS.values():

@@ -86,6 +86,14 @@ MAY_IMPORT = {
         "megatron.training",
         "megatron.utils",
     },
+    "megatron.tasks.synthetic": {
+        "megatron.config",
+        "megatron.model",
+        "megatron.model.pipe",
+        "megatron.ranks.device",
+        "megatron.tasks",
+        "megatron.training",
+    },
     "megatron.utils": {"megatron.mpu"},
     "megatron.commands": {
         "tds",
@@ -103,6 +111,7 @@ MAY_IMPORT = {
         "megatron.inference",
         "megatron.planning",
         "megatron.tasks",
+        "megatron.tasks.synthetic",
         "megatron.utils",
     },
     "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here

@@ -1,0 +1,63 @@
+"""What --trace costs: the same pipeline's steps with a recorder and without, in turn, on two ranks.
+
+    python benchmarks/trace.py --rounds 21
+
+Shown are the clock's and the processors' time of a step with the recorder over that of one without, and what can be told
+apart from noise: the time of a span by itself, times the spans of a step.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+from _alternate import alternate, leave, on_ranks, spread
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 --hidden-dropout 0 --attention-dropout 0 "
+    "--batch-size 4 --gas 4 --precision fp32 --pipe-parallel-size 2"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=11)
+    args = parser.parse_args()
+    on_ranks(2)
+    import _engine
+    import torch
+    import torch.distributed as dist
+
+    from tds import trace
+
+    step = _engine.ours(FLAGS).step
+    tracer = trace.Tracer(torch.device("cpu"), Path("/dev/null"), {"rank": dist.get_rank()})
+
+    def traced() -> None:
+        trace.start(tracer)
+        tracer.iteration(1)
+        step()
+        trace.stop()
+
+    found = alternate({"without": step, "with": traced}, args.rounds)
+    spans = len(tracer.pieces()[-1][1])
+    begin = time.perf_counter()
+    trace.start(tracer)
+    tracer.iteration(2)
+    for _ in range(10_000):
+        trace.end(trace.begin(), "nothing")
+    trace.stop()
+    each = (time.perf_counter() - begin) / 10_000
+    if dist.get_rank() == 0:
+        pairs = list(zip(found["with"], found["without"], strict=True))
+        usual = statistics.median(took for took, _ in found["without"])
+        print("| with a recorder over without | |\n| --- | --- |")
+        print(f"| seconds of a step, by round | {spread([a[0] / b[0] for a, b in pairs], '.3f')} |")
+        print(f"| CPU-seconds of both ranks, by round | {spread([a[1] / b[1] for a, b in pairs], '.3f')} |")
+        share = spans * each / usual
+        print(f"| {spans} spans of {each * 1e6:.2f} us in a step of {usual * 1e3:.0f} ms | {1 + share:.4f} |")
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Ask what a step of a pipeline would take if something were otherwise: a table beside the schedule that is given."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tds.queues import Rules
+from tds.schedule import NAMES, Plan, schedule_of
+from tds.simulator import Costs, Machine, Result, simulate
+from tds.timeline import chrome_of
+
+from .cli import Parser, run, write_json
+from .draw_schedule import as_svg
+
+EXAMPLES = """\
+  python tools/simulate.py --stages 4 --micros 8
+  python tools/simulate.py --stages 8 --micros 32 --forward 0.011 --backward 0.022 --megabytes 16 --gigabytes-per-second 20
+  python tools/simulate.py --stages 4 --micros 8 --cores 2 --schedule zb-h1 --svg zb.svg --chrome zb.json"""
+
+
+def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
+    """The instructions of every stage."""
+    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
+    return [list(schedule(stage, stages, micros)) for stage in range(stages)]
+
+
+def costs_of(args: argparse.Namespace, chunks: int) -> Costs:
+    """Of passes over a whole stage that are cut into chunks."""
+    return Costs(args.forward / chunks, args.backward / chunks, message=args.megabytes * 1e6, optimizer=args.optimizer)
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """What the flags say of links, cores, stragglers and queues."""
+    slow = {}
+    for word in args.slow:
+        stage, _, factor = word.partition(":")
+        if not stage.isdigit() or int(stage) >= args.stages or not factor:
+            raise ValueError(f"--slow {word}: give a stage from 0 to {args.stages - 1} and a factor, as 2:1.5")
+        slow[int(stage)] = float(factor)
+    rates = [min(1.0, args.cores / n) for n in range(1, args.stages * args.replicas + 1)] if args.cores else []
+    return Machine(
+        latency=args.latency,
+        bandwidth=args.gigabytes_per_second * 1e9,
+        rates=rates,
+        rules=Rules() if args.queues == "nccl" else None,
+        slow=slow,
+        jitter=args.jitter,
+        seed=args.seed,
+    )
+
+
+def answers(args: argparse.Namespace) -> Iterator[tuple[str, Result, float]]:
+    """(what is otherwise, what becomes of it, micro-batches of its step)."""
+    p, m, machine = args.stages, args.micros, machine_of(args)
+
+    def ask(name: str, what: str, micros: int, chunks: int, on: Machine) -> tuple[str, Result, float]:
+        extra = args.extra_warmup if what == "1f1b" else 0
+        plan = plan_of(what, p, micros, chunks, extra)
+        return name, simulate(plan, costs_of(args, chunks), on, args.replicas), micros
+
+    base, chunks = args.schedule, args.chunks
+    yield ask(f"as given: {base}", base, m, chunks, machine)
+    middle = p // 2
+    yield ask(
+        f"stage {middle} 1.2 times as slow", base, m, chunks, replace(machine, slow={**machine.slow, middle: 1.2})
+    )
+    slower = replace(machine, bandwidth=machine.bandwidth / 4, latency=machine.latency * 4)
+    yield ask("links 4 times as slow", base, m, chunks, slower)
+    yield ask("passes of 0.8 to 1.2 times their time", base, m, chunks, replace(machine, jitter=0.2))
+    yield ask(f"{2 * m} micro-batches", base, 2 * m, chunks, machine)
+    for name in NAMES:
+        if name != base:
+            yield ask(name, name, m, 2 if name == "interleaved" else 1, machine)
+
+
+def table(rows: list[tuple[str, Result, float]]) -> str:
+    """Markdown: step time, the same for each micro-batch beside the first row's, bubble, and why the stages wait."""
+    lines = [
+        "| what | step | for each micro-batch | bubble | stages wait most for |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    each = rows[0][1].seconds / rows[0][2]
+    for name, found, micros in rows:
+        reasons: dict[str, float] = {}
+        for stage in found.idle:
+            for word, seconds in stage.items():
+                reasons[word] = reasons.get(word, 0.0) + seconds / len(found.idle) / found.seconds
+        most = ", ".join(f"{word} {share:.1%}" for word, share in sorted(reasons.items(), key=lambda r: -r[1])[:3])
+        lines.append(
+            f"| {name} | {found.seconds:.4g} | {found.seconds / micros / each - 1:+.1%} | {found.bubble:.1%} | {most} |"
+        )
+    return "\n".join(lines)
+
+
+def main(args: argparse.Namespace) -> None:
+    if min(args.stages, args.micros, args.replicas) < 1:
+        raise ValueError("--stages, --micros and --replicas must be at least 1")
+    if (args.chunks > 1) != (args.schedule == "interleaved"):
+        raise ValueError(f"--chunks {args.chunks} does not fit {args.schedule}: interleaved takes 2 to 8, the others 1")
+    rows = list(answers(args))
+    print(table(rows))
+    found = rows[0][1]
+    for stage, reasons in enumerate(found.idle):
+        print(f"stage {stage} waits: " + (", ".join(f"{word} {s:.4g}" for word, s in reasons.items()) or "never"))
+    if args.svg:
+        Path(args.svg).write_text(as_svg(found.spans, args.stages), encoding="utf-8")
+    if args.chrome:
+        write_json(args.chrome, chrome_of(found))
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add: Any = parser.add_argument
+    add("--schedule", choices=NAMES, default="1f1b", help="default: 1f1b")
+    add("--extra-warmup", type=int, default=0, help="how much farther ahead 1f1b runs (default: 0)")
+    add("--chunks", type=int, default=1, help="stretches of layers a stage, for interleaved (default: 1)")
+    add("--stages", type=int, required=True, help="pipeline stages")
+    add("--micros", type=int, required=True, help="micro-batches of one step")
+    add("--replicas", type=int, default=1, help="of the whole pipeline (default: 1)")
+    add("--forward", type=float, default=1.0, help="seconds of a forward pass over a stage (default: 1)")
+    add("--backward", type=float, default=2.0, help="seconds of its backward pass (default: 2)")
+    add("--optimizer", type=float, default=0.0, help="seconds of the optimizer's step (default: 0)")
+    add("--latency", type=float, default=0.0, help="seconds that a message is on its way at least (default: 0)")
+    add("--megabytes", type=float, default=0.0, help="of a message (default: 0)")
+    add("--gigabytes-per-second", type=float, default=float("inf"), help="of a link (default: no limit)")
+    add(
+        "--queues",
+        choices=("free", "nccl"),
+        default="free",
+        help="nccl: a message waits for those before it in its group",
+    )
+    add("--cores", type=float, default=0.0, help="that all ranks share; 0: each has its own (default: 0)")
+    add(
+        "--slow",
+        nargs="+",
+        default=[],
+        metavar="STAGE:FACTOR",
+        help="stages that take so many times as long, e.g. 2:1.5",
+    )
+    add("--jitter", type=float, default=0.0, help="0.1 lets each pass take 0.9 to 1.1 times as long (default: 0)")
+    add("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    add("--svg", help="draw the schedule as given to this file")
+    add("--chrome", help="write it as a Chrome trace to this file")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

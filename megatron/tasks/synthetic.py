@@ -1,0 +1,75 @@
+"""A pipeline that trains on random tokens: for measurements, which want no corpus and no tokenizer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..model.masks import no_documents
+from ..model.pipe import GPT2ModelPipe, T5ModelPipe
+from ..ranks import device as device_module
+from ..training import start_engine
+from .gpt2 import GPT2
+from .t5 import T5
+
+
+class Synthetic(NamedTuple):
+    """engine: the pipeline engine; step: one optimizer step; batch: (inputs, labels), the same micro-batch each time."""
+
+    engine: Any
+    step: Callable[[], None]
+    batch: tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
+
+
+def random_batch(config: Config, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """A micro-batch as the first and the last layer of the pipeline take it: tokens [b, s] (T5: [b, k] and [b, q]), labels, mask."""
+    dice, b, d, v = torch.Generator().manual_seed(1), config.train.batch_size, config.data, config.model.vocab_size
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(v or 1, (b, length), generator=dice).to(device)
+
+    nothing = no_documents(device)
+    if config.is_t5:
+        wanted = tokens(d.dec_seq_length or d.seq_length // 4)
+        inputs: tuple[Tensor, ...] = (tokens(d.enc_seq_length or d.seq_length), wanted.int(), nothing, nothing)
+        return inputs, (wanted, torch.ones_like(wanted, dtype=torch.float32))
+    text = tokens(d.seq_length)
+    places = torch.arange(d.seq_length, device=device).expand_as(text)
+    return (text, places, nothing), (text, torch.ones_like(text, dtype=torch.float32))
+
+
+def start(config: Config) -> Synthetic:
+    """On the ranks of these settings. Raises ValueError for a family or a layout that it does not know."""
+    if config.model.family not in ("gpt2", "t5") or config.parallel.pipe_parallel_size < 1:
+        raise ValueError(
+            "measured are pipelines of GPT-2 and T5: give --family gpt2 or t5, and --pipe-parallel-size 1 or more"
+        )
+    base = T5 if config.is_t5 else GPT2
+
+    class Random(base):  # type: ignore[misc, valid-type]
+        """The same micro-batch again and again."""
+
+        made: Any = None
+
+        def model(self, config: Config, tokenizer: Any) -> Any:
+            """Without a tokenizer."""
+            return T5ModelPipe(config) if config.is_t5 else GPT2ModelPipe(config)
+
+        def batch(self, *_: Any, **__: Any) -> Any:
+            """See `random_batch`."""
+            self.made = self.made or random_batch(config, device_module.current())
+            return self.made
+
+    engine = start_engine(Random(), config)
+    kept = False
+
+    def step() -> None:
+        nonlocal kept
+        engine.train_batch(iter([{}] * config.train.gas), 1e-4)
+        if config.train.keep_freed_memory and not kept:
+            device_module.keep_freed_memory(device_module.current())
+            kept = True
+
+    return Synthetic(engine.deepspeed, step, random_batch(config, device_module.current()))

@@ -1,0 +1,60 @@
+"""`--trace`: from the first iteration of a run to its last, every rank keeps a timeline in the run directory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tds import timeline, trace
+from tds.align import distance
+
+from .. import mpu
+from ..config import Config
+from ..ranks.rank_0 import is_rank_0, print_rank_0
+
+MOST_MERGED = 64  # ranks; more are a matter of hundreds of megabytes, and of tools/draw_schedule.py
+
+
+def about(config: Config, engine: Any) -> dict[str, Any]:
+    """What a reader of this rank's timeline must know of it."""
+    mesh, p = mpu.get_mesh(), config.parallel
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
+    found |= {"replica": mesh.data.rank, "model": mesh.model.rank, "pipeline": p.pipe_parallel_size > 0}
+    found |= {
+        "schedule": p.pipeline_schedule,
+        "extra_warmup": p.pipeline_extra_warmup,
+        "chunks": p.virtual_pipeline_size,
+    }
+    found |= {"micros": config.train.gas, "device": engine.device.type}
+    place = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
+    return found | {"name": f"rank {rank} ({place})"}
+
+
+@contextmanager
+def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer | None]:
+    """Around the iterations of a run. Collective where --trace asks for it; after an error the ranks write what they have."""
+    if not config.log.trace:
+        yield None
+        return
+    folder = run_dir / timeline.FOLDER
+    first, last = config.log.traced or (None, None)
+    path = folder / timeline.name_of(dist.get_rank())
+    recorder = trace.Tracer(engine.device, path, about(config, engine), first, last)
+    recorder.clock.append(distance(engine.device))
+    trace.start(recorder)
+    try:
+        yield recorder
+    except BaseException:
+        trace.stop()
+        recorder.write()
+        raise
+    trace.stop()
+    recorder.clock.append(distance(engine.device))
+    recorder.write()
+    dist.barrier()
+    if is_rank_0() and dist.get_world_size() <= MOST_MERGED:
+        merged = timeline.merge(folder)
+        print_rank_0(f"timeline of {merged.ranks} ranks in {merged.path}, clocks aligned to {merged.error_us:.0f} us")

@@ -1,0 +1,186 @@
+"""Timelines of a run's ranks read from disk: on one clock, as one Chrome trace, and as what the schedule became.
+
+Pure Python, so a laptop reads what a cluster has written. trace.py writes, align.py compares the clocks.
+"""
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .simulator import Result
+from .timetable import Span, bubble
+
+FOLDER, MERGED = "trace", "merged.json"
+LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeight": "W"}
+PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}  # who receives, how many stages on
+
+
+def name_of(rank: int) -> str:
+    """The file of a rank."""
+    return f"rank_{rank:05d}.json"
+
+
+class Merged(NamedTuple):
+    """What `merge` has written. error_us: how far the clocks of two ranks may be apart, at most."""
+
+    path: Path
+    ranks: int
+    error_us: float
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's events (Trace Event Format, microseconds), on the clock of rank 0."""
+
+    about: dict[str, Any]
+    events: list[dict[str, Any]]
+    error_us: float
+
+    def named(self, iteration: int, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Its spans of these kinds in an iteration, in order."""
+        return (e for e in self.events if e["cat"] in kinds and e["args"]["iteration"] == iteration)
+
+
+def read(folder: Path) -> list[RankTrace]:
+    """All ranks of a trace folder. Raises ValueError where there is none, or a file that is no timeline."""
+    paths = sorted(folder.glob("rank_*.json"))
+    if not paths:
+        raise ValueError(f"{folder} holds no timeline: train with --trace")
+    found = []
+    for path in paths:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found.append(_aligned(content["otherData"], [e for e in content["traceEvents"] if e["ph"] == "X"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no timeline of ours: {error}") from None
+    return found
+
+
+def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
+    """On rank 0's clock; between the first comparison and the last a clock drifts evenly."""
+    clock = about["clock"]
+    if not clock:
+        return RankTrace(about, events, float("inf"))
+    (when, begin, first), (until, end, last) = clock[0], clock[-1]
+    drift = (end - begin) / (until - when) if until > when else 0.0
+    shifted = [{**e, "ts": e["ts"] - (begin + drift * (e["ts"] * 1e3 - when)) / 1e3} for e in events]
+    return RankTrace(about, shifted, max(first, last) / 1e3)
+
+
+def merge(folder: Path) -> Merged:
+    """Write one Chrome trace of all ranks, messages as arrows, whole or not at all."""
+    ranks, path = read(folder), folder / MERGED
+    events = [e for rank in ranks for e in rank.events]
+    names = [
+        {"ph": "M", "name": "process_name", "pid": r.about["rank"], "args": {"name": r.about["name"]}} for r in ranks
+    ]
+    zero = min((e["ts"] for e in events), default=0.0)
+    events = [{**e, "ts": round(e["ts"] - zero, 3)} for e in [*events, *_arrows(ranks)]]
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside.write_text(json.dumps({"traceEvents": [*names, *events]}, separators=(",", ":")), encoding="utf-8")
+    os.replace(aside, path)
+    return Merged(path, len(ranks), max(r.error_us for r in ranks))
+
+
+def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
+    """From the end of a send to the end of its receive: flow events."""
+    ends: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for rank in ranks:
+        for e in rank.events:
+            if e["cat"] == "message" and e["name"].startswith("Recv"):
+                ends[_key(rank, e, e["name"], 0)] = e
+    for rank in ranks:
+        for e in rank.events:
+            if e["name"] in PAIRS and (arrived := ends.get(_key(rank, e, *PAIRS[e["name"]]))):
+                number = f"{e['pid']}-{e['ts']}"
+                common = {"name": "message", "cat": "flow", "id": number}
+                yield {**common, "ph": "s", "pid": e["pid"], "tid": e["tid"], "ts": e["ts"]}
+                end = arrived["ts"] + arrived["dur"]
+                yield {**common, "ph": "f", "bp": "e", "pid": arrived["pid"], "tid": arrived["tid"], "ts": end}
+
+
+def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[Any, ...]:
+    """What a message and its receive have in common. hop: of virtual stages, from here to the one that receives."""
+    a, args = rank.about, event["args"]
+    stage = args["chunk"] * a["stages"] + a["stage"] + hop
+    return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]
+
+
+class Iteration(NamedTuple):
+    """What one iteration of one replica became. seconds: from the beginning of its step to the end, on the slowest stage.
+
+    begin: seconds from the beginning of the step to the first pass. spans: its passes, from there on.
+    """
+
+    number: int
+    seconds: float
+    begin: float
+    spans: list[Span]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time from the first pass to the last in which stages run none."""
+        return bubble(self.spans)
+
+
+def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
+    """Those that all stages of a replica have kept whole, training only; of model-parallel ranks the first."""
+    stages = {r.about["stage"]: r for r in ranks if r.about["replica"] == replica and r.about["model"] == 0}
+    missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
+    if missing:
+        raise ValueError(f"the timeline of stage {min(missing)} is missing: its rank wrote none, or to another disk")
+    steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for stage, rank in stages.items():
+        for e in rank.events:
+            if e["cat"] == "step" and e["name"] == "train_batch":
+                steps[e["args"]["iteration"]][stage] = e
+    return [_iteration(n, found, stages) for n, found in sorted(steps.items()) if len(found) == len(stages)]
+
+
+def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
+    """Of a rank without a pipeline its forward and backward parts, counted."""
+    if rank.about["pipeline"]:
+        return list(rank.named(iteration, ["pass"]))
+    found, seen = [], Counter[str]()
+    for e in rank.named(iteration, ["part"]):
+        if e["name"] in ("forward", "backward"):
+            found.append({**e, "name": e["name"].title(), "args": {"micro": seen[e["name"]], "chunk": 0}})
+            seen[e["name"]] += 1
+    return found
+
+
+def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:
+    begin, end = min(e["ts"] for e in steps.values()), max(e["ts"] + e["dur"] for e in steps.values())
+    passes = [
+        (stage, e)
+        for stage, rank in stages.items()
+        for e in _passes(rank, number)
+        if steps[stage]["ts"] <= e["ts"] <= steps[stage]["ts"] + steps[stage]["dur"]
+    ]
+    first = min((e["ts"] for _, e in passes), default=begin)
+    spans = []
+    for stage, e in passes:
+        at = (e["ts"] - first) / 1e6
+        spans.append(Span(stage, e["args"]["micro"], e["args"]["chunk"], LETTERS[e["name"]], at, at + e["dur"] / 1e6))
+    return Iteration(number, (end - begin) / 1e6, (first - begin) / 1e6, spans)
+
+
+def chrome_of(result: Result) -> dict[str, Any]:
+    """A simulated step as a Chrome trace."""
+    stages = range(len(result.idle))
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": s, "args": {"name": f"stage {s}, simulated"}} for s in stages
+    ]
+    for s in result.spans:
+        args = {"micro": s.micro, "chunk": s.chunk}
+        events.append({"ph": "X", "name": s.kind, "cat": "pass", "pid": s.stage, "tid": 0, "ts": s.begin * 1e6,
+                       "dur": (s.end - s.begin) * 1e6, "args": args})  # fmt: skip
+    for m in result.messages:
+        name = "activation" if m.forward else "gradient"
+        events.append({"ph": "X", "name": name, "cat": "message", "pid": m.to, "tid": 1 + m.forward, "ts": m.begin * 1e6,
+                       "dur": (m.end - m.begin) * 1e6, "args": {"micro": m.micro, "from": m.stage}})  # fmt: skip
+    return {"traceEvents": events}

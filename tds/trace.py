@@ -1,0 +1,226 @@
+"""What really happened: a timeline of this rank, in memory until it is written as a Chrome trace (Perfetto opens it).
+
+A span is a tuple of two readings of the clock and what lies between them, so that a recorder can stay on: some
+hundred nanoseconds a span. On an accelerator events take the place of the clock, and nobody waits for the device.
+Of a CPU's spans the seconds of the thread are known, too: what a span cost, however many ranks shared the cores.
+The clocks of the ranks are compared in align.py; timeline.py reads what is written here.
+"""
+
+import functools
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+LAST = 50  # iterations that are kept where nobody says which
+EVERY = 50  # iterations between two writes
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier", "all_to_all_single", "reduce",
+)  # fmt: skip
+
+
+class Mark(NamedTuple):
+    """When a span began: of the host (ns) or of the device (an event), and of this thread (ns)."""
+
+    at: Any
+    thread: int
+
+
+class Piece(NamedTuple):
+    """One span as it is kept. kind: pass, message, collective, part or step; micro: -1 where there is none."""
+
+    begin: Any
+    end: Any
+    work: int  # ns of this thread; -1 on an accelerator
+    name: str
+    kind: str
+    micro: int
+    chunk: int
+    size: int  # bytes sent
+
+
+PASSES = {"Forward", "Backward", "BackwardInput", "BackwardWeight"}
+
+
+class Tracer:
+    """The recorder of one rank. about: what a reader must know of it (rank, stage, ...).
+
+    first, last: iterations that are recorded, all of them; without them the newest `LAST` are kept.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        path: Path,
+        about: Mapping[str, Any],
+        first: int | None = None,
+        last: int | None = None,
+    ) -> None:
+        self.path, self.about, self.clock = path, dict(about), list[tuple[int, float, float]]()
+        self._on_cpu, self._device = device.type == "cpu", device
+        self._first, self._last = first, last
+        self._kept: deque[tuple[int, list[Piece]]] = deque(maxlen=LAST if last is None else None)
+        self._now, self._since_write, self.size = list[Piece](), 0, 0
+        self.on = (
+            first is None
+        )  # what comes before the first iteration: a checkpoint that is loaded, data that are opened
+        self._zero = None if self._on_cpu else self._meet_device()
+
+    def _meet_device(self) -> tuple[Any, int]:
+        """An event and the host's time of it."""
+        torch.accelerator.synchronize(self._device)
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        torch.accelerator.synchronize(self._device)
+        return event, time.perf_counter_ns()
+
+    def iteration(self, number: int) -> None:
+        """What follows belongs to this one."""
+        if self._now:
+            self._since_write += 1
+        if self._since_write >= EVERY:
+            self.write()
+        self.on = self._first is None or self._last is None or self._first <= number <= self._last
+        if self.on:
+            self._now = []
+            self._kept.append((number, self._now))
+
+    def forget(self) -> None:
+        """Let go of what was recorded."""
+        self._kept.clear()
+
+    def begin(self) -> Mark | None:
+        """Before a span; None while nothing is recorded."""
+        if not self.on:
+            return None
+        if self._on_cpu:
+            return Mark(time.perf_counter_ns(), time.thread_time_ns())
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return Mark(event, 0)
+
+    def end(self, mark: Mark | None, name: str, kind: str, micro: int = -1, chunk: int = 0) -> None:
+        """After it. mark: what `begin` gave."""
+        if mark is None:
+            return
+        size, self.size = self.size if kind == "message" else 0, 0 if kind == "message" else self.size
+        now: Any
+        if self._on_cpu:
+            now, work = time.perf_counter_ns(), time.thread_time_ns() - mark.thread
+        else:
+            event = torch.Event(self._device, enable_timing=True)
+            event.record()
+            now, work = event, -1
+        self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
+
+    def pieces(self) -> list[tuple[int, list[Piece]]]:
+        """(iteration, its spans) with times of the host in ns; on an accelerator waits until the device has come so far."""
+        return [(number, [self._settled(each) for each in pieces]) for number, pieces in self._kept]
+
+    def _settled(self, piece: Piece) -> Piece:
+        if isinstance(piece.begin, int) or self._zero is None:
+            return piece
+        event, zero = self._zero
+        piece.end.synchronize()
+        begin, end = (zero + int(event.elapsed_time(each) * 1e6) for each in (piece.begin, piece.end))
+        return piece._replace(begin=begin, end=end)
+
+    def write(self) -> None:
+        """The file of this rank, whole or not at all."""
+        self._since_write = 0
+        rank = self.about.get("rank", 0)
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.about.get("name", f"rank {rank}")}}
+        ]
+        events += [_event(each, rank, number) for number, pieces in self.pieces() for each in pieces]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        content = {"traceEvents": events, "otherData": {**self.about, "clock": self.clock}}
+        aside.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+        os.replace(aside, self.path)
+
+
+TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # rows of a rank in Perfetto
+
+
+def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
+    """A complete event of the Trace Event Format: times in microseconds."""
+    args: dict[str, Any] = {"iteration": iteration}
+    args |= {} if piece.micro < 0 else {"micro": piece.micro, "chunk": piece.chunk}
+    args |= {"bytes": piece.size} if piece.size else {}
+    found = {"ph": "X", "name": piece.name, "cat": piece.kind, "pid": rank, "tid": TRACKS[piece.kind]}
+    found |= {"ts": piece.begin / 1e3, "dur": (piece.end - piece.begin) / 1e3, "args": args}
+    return found | ({"tdur": piece.work / 1e3} if piece.work >= 0 else {})
+
+
+# ------------------------------------------------------------------ the recorder of this process
+
+_on: list[Tracer] = []  # one or none
+
+
+def current() -> Tracer | None:
+    """The recorder that is on, if there is one."""
+    return _on[0] if _on else None
+
+
+def begin() -> Mark | None:
+    """Before a span; None where nobody records."""
+    return _on[0].begin() if _on else None
+
+
+def end(mark: Mark | None, name: str, kind: str = "part", micro: int = -1, chunk: int = 0) -> None:
+    """After it."""
+    if mark is not None and _on:
+        _on[0].end(mark, name, kind, micro, chunk)
+
+
+@contextmanager
+def span(name: str, kind: str = "part") -> Iterator[None]:
+    """Around a part of a step."""
+    mark = begin()
+    yield
+    end(mark, name, kind)
+
+
+def sent(size: int) -> None:
+    """So many bytes have left; the span of the message that ends next tells it."""
+    if _on and _on[0].on:
+        _on[0].size += size
+
+
+def start(tracer: Tracer) -> None:
+    """Record with it, the collectives of torch.distributed included, until `stop`."""
+    stop()
+    for name in COLLECTIVES:
+        setattr(dist, name, _noted(name, getattr(dist, name)))
+    _on.append(tracer)
+
+
+def stop() -> None:
+    """Record no more."""
+    _on.clear()
+    for name in COLLECTIVES:
+        setattr(dist, name, getattr(getattr(dist, name), "untraced", getattr(dist, name)))
+
+
+def _noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, as a span. Of one that goes on in the background the span is what it takes to begin it."""
+
+    @functools.wraps(collective)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        mark = None if torch.compiler.is_compiling() else begin()
+        if mark is None:
+            return collective(*args, **kwargs)
+        found = collective(*args, **kwargs)
+        end(mark, f"{name}, begun" if kwargs.get("async_op") else name, "collective")
+        return found
+
+    noted.untraced = collective  # type: ignore[attr-defined]
+    return noted

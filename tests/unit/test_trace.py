@@ -1,0 +1,120 @@
+"""Timelines: what a recorder keeps and writes, how clocks are compared, and what a reader makes of the ranks' files."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.commands.draw_schedule import build_parser, draw_run
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from tds import timeline, trace
+from tds.align import narrow
+from tds.schedule import Backward, Forward, schedule_of
+from tds.simulator import simulate
+
+CPU = torch.device("cpu")
+
+
+def about(stage: int, stages: int = 2, micros: int = 4) -> dict[str, object]:
+    return {
+        "rank": stage, "stage": stage, "stages": stages, "replica": 0, "model": 0, "pipeline": True, "schedule": "1f1b",
+        "extra_warmup": 0, "chunks": 1, "micros": micros, "name": f"rank {stage}",
+    }  # fmt: skip
+
+
+def test_the_distance_of_two_clocks_lies_within_its_bound() -> None:
+    """Clocks that are apart by a known distance; ranks enter and leave collectives at random, all inside at one moment."""
+    dice = random.Random(1)
+    for apart in (0, 5_000, -3_000_000, 10**12):
+        zeros, mine = [], []
+        for call in range(12):
+            together = call * 1_000_000
+            zeros.append((together - dice.randint(0, 90_000), together + dice.randint(1, 90_000)))
+            mine.append((together - dice.randint(0, 90_000) + apart, together + dice.randint(1, 90_000) + apart))
+        distance, error = narrow(mine, zeros)
+        assert abs(distance - apart) <= error < 90_000
+
+
+def test_the_newest_iterations_or_those_asked_for_are_kept(tmp_path: Path) -> None:
+    newest = trace.Tracer(CPU, tmp_path / "rank_00000.json", about(0))
+    asked = trace.Tracer(CPU, tmp_path / "rank_00001.json", about(1), 3, 5)
+    for tracer in (newest, asked):
+        trace.start(tracer)
+        for number in range(1, 2 * trace.LAST + 11):
+            tracer.iteration(number)
+            with trace.span("train_batch", "step"):
+                trace.sent(7)
+                trace.end(trace.begin(), "SendActivation", "message", 0)
+        trace.stop()
+    assert [n for n, _ in newest.pieces()] == list(range(trace.LAST + 11, 2 * trace.LAST + 11))
+    assert [n for n, _ in asked.pieces()] == [3, 4, 5]
+    assert all(len(pieces) == 2 and pieces[0].size == 7 for _, pieces in asked.pieces())
+    assert newest.path.exists() and not list(tmp_path.glob("*.tmp"))  # written on the way
+    asked.write()
+    events = json.loads(asked.path.read_text())["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X"} and all(
+        e["dur"] >= 0 and "tdur" in e for e in events if e["ph"] == "X"
+    )
+
+
+def test_collectives_are_noted_only_while_somebody_records(tmp_path: Path) -> None:
+    before = dist.barrier, dist.all_reduce
+    trace.start(trace.Tracer(CPU, tmp_path / "x.json", about(0)))
+    assert dist.barrier is not before[0]
+    trace.stop()
+    assert (dist.barrier, dist.all_reduce) == before
+    assert trace.begin() is None
+
+
+def _written(folder: Path, shift_ms: float) -> float:
+    """The timeline of a simulated step, as two ranks would have written it; the second one's clock is ahead. Its bubble."""
+    plan = [list(schedule_of({})(stage, 2, 4)) for stage in range(2)]
+    found = simulate(plan, steps=1)
+    names = {"F": Forward.__name__, "B": Backward.__name__}
+    for stage in range(2):
+        ahead = int(shift_ms * 1e6) * stage
+        tracer = trace.Tracer(CPU, folder / timeline.name_of(stage), about(stage))
+        tracer.iteration(1)
+        tracer._now.append(trace.Piece(ahead, ahead + int(1e6 * found.seconds), 0, "train_batch", "step", -1, 0, 0))
+        for s in found.spans:
+            if s.stage == stage:
+                times = (ahead + int(s.begin * 1e6), ahead + int(s.end * 1e6))
+                tracer._now.append(trace.Piece(*times, 0, names[s.kind], "pass", s.micro, 0, 0))
+                kind, ends = ("SendActivation", times[1]) if stage == 0 else ("RecvActivation", times[0])
+                if s.kind == "F":
+                    tracer._now.append(trace.Piece(ends, ends + 1000, 0, kind, "message", s.micro, 0, 64))
+        tracer.clock = [(0, float(ahead), 1000.0), (10**9, float(ahead), 2000.0)]
+        tracer.write()
+    return found.bubble
+
+
+def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / timeline.FOLDER
+    bubble = _written(folder, 5_000.0)
+    (found,) = timeline.iterations(timeline.read(folder))
+    assert found.seconds == pytest.approx(0.015) and found.bubble == pytest.approx(bubble) == pytest.approx(1 / 5)
+    merged = timeline.merge(folder)
+    assert (merged.ranks, merged.error_us) == (2, 2.0)
+    events = json.loads(merged.path.read_text())["traceEvents"]
+    arrows = [e for e in events if e.get("cat") == "flow"]
+    assert len(arrows) == 2 * 4 and {e["pid"] for e in arrows if e["ph"] == "s"} == {0}
+    picture = tmp_path / "x.svg"
+    draw_run(build_parser().parse_args(["--run", str(tmp_path), "--svg", str(picture)]))
+    assert "ideal 1f1b of the same passes: 15.0 ms, bubble 20.0%" in capsys.readouterr().out
+    assert picture.read_text().count("<rect") == 1 + 2 * 16
+    (folder / timeline.name_of(0)).unlink()
+    with pytest.raises(ValueError, match="the timeline of stage 0 is missing"):
+        timeline.iterations(timeline.read(folder))
+
+
+def test_settings() -> None:
+    assert parse(["--trace", "--trace-iterations", "3-9"]).log.traced == (3, 9)
+    assert parse(["--trace"]).log.traced is None
+    with pytest.raises(ConfigError, match="--trace-iterations needs --trace"):
+        parse(["--trace-iterations", "3"])
+    with pytest.raises(ConfigError, match="is no number and no range"):
+        parse(["--trace", "--trace-iterations", "9-3"])

@@ -1,0 +1,8 @@
+"""`python tools/simulate.py --help`, from a checkout that is not installed."""
+
+import _checkout  # noqa: F401
+
+from megatron.commands.simulate import cli
+
+if __name__ == "__main__":
+    cli()
