@@ -78,6 +78,14 @@ MAY_IMPORT = {
         "megatron.utils",
     },
     "megatron.utils": {"megatron.mpu"},
+    "megatron.verification": {
+        "tds",
+        "megatron.atomic",
+        "megatron.config",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.training",
+    },
     "megatron.commands": {
         "tds",
         "data_utils",
@@ -94,6 +102,8 @@ MAY_IMPORT = {
         "megatron.inference",
         "megatron.tasks",
         "megatron.utils",
+        "megatron.verification",
+        "megatron.checks",
     },
     "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here
 }
@@ -115,6 +125,7 @@ OUTSIDE = {
     "megatron.inference": {"torch", "lm_eval"},
     "megatron.training": {"torch", "tqdm", "tensorboard"},
     "megatron.tasks": {"torch"},
+    "megatron.verification": {"torch"},
     "megatron.commands": {"numpy", "torch", "tqdm", "matplotlib", "tokenizers", "transformers"},
     "megatron": {"torch"},
 }
