@@ -97,10 +97,19 @@ def build_parser() -> Parser:
     add("script", help="an entry script, of this project or your own")
     add("--layouts", nargs="+", default=list(DEFAULT), metavar="LAYOUT",
         help='such as "pp 2, tp 2", "dp 2, zero 1", "tp 2, sp", "pp 2, vpp 2", "pp 2, schedule zb-h1" (default: %(default)s)')  # fmt: skip
-    add("--reference", default="pp 0", help="what they are compared with: pp 0, or pp 1 for a model that is always a pipeline")
+    add(
+        "--reference",
+        default="pp 0",
+        help="what they are compared with: pp 0, or pp 1 for a model that is always a pipeline",
+    )
     add("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     add("--micros", type=int, help="micro-batches of a step, over all replicas (default: what fits all layouts)")
-    add("--precision", choices=("fp32", "fp64"), default="fp32", help="fp64 leaves no doubt, and knows no ZeRO (default: fp32)")
+    add(
+        "--precision",
+        choices=("fp32", "fp64"),
+        default="fp32",
+        help="fp64 leaves no doubt, and knows no ZeRO (default: fp32)",
+    )
     add("--tolerance", type=float, help="relative difference that still agrees (default: 1e-4 in fp32, 1e-9 in fp64)")
     add("--keep-dropout", action="store_true", help="leave dropout as the flags say")
     add("--timeout", type=float, default=600.0, help="seconds that a layout may take (default: 600)")

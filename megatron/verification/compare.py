@@ -25,7 +25,9 @@ class Difference:
 
     def __str__(self) -> str:
         inside = self.name.removeprefix(self.layer).strip(".")
-        where = f"layer {self.layer}" + (f", in it {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
+        where = (
+            f"layer {self.layer}" + (f", in it {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
+        )
         return f"{where}: {self.words}"
 
 
@@ -165,10 +167,18 @@ class Comparison:
         wholes = laid_together(parts, like)
         if wholes is None:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            return f"its output is {list(like.shape)} in one process and {shapes} here, which is neither copies nor shares"
+            return (
+                f"its output is {list(like.shape)} in one process and {shapes} here, which is neither copies nor shares"
+            )
         bad = [i for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
-        of = "" if len(wholes) == 1 else f" on model-parallel rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
-        return f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); all before it agree"
+        of = (
+            ""
+            if len(wholes) == 1
+            else f" on model-parallel rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+        )
+        return (
+            f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); all before it agree"
+        )
 
     def _compare_gradients(self, found: Verdict) -> None:
         one, other = self.one.gradients(), self.other.gradients()
@@ -195,7 +205,9 @@ def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: floa
         joined = laid_together(wholes, like)
         if joined is None:
             shapes = ", ".join(str(list(whole.shape)) for whole in wholes)
-            return float("inf"), f"{what} is {list(like.shape)} in one process and {shapes} here; declare how it is split"
+            return float(
+                "inf"
+            ), f"{what} is {list(like.shape)} in one process and {shapes} here; declare how it is split"
         wholes = joined
     errors = [error_of(whole, like, floor) for whole in wholes]
     worst = max(errors)

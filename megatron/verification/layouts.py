@@ -37,7 +37,9 @@ class Layout:
     def flags(self, micros: int) -> list[str]:
         """What an entry script is told, so that an iteration has `micros` micro-batches over all replicas. Raises ConfigError."""
         if micros % self.dp:
-            raise ConfigError(f"layout {self}: {micros} micro-batches cannot be shared out over {self.dp} replicas; change --micros")
+            raise ConfigError(
+                f"layout {self}: {micros} micro-batches cannot be shared out over {self.dp} replicas; change --micros"
+            )
         sequence = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
         context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # which T5 does not know
         return [
@@ -61,7 +63,11 @@ def read_layout(text: str) -> Layout:
             values["sp"] = True
         elif name == "schedule" and value in SCHEDULES:
             values["schedule"] = value
-        elif name in ("pp", "tp", "dp", "cp", "vpp", "zero") and value.isdecimal() and (int(value) or name in ("pp", "zero")):
+        elif (
+            name in ("pp", "tp", "dp", "cp", "vpp", "zero")
+            and value.isdecimal()
+            and (int(value) or name in ("pp", "zero"))
+        ):
             values[name] = int(value)
         else:
             raise ConfigError(

@@ -27,8 +27,9 @@ MOST_BYTES = 2**31  # of outputs that a rank keeps
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(global name, module) of each layer that this rank holds; of a model that is no list, of its children."""
-    if hasattr(model, "named_layers"):
-        return list(model.named_layers())
+    named: Any = getattr(model, "named_layers", None)
+    if named is not None:
+        return list(named())
     tied = getattr(model, "tied_modules", nn.ModuleDict())
     ties = [(f"tied_modules.{key}", module) for key, module in tied.items()]
     return ties + [(name, module) for name, module in model.named_children() if module is not tied]
@@ -173,14 +174,14 @@ def record_run(folder: Path, steps: int) -> Callable[[], None]:
 
     A run asks `megatron.training.setup` for its engine, once; nothing else of a run knows of recording.
     """
-    honest = setup.build_engine
+    home: Any = setup
+    honest = home.build_engine
 
     def build(*args: Any) -> Engine:
         return Recorder(folder, steps, every=dist.get_world_size() == 1).attach(honest(*args))
 
-    setup.build_engine = build
-
     def undo() -> None:
-        setup.build_engine = honest
+        home.build_engine = honest
 
+    home.build_engine = build
     return undo

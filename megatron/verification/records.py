@@ -56,15 +56,22 @@ class Records:
     @property
     def model_ranks(self) -> int:
         """That share every layer."""
-        return max(rank["model"] for rank in self.ranks) + 1
+        return 1 + max(int(rank["model"]) for rank in self.ranks)
 
     def first_values(self) -> dict[str, list[Tensor]]:
-        """By parameter, each whole [full] that ranks hold: one for those that are split, one a rank for copies."""
+        """By parameter, each whole [full] that ranks hold: one for those that are split, one a rank for copies.
+
+        A tied module may bring parameters to a stage that uses only others of it; such copies do not count.
+        """
+        learns = {name for rank in self.ranks for name in rank["gradients"]}
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
         for rank in self.ranks:
             for name, value in rank["weights"].items():
-                found[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
-        return {name: [whole for parts in copies.values() for whole in _wholes(parts)] for name, copies in found.items()}
+                if name in rank["gradients"] or name not in learns:
+                    found[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
+        return {
+            name: [whole for parts in copies.values() for whole in _wholes(parts)] for name, copies in found.items()
+        }
 
     def gradients(self) -> dict[str, list[Tensor]]:
         """As `first_values`, in fp64: sums over replicas, and over the stages that hold the parameter."""
