@@ -24,7 +24,15 @@ DATA = [
 RAY = [line for line in pinned("requirements-dev.txt") if line.startswith("ray")]
 HF = [line for line in pinned("requirements-dev.txt") if line.startswith("transformers")]
 
-COMMANDS = ("clean-corpus", "convert-checkpoint", "draw-schedule", "inspect-data", "preprocess-data", "train-tokenizer")
+COMMANDS = (
+    "clean-corpus",
+    "convert-checkpoint",
+    "draw-schedule",
+    "inspect-data",
+    "preprocess-data",
+    "train-tokenizer",
+    "verify-layout",
+)
 
 setup(
     name="megatron-tds",
@@ -42,7 +50,7 @@ setup(
             *(f"{name} = megatron.commands.{name.replace('-', '_')}:cli" for name in COMMANDS),
             *(
                 f"megatron-{name} = megatron.commands.{name}:cli"
-                for name in ("evaluate", "generate", "launch", "report")
+                for name in ("doctor", "evaluate", "generate", "launch", "report")
             ),
         ]
     },

@@ -86,6 +86,17 @@ MAY_IMPORT = {
         "megatron.model",
         "megatron.training",
     },
+    "megatron.checks": {
+        "megatron.config",
+        "megatron.config.ds_config",
+        "megatron.ranks.device",
+        "megatron.ranks",
+        "megatron.model",
+        "megatron.data",
+        "megatron.checkpointing",
+        "megatron.training",
+        "megatron.tasks",
+    },
     "megatron.commands": {
         "tds",
         "data_utils",
@@ -102,6 +113,7 @@ MAY_IMPORT = {
         "megatron.inference",
         "megatron.tasks",
         "megatron.utils",
+        "megatron.training",
         "megatron.verification",
         "megatron.checks",
     },
@@ -126,6 +138,7 @@ OUTSIDE = {
     "megatron.training": {"torch", "tqdm", "tensorboard"},
     "megatron.tasks": {"torch"},
     "megatron.verification": {"torch"},
+    "megatron.checks": {"torch", "numpy"},
     "megatron.commands": {"numpy", "torch", "tqdm", "matplotlib", "tokenizers", "transformers"},
     "megatron": {"torch"},
 }
