@@ -247,6 +247,7 @@ def explained(v: Verdict) -> list[str]:
         said.append("forward: the loss differs and no layer does: look at the loss function, and at what an output layer without a module computes")  # fmt: skip
     if v.backward:
         more = f" ({v.others} parameters before it differ, too)" if v.others else ""
+        more += "; it may follow from the forward pass" if v.forward else ""
         said.append(f"backward: the last layer whose gradients differ is {v.backward}{more}")
     elif v.loss_differs_at is not None and v.loss_differs_at > 1:
         said.append(
