@@ -26,6 +26,7 @@ HF = [line for line in pinned("requirements-dev.txt") if line.startswith("transf
 
 COMMANDS = (
     "clean-corpus", "convert-checkpoint", "draw-schedule", "inspect-data", "preprocess-data", "profile-run", "simulate", "train-tokenizer",
+    "verify-layout",
 )  # fmt: skip
 
 setup(
@@ -47,7 +48,7 @@ setup(
             *(f"{name} = megatron.commands.{name.replace('-', '_')}:cli" for name in COMMANDS),
             *(
                 f"megatron-{name} = megatron.commands.{name}:cli"
-                for name in ("evaluate", "generate", "launch", "report")
+                for name in ("doctor", "evaluate", "generate", "launch", "plan", "report")
             ),
         ]
     },

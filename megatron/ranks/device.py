@@ -29,6 +29,21 @@ def current() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def built_for() -> str | None:
+    """The accelerators that this build of torch is for; None of one for CPUs only."""
+    if torch.version.cuda or torch.version.hip:
+        return f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None and accelerator.type not in ("cpu", "mps") else None
+
+
+def total_memory() -> float | None:
+    """Bytes of the current accelerator; None where there is none, or it does not tell."""
+    if not available() or not torch.cuda.is_available():
+        return None
+    return float(torch.cuda.get_device_properties(0).total_memory)
+
+
 def backend(device: torch.device) -> str:
     """The torch.distributed backend of `device`."""
     return "gloo" if device.type == "cpu" else torch.distributed.get_default_backend_for_device(device)

@@ -152,6 +152,14 @@ class RunLock:
         self._made = []
 
 
+def holder_of(path: Path) -> Holder | None:
+    """Whom the lock `path` is of; None of one that is damaged or gone."""
+    try:
+        return _parse(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+
+
 def _parse(text: str | None) -> Holder | None:
     try:
         content: dict[str, Any] = json.loads(text or "")

@@ -95,6 +95,25 @@ MAY_IMPORT = {
         "megatron.training",
     },
     "megatron.utils": {"megatron.mpu"},
+    "megatron.verification": {
+        "tds",
+        "megatron.atomic",
+        "megatron.config",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.training",
+    },
+    "megatron.checks": {
+        "megatron.config",
+        "megatron.config.ds_config",
+        "megatron.ranks.device",
+        "megatron.ranks",
+        "megatron.model",
+        "megatron.data",
+        "megatron.checkpointing",
+        "megatron.training",
+        "megatron.tasks",
+    },
     "megatron.commands": {
         "tds",
         "data_utils",
@@ -113,6 +132,9 @@ MAY_IMPORT = {
         "megatron.tasks",
         "megatron.tasks.synthetic",
         "megatron.utils",
+        "megatron.training",
+        "megatron.verification",
+        "megatron.checks",
     },
     "megatron": {"megatron.mpu", "megatron.ranks", "megatron.training"},  # what tutorials import from here
 }
@@ -135,6 +157,8 @@ OUTSIDE = {
     "megatron.training": {"torch", "tqdm", "tensorboard"},
     "megatron.planning": set(),
     "megatron.tasks": {"torch"},
+    "megatron.verification": {"torch"},
+    "megatron.checks": {"torch", "numpy"},
     "megatron.commands": {"numpy", "torch", "tqdm", "matplotlib", "tokenizers", "transformers"},
     "megatron": {"torch"},
 }

@@ -1,0 +1,85 @@
+"""Whether the data are there, whole, of this tokenizer, and enough."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from .finding import Finding, failed, ok, warning
+
+LOOKED_AT = 1 << 24  # tokens of a corpus whose ids are compared with the vocabulary
+STRETCHES = 64
+
+
+def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
+    """Each pair that the settings name. tokenizer: None where it could not be loaded."""
+    from ..data.corpora import prefixes_of
+    from ..data.indexed_dataset import IndexedDataset
+
+    try:
+        prefixes = prefixes_of(config.data.paths)
+    except ValueError as error:
+        yield failed("data", str(error), "tools/preprocess_data.py makes a corpus of text")
+        return
+    for prefix in prefixes:
+        try:
+            dataset = IndexedDataset(prefix)
+        except (ValueError, OSError) as error:
+            yield failed("data", str(error), "write it again with tools/preprocess_data.py, or copy both files again")
+            continue
+        yield ok("data", f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
+        yield from _of_tokenizer(prefix, dataset, config, tokenizer)
+        yield from _enough(prefix, dataset, config)
+
+
+def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
+    about = Path(f"{prefix}.json")
+    if tokenizer is not None and about.is_file():
+        made_with = json.loads(about.read_text(encoding="utf-8")).get("fingerprint")
+        if made_with != tokenizer.fingerprint:
+            yield failed("tokenizer of the data", f"{prefix}.bin was made with the one of SHA-256 {str(made_with)[:12]}, --vocab-file {config.data.vocab_file} is {tokenizer.fingerprint[:12]}", "give the tokenizer it was made with, or preprocess again")  # fmt: skip
+            return
+        yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
+    size = config.model.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
+    largest = largest_id(dataset)
+    if size is not None and largest >= size:
+        yield failed("ids", f"{prefix}.bin has the id {largest}, the vocabulary ends at {size - 1}", "give the tokenizer that the corpus was made with")  # fmt: skip
+    elif size is not None:
+        yield ok("ids", f"up to {largest} of {size}")
+
+
+def largest_id(dataset: Any) -> int:
+    """Of up to LOOKED_AT tokens of a corpus, in stretches from all over it; -1 of an empty one."""
+    import numpy as np
+
+    total = dataset.num_tokens
+    if not total:
+        return -1
+    tokens = np.memmap(f"{dataset.prefix}.bin", mode="r", dtype=dataset.dtype)
+    if total <= LOOKED_AT:
+        return int(tokens.max())
+    length = LOOKED_AT // STRETCHES
+    starts = np.linspace(0, total - length, STRETCHES).astype(np.int64)
+    return max(int(tokens[at : at + length].max()) for at in starts)
+
+
+def _enough(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
+    """Whether each part of the split has tokens for one sample."""
+    from ..data.splits import PARTS, parse_split, split_documents
+
+    if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
+        return
+    needed, counts = config.data.seq_length + 1, dict[str, int]()
+    shares = parse_split(config.data.split)
+    for part, share, documents in zip(PARTS, shares, split_documents(shares, dataset.num_documents), strict=True):
+        if share:
+            counts[part] = int(dataset.document_sizes(documents).sum())
+    said = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
+    remedy = f"more text, a smaller --seq-length, or another --split than {config.data.split}"
+    if counts.get("train", 0) < needed:
+        yield failed("tokens", f"{prefix} has {said} tokens, a sample takes {needed}", remedy)
+    elif any(tokens < needed for tokens in counts.values()):
+        yield warning("tokens", f"{prefix} has {said} tokens, a sample takes {needed}: a part stays empty", remedy)
+    else:
+        yield ok("tokens", said)

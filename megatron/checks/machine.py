@@ -1,0 +1,148 @@
+"""This machine and what is installed on it."""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .finding import Finding, failed, ok, warning
+
+# Package -> (oldest that works, newest that the tests have seen).
+SUPPORTED = {"torch": ("2.6", "2.13.0"), "deepspeed": ("0.17.0", "0.19.8"), "numpy": ("1.26", "2.4.6")}
+OLDEST_PYTHON = (3, 11)
+FILES_FAIL, FILES_WARN = 256, 4096
+SHARED_MEMORY = 2**30
+
+
+def version_key(text: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0)."""
+    numbers = []
+    for part in text.split("+")[0].split("."):
+        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter."""
+    found, oldest = ".".join(map(str, sys.version_info[:3])), ".".join(map(str, OLDEST_PYTHON))
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        yield failed("Python", f"is {found}", f"take {oldest} or newer")
+    else:
+        yield ok("Python", found)
+
+
+def packages() -> Iterator[Finding]:
+    """Versions of what a run imports, without importing it."""
+    for name, (oldest, newest) in SUPPORTED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield failed(name, "is not installed", f"pip install -r requirements.txt, or pip install {name}=={newest}")
+            continue
+        if version_key(found) < version_key(oldest):
+            yield failed(
+                name, f"{found} is too old", f"pip install {name}=={newest}; {oldest} is the oldest that works"
+            )
+        elif version_key(found) > version_key(newest):
+            yield warning(name, f"{found} is newer than {newest}, the newest that was tested", f"pip install {name}=={newest} if a run behaves strangely")  # fmt: skip
+        else:
+            yield ok(name, found)
+
+
+def torch_imports() -> Iterator[Finding]:
+    """An installed torch may lack libraries."""
+    try:
+        import torch
+    except Exception as error:  # whatever a broken installation raises
+        words = " ".join(str(error).split())[:200]
+        yield failed("import torch", f"{type(error).__name__}: {words}", "install torch again as https://pytorch.org says for this machine; until then nothing that needs it is checked")  # fmt: skip
+    else:
+        yield ok("import torch", torch.__version__)
+
+
+def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Iterator[Finding]:
+    """built_for: the accelerators that torch was built for; usable: it finds one; present: the machine shows one."""
+    if usable:
+        yield ok("devices", f"torch for {built_for or 'accelerators'} finds one")
+    elif present and built_for is None:
+        yield failed("devices", "there is a GPU, but this torch was built for CPUs only", "install the build of torch for your driver (https://pytorch.org)")  # fmt: skip
+    elif present:
+        yield failed("devices", f"there is a GPU and torch was built for {built_for}, but it finds none", "look at nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES")  # fmt: skip
+    elif built_for:
+        yield warning("devices", f"torch was built for {built_for}, and this machine has no such device: ranks run on the CPU", "nothing, if the run is meant for the CPU")  # fmt: skip
+    else:
+        yield ok("devices", "CPU")
+
+
+def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
+    """Another `megatron` that Python would find first, or among `paths` at all. ours: our folder of that name."""
+    others, first = [], True
+    for entry in paths:
+        there = Path(entry or ".", "megatron")
+        if not there.is_dir():
+            continue
+        if there.resolve() == ours.resolve():
+            first = False
+        elif (there / "__init__.py").is_file() or first:
+            others.append((there, first))
+    hiding = [there for there, before in others if before]
+    if hiding:
+        yield failed("package megatron", f"{hiding[0]} stands before ours in Python's path and hides it", "take its folder out of PYTHONPATH, or uninstall that package (pip uninstall megatron-core) or use another environment")  # fmt: skip
+    elif others:
+        yield warning("package megatron", f"there is another one, {others[0][0]}", "start scripts from this checkout, or use an environment without it")  # fmt: skip
+    else:
+        yield ok("package megatron", "one, ours")
+
+
+def compiler(wanted: bool) -> Iterator[Finding]:
+    """For --compile."""
+    if not wanted:
+        return
+    asked = os.environ.get("CXX")
+    found = shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found:
+        yield ok("compiler", found)
+    else:
+        yield failed("compiler", f"--compile needs a C++ compiler, and there is no {asked or 'c++, g++ or clang++'}", "install one (apt install g++) or leave --compile out")  # fmt: skip
+
+
+def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
+    """Whether ranks share the cores out."""
+    cores, each = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS")  # fmt: skip
+    if each is not None and not (each.isdecimal() and int(each)):
+        yield failed("threads", f"OMP_NUM_THREADS={each} is no number of threads", "unset it or give a number")
+    elif on_cpu and ranks_here > 1 and ranks_here * int(each or 1) > cores:
+        words = f"{ranks_here} ranks of {each or 1} threads for {cores} cores"
+        yield warning("threads", words, "OMP_NUM_THREADS=1, and no more ranks than cores where speed matters")
+    else:
+        yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {each or 'not set'}")
+
+
+def open_files() -> Iterator[Finding]:
+    """`ulimit -n`."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    unlimited = limit == resource.RLIM_INFINITY
+    if not unlimited and limit < FILES_FAIL:
+        yield failed("open files", f"ulimit -n is {limit}", "ulimit -n 65536 before the launch")
+    elif not unlimited and limit < FILES_WARN:
+        yield warning("open files", f"ulimit -n is {limit}, little for many ranks or corpora", "ulimit -n 65536")
+    else:
+        yield ok("open files", "unlimited" if unlimited else str(limit))
+
+
+def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
+    """Through which processes that read data hand samples over, and NCCL its messages. workers: --num-workers."""
+    if not Path(folder).is_dir():
+        return
+    free = shutil.disk_usage(folder).free
+    if free >= SHARED_MEMORY:
+        yield ok("shared memory", f"{free / 1e9:.1f} GB free")
+        return
+    words, remedy = f"{folder} has {free / 1e6:.0f} MB free", "in a container --shm-size=8g or --ipc=host"
+    yield failed("shared memory", f"{words}, and --num-workers {workers} hand samples over there", f"{remedy}, or --num-workers 0") if workers else warning("shared memory", words, remedy)  # fmt: skip

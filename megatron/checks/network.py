@@ -1,0 +1,148 @@
+"""Whether the machines of a run can find each other."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from .finding import Finding, failed, ok, warning
+
+SSH_SECONDS = 10
+PORT = 29500  # torchrun's and DeepSpeed's, if nobody gives another
+ASK = (
+    "import importlib.metadata as m, os, sys; "
+    "print('VERSIONS', '.'.join(map(str, sys.version_info[:2])), *(m.version(n) for n in ('torch', 'deepspeed')))"
+)
+
+
+class Host(NamedTuple):
+    """A line of a hostfile."""
+
+    name: str
+    slots: int
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """`node1 slots=8`, a host a line, as DeepSpeed's launcher takes it. Raises ValueError naming the line, OSError."""
+    hosts = list[Host]()
+    for number, raw in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        words = raw.split("#")[0].split()
+        if not words:
+            continue
+        name, *rest = words
+        key, _, slots = rest[0].partition("=") if len(rest) == 1 else ("", "", "")
+        if key != "slots" or not slots.isdecimal() or not int(slots):
+            raise ValueError(f"{path}, line {number}: {raw.strip()!r} is not such as 'node1 slots=8'")
+        if name in (host.name for host in hosts):
+            raise ValueError(f"{path}, line {number}: {name} stands there twice; add its slots up in one line")
+        hosts.append(Host(name, int(slots)))
+    if not hosts:
+        raise ValueError(f"{path} names no host")
+    return hosts
+
+
+def hostfile(path: str) -> Iterator[Finding]:
+    """Its syntax."""
+    try:
+        hosts = read_hostfile(path)
+    except (OSError, ValueError) as error:
+        text = f"cannot read {path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        yield failed("hostfile", text, "a line a host, 'name slots=N' (scripts/hostfile.example)")
+        return
+    yield ok("hostfile", f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks")
+    if len({host.slots for host in hosts}) > 1:
+        yield warning("hostfile", "hosts have different numbers of slots", "check that this is meant: the grid is laid over ranks in order")  # fmt: skip
+
+
+def hosts_answer(
+    hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
+) -> Iterator[Finding]:
+    """Each by ssh, without a password: whether it has the same Python, torch and DeepSpeed, and sees `marker` on its disk.
+
+    versions: ours, in this order.
+    """
+    here = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
+    others = [host.name for host in hosts if host.name not in here]
+    with ThreadPoolExecutor(32) as pool:
+        for found in pool.map(lambda name: _asked(name, versions, marker, seconds), others):
+            yield from found
+
+
+def _asked(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> list[Finding]:
+    look = f"; test -e {shlex.quote(str(marker))} && echo SHARED" if marker else ""
+    script = (
+        f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {shlex.quote(sys.executable)} -c {shlex.quote(ASK)}{look}; true"
+    )
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(seconds), 1)}", name, script]
+    remedy = f"try: ssh -o BatchMode=yes {name} true; it must need no password (ssh-copy-id {name})"
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=2 * seconds, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+    except FileNotFoundError:
+        return [failed(f"host {name}", "there is no ssh here", "install an ssh client, or start each node by hand (--node-rank)")]  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return [failed(f"host {name}", f"did not answer within {2 * seconds:g} s", remedy)]
+    if answer.returncode:
+        return [failed(f"host {name}", f"ssh: {(answer.stderr.strip().splitlines() or ['no answer'])[-1]}", remedy)]
+    there = next((line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("VERSIONS")), None)
+    found = []
+    if there is None:
+        found.append(failed(f"host {name}", f"answers, but {sys.executable} or its packages are missing there", "install the same environment at the same place"))  # fmt: skip
+    elif there != list(versions):
+        found.append(failed(f"host {name}", f"has Python, torch, DeepSpeed {' '.join(there)}, this machine {' '.join(versions)}", "install the same versions on all hosts"))  # fmt: skip
+    else:
+        found.append(ok(f"host {name}", f"answers, with the same versions ({' '.join(there)})"))
+    if marker and "SHARED" not in answer.stdout.split():
+        found.append(failed(f"disk of {name}", f"does not see {marker.parent}", "put --run-dir (or --save) on a disk that all hosts share"))  # fmt: skip
+    elif marker:
+        found.append(ok(f"disk of {name}", f"sees {marker.parent}"))
+    return found
+
+
+def port_is_free() -> Iterator[Finding]:
+    """MASTER_PORT of this machine."""
+    text = os.environ.get("MASTER_PORT", str(PORT))
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        yield failed("port", f"MASTER_PORT={text} is no port", "give a number between 1024 and 65535")
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as who listens does: a port in TIME_WAIT is free
+        try:
+            probe.bind(("", int(text)))
+        except OSError as error:
+            words = f"port {text} cannot be taken: {error.strerror}"
+            if "MASTER_PORT" in os.environ:
+                yield failed("port", words, "give another MASTER_PORT, or end the run that has it (ss -ltnp)")
+            else:
+                yield warning("port", words, "MASTER_PORT=29501, say; --standalone takes a free one by itself")
+            return
+    yield ok("port", f"{text} is free")
+
+
+def names() -> Iterator[Finding]:
+    """Whether this machine, and MASTER_ADDR, have an address."""
+    for what, name in (("hostname", socket.gethostname()), ("MASTER_ADDR", os.environ.get("MASTER_ADDR"))):
+        if not name:
+            continue
+        try:
+            yield ok(what, f"{name} is {socket.getaddrinfo(name, None)[0][4][0]}")
+        except OSError:
+            remedy = f"add '127.0.0.1 {name}' to /etc/hosts, or its real address" if what == "hostname" else "give a name or an address that every host knows"  # fmt: skip
+            yield failed(what, f"{name} has no address", remedy)
+
+
+def interface() -> Iterator[Finding]:
+    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name what there is."""
+    there = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for wanted in filter(None, os.environ.get(variable, "").split(",")):
+            prefix = variable.startswith("NCCL")  # which takes beginnings of names, =name and ^name
+            known = any(name.startswith(wanted.lstrip("^=")) if prefix else name == wanted for name in there)
+            if known or wanted.startswith("^"):
+                yield ok("interface", f"{variable}={wanted}")
+            else:
+                yield failed("interface", f"{variable}={wanted}, and there are {', '.join(there)}", f"unset {variable} or name one of these")  # fmt: skip

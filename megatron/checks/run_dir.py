@@ -1,0 +1,97 @@
+"""Whether a run may write where it is told to, and can go on with what lies there."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from .finding import Finding, failed, ok, warning
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path`, or the first above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def writable(run_dir: Path) -> Iterator[Finding]:
+    """By writing a file, as permissions do not tell all; nothing stays."""
+    there = nearest_folder(run_dir)
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor-"):
+            pass
+    except OSError as error:
+        yield failed("run directory", f"cannot write to {there}: {error.strerror}", "give a --run-dir on a disk that you may write to")  # fmt: skip
+    else:
+        yield ok("run directory", f"{there} can be written" + ("" if there == run_dir.absolute() else f"; {run_dir} will be made"))  # fmt: skip
+
+
+def lock(run_dir: Path) -> Iterator[Finding]:
+    """Who holds it."""
+    from ..training.run_lock import NAME, holder_of
+
+    path = run_dir / NAME
+    if not path.exists():
+        yield ok("run lock", "nobody has it")
+        return
+    holder = holder_of(path)
+    if holder is None:
+        yield failed("run lock", f"{path} is damaged", "delete it if no run uses the directory")
+    elif holder.is_gone():
+        yield warning(
+            "run lock", f"{path} was left by {holder}, which has ended", "nothing: the next run takes it over"
+        )
+    else:
+        yield failed("run lock", f"{run_dir} is in use by {holder}", f"end that process, or give another --run-dir; if it is of another machine and has ended, --override-lock (or delete {path})")  # fmt: skip
+
+
+def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
+    """Room for checkpoints of `one` bytes each, one of which is written beside those that stay."""
+    free = shutil.disk_usage(nearest_folder(save_dir)).free
+    kept = config.checkpoint.keep_last
+    wanted = (kept or 2) + 1
+    words = f"{free / 1e9:.1f} GB free, a checkpoint takes {one / 1e9:.2g} GB"
+    remedy = "free some, give --save on another disk, or keep fewer (--keep-last 2)"
+    if free < 2 * one:
+        yield failed("disk", f"{words}, and a new one is written beside the last", remedy)
+    elif free < wanted * one or kept is None and free < 10 * one:
+        yield warning("disk", words, remedy)
+    else:
+        yield ok("disk", words)
+
+
+def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bool) -> Iterator[Finding]:
+    """What the run would start from: found, whole, and of these settings. quick: without reading all of it."""
+    from ..checkpointing.files import CheckpointError, find_checkpoint, latest_checkpoint
+    from ..checkpointing.load import Wanted, refuse_contradictions
+    from ..checkpointing.reader import CheckpointReader
+    from ..training.run_folder import save_dir_of
+
+    save_dir, load = save_dir_of(config, run_dir), config.checkpoint.load
+    try:
+        path = latest_checkpoint(save_dir)
+        wanted = Wanted() if path is not None and load else Wanted.by(config)
+        path = find_checkpoint(load) if path is None and load else path
+        if path is None:
+            yield ok("checkpoint", "none: the run begins at iteration 0")
+            return
+        reader = CheckpointReader(path)
+        if not quick:
+            reader.verify()
+    except CheckpointError as error:
+        yield failed("checkpoint", str(error), "write the name of an earlier whole checkpoint into latest, or take another --run-dir")  # fmt: skip
+        return
+    yield ok("checkpoint", f"{path} is whole, iteration {reader.state['iteration']}" if not quick else f"{path}, not read through")  # fmt: skip
+    try:
+        refuse_contradictions(reader, config, fingerprint, wanted)
+    except CheckpointError as error:
+        yield failed("resume", str(error), "give the settings of the checkpoint, or another --run-dir for a new run")
+    else:
+        yield ok("resume", "the settings are those of the checkpoint")
+
+
+def marker(run_dir: Path) -> Any:
+    """A file in the run directory, or the nearest folder above, for as long as the context lasts: other hosts look for it."""
+    return tempfile.NamedTemporaryFile(dir=nearest_folder(run_dir), prefix=f".doctor-{os.getpid()}-")

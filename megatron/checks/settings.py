@@ -1,0 +1,90 @@
+"""Whether the settings of a run agree with each other, with the number of ranks, and with the memory there is."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..config import Config
+from ..config.command_line import from_file, parse
+from ..config.fields import ConfigError
+from . import memory
+from .finding import Finding, failed, ok, warning
+
+
+class Settled(NamedTuple):
+    """How far the settings of a run could be settled; None for what could not."""
+
+    config: Config | None
+    precision: str = "fp32"
+    zero: int = 0
+
+
+def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
+    """The settings of these flags; of what a run wrote down, where there are none but its directory."""
+    try:
+        if run_config and not flags:
+            return from_file(run_config), [ok("settings", f"those of {run_config}")]
+        config = parse(flags, None, ranks)
+        family = config.model.family or "gpt2"
+        config = parse(flags, {"family": family, **_defaults(family)}, ranks)
+    except ConfigError as error:
+        return None, [failed("settings", str(error), "change the flags that the sentence names; --help of the script lists all")]  # fmt: skip
+    return config, [ok("settings", f"a {family}" + ("" if "--family" in flags else " (--family says another)"))]
+
+
+def _defaults(family: str) -> dict[str, Any]:
+    """Those of the entry script; without torch the fields' own."""
+    try:
+        from ..tasks import TASKS
+    except ImportError:
+        return {}
+    return dict(TASKS[family].defaults)
+
+
+def layout(config: Config, ranks: int) -> Iterator[Finding]:
+    """Whether the grid fits the ranks."""
+    p = config.parallel
+    try:
+        replicas = p.data_parallel_size(ranks)
+    except ConfigError as error:
+        yield failed("layout", str(error), "change --ranks (or the hostfile), or the sizes that the sentence names")
+        return
+    context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    yield ok("layout", f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas, global batch {config.train_batch_size(ranks)}")  # fmt: skip
+
+
+def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
+    """ds_config and flags together."""
+    from ..config.ds_config import resolve
+    from ..ranks import device
+
+    try:
+        found = resolve(config, ranks, device.fast_bf16(device.current()))
+    except ConfigError as error:
+        return Settled(config), [failed("ds_config", str(error), "change one of the two that the sentence names")]
+    words = f"{found.precision}, ZeRO {found.zero_stage}" + (f", of {config.train.deepspeed_config}" if config.train.deepspeed_config else "")  # fmt: skip
+    return Settled(config, found.precision, found.zero_stage), [ok("ds_config", words)]
+
+
+def fits(
+    parameters: int, settled: Settled, ranks: int, ranks_here: int, device_bytes: float | None
+) -> Iterator[Finding]:
+    """Weights, gradients and optimizer of a rank against the memory there is. device_bytes: of an accelerator, None where ranks run on the CPU."""
+    assert settled.config is not None
+    kinds = memory.rank_bytes(parameters, settled.config, settled.precision, settled.zero, ranks)
+    needed, free = sum(kinds.values()), device_bytes
+    there = "the device has" if device_bytes is not None else f"{ranks_here} such ranks share"
+    if device_bytes is None:
+        machine = memory.machine_bytes()
+        free = None if machine is None else machine / ranks_here
+        there += f" {machine / 1e9:.1f} GB here" if machine is not None else " this machine"
+    else:
+        there += f" {device_bytes / 1e9:.1f} GB"
+    parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
+    words = f"{parameters / 1e6:.1f} million parameters; a rank holds {needed / 1e9:.2g} GB ({parts}) besides activations; {there}"  # fmt: skip
+    remedy = "more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3; a smaller model; --precision bf16"
+    if free is not None and needed > free:
+        yield failed("memory", words, remedy)
+    elif free is not None and needed > 0.7 * free:
+        yield warning("memory", words + ", which leaves little for activations", f"{remedy}; --checkpoint-activations")
+    else:
+        yield ok("memory", words)

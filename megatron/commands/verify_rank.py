@@ -1,0 +1,22 @@
+"""One rank of tools/verify_layout.py: an entry script, run as it is while a recorder listens.
+
+Arguments: the folder of the records, the number of steps, the script and its own flags.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron.verification.recorder import record_run
+
+
+def main(argv: list[str]) -> None:
+    folder, steps, script, *flags = argv
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).resolve().parent))  # as for `python script`
+    record_run(Path(folder), int(steps))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,257 @@
+"""Two runs of one model in different layouts, side by side: what agrees, and the first layer that does not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from .records import Place, Records, exact_shares, laid_together
+
+# Relative, of root mean squares: a sum in another order gives some 1e-7 in fp32 and 1e-16 in fp64; a bug gives 1e-3 and more.
+TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9}
+FLOOR = 1e-3  # a gradient that is zero but for rounding is measured by this share of the model's
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that differs. name: of a module or a parameter, within `layer`; error: relative."""
+
+    layer: str
+    name: str
+    kind: str
+    error: float
+    words: str
+
+    def __str__(self) -> str:
+        inside = self.name.removeprefix(self.layer).strip(".")
+        where = (
+            f"layer {self.layer}" + (f", in it {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
+        )
+        return f"{where}: {self.words}"
+
+
+@dataclass
+class Verdict:
+    """What a layout was found to be. Errors are relative, the largest; None where nothing could be compared.
+
+    first_values, forward, backward: the first that differs, in the order of the network; in backward the last, next to the loss.
+    others: how many further parameters have other gradients. stopped: why there is nothing to compare.
+    """
+
+    layout: str
+    loss: float | None = None
+    forward_error: float | None = None
+    gradient_error: float | None = None
+    loss_differs_at: int | None = None
+    first_values: Difference | None = None
+    forward: Difference | None = None
+    backward: Difference | None = None
+    others: int = 0
+    not_compared: list[str] = field(default_factory=list)
+    stopped: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the numbers are those of one process."""
+        found = self.first_values, self.forward, self.backward, self.loss_differs_at, self.stopped
+        return all(each is None for each in found)
+
+
+def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
+    """Root mean square of the difference of two tensors [...], relative to that of `like`, or to `floor` if it is more; a scalar."""
+    if value.shape != like.shape:
+        return float("inf")
+    if not like.numel():
+        return 0.0
+    a, b = value.double(), like.double()
+    size, apart = b.square().mean().sqrt().item(), (a - b).square().mean().sqrt().item()
+    if apart == 0.0:
+        return 0.0
+    relative = apart / max(size, floor) if max(size, floor) else float("inf")
+    return relative if relative == relative else float("inf")  # no number is no agreement
+
+
+class Comparison:
+    """`other` against `one`, the run of a single process. tolerance: of relative differences."""
+
+    def __init__(self, one: Records, other: Records, tolerance: float) -> None:
+        self.one, self.other, self.tolerance = one, other, tolerance
+
+    def verdict(self, layout: str) -> Verdict:
+        """All that can be said of it."""
+        found = Verdict(layout)
+        self._compare_losses(found)
+        self._compare_first_values(found)
+        self._compare_outputs(found)
+        self._compare_gradients(found)
+        return found
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        """By module, when it first ended in one process."""
+        order: dict[str, int] = {}
+        for place in self.one.outputs:
+            order.setdefault(place.name, len(order))
+        return order
+
+    def _when(self, parameter: str) -> tuple[int, str]:
+        """Where in the network a parameter is: that of the innermost module around it which was called."""
+        name = parameter
+        while name := name.rpartition(".")[0]:
+            if name in self._order:
+                return self._order[name], parameter
+        return -1, parameter
+
+    def _difference(self, name: str, error: float, words: str) -> Difference:
+        kind = self.one.kinds.get(name, "") or self.one.kinds.get(name.rpartition(".")[0], "")
+        return Difference(self.one.layer_of(name), name, kind, error, words)
+
+    def _compare_losses(self, found: Verdict) -> None:
+        errors = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(self.one.losses, self.other.losses, strict=True)]
+        found.loss = max(errors)
+        found.loss_differs_at = next((i + 1 for i, error in enumerate(errors) if not error <= self.tolerance), None)
+
+    def _compare_first_values(self, found: Verdict) -> None:
+        one, other = self.one.first_values(), self.other.first_values()
+        for name in sorted(one, key=self._when):
+            error, words = _worst(one[name][0], other.get(name), "its first values")
+            if error > self.tolerance:
+                words += "; draw them from the same generator on every rank, never seeded by the rank"
+                found.first_values = self._difference(name, error, words)
+                return
+
+    def _compare_outputs(self, found: Verdict) -> None:
+        """The first layer whose output differs, and in it the first module. What differs inside a layer that agrees is its own affair."""
+        if any(rank["context"] > 1 for rank in self.other.ranks):
+            found.not_compared.append("outputs of layers, of which context ranks have stretches in another order")
+            return
+        errors = self._errors_of_outputs(found)
+        layers = set(self.one.layers)
+        bad = [place for place, error in errors.items() if error > self.tolerance]
+        bad_layers = [place for place in bad if place.name in layers]
+        judged = [error for place, error in errors.items() if place.name in layers]
+        found.forward_error = max(judged, default=None)
+        if not bad_layers and (found.loss_differs_at != 1 or not bad):
+            return
+        first = bad[0]
+        if bad_layers:
+            layer = bad_layers[0]
+            first = next(place for place in bad if self.one.layer_of(place.name) == self.one.layer_of(layer.name) and place.micro == layer.micro)  # fmt: skip
+        found.forward = self._difference(first.name, errors[first], self._words(first, errors[first]))
+
+    def _errors_of_outputs(self, found: Verdict) -> dict[Place, float]:
+        other, errors, unlike = self.other.outputs, dict[Place, float](), dict[str, None]()
+        for place, (like, *_) in self.one.outputs.items():
+            parts = other.get(place)
+            if parts is None:
+                continue  # of a micro-batch that was not recorded, or a module that another layout does not call
+            wholes = laid_together(parts, like)
+            if wholes is None:
+                if place.name in self.one.layers:
+                    errors[place] = float("inf")
+                else:
+                    unlike[place.name] = None
+                continue
+            error = max(error_of(whole, like) for whole in wholes)
+            if error > self.tolerance and not exact_shares(parts, like):
+                unlike[place.name] = None
+                continue
+            errors[place] = error
+        if unlike:
+            found.not_compared.append(f"outputs that cannot be laid side by side, of {', '.join(unlike)}")
+        return errors
+
+    def _words(self, place: Place, error: float) -> str:
+        like, parts = self.one.outputs[place][0], self.other.outputs[place]
+        wholes = laid_together(parts, like)
+        if wholes is None:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            return (
+                f"its output is {list(like.shape)} in one process and {shapes} here, which is neither copies nor shares"
+            )
+        bad = [i for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
+        of = (
+            ""
+            if len(wholes) == 1
+            else f" on model-parallel rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+        )
+        return (
+            f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); all before it agree"
+        )
+
+    def _compare_gradients(self, found: Verdict) -> None:
+        one, other = self.one.gradients(), self.other.gradients()
+        total = sum(whole[0].double().square().sum().item() for whole in one.values())
+        floor = FLOOR * (total / max(sum(whole[0].numel() for whole in one.values()), 1)) ** 0.5
+        errors: dict[str, tuple[float, str]] = {}
+        for name in sorted(one, key=self._when):
+            errors[name] = _worst(one[name][0], other.get(name), "the gradient of its weight", floor)
+        for name in other.keys() - one.keys():
+            errors[name] = float("inf"), "its weight gets a gradient here, and none in one process"
+        bad = [name for name, (error, _) in errors.items() if error > self.tolerance]
+        found.gradient_error = max((error for error, _ in errors.values()), default=None)
+        if bad:
+            last = max(bad, key=self._when)
+            error, words = errors[last]
+            found.backward, found.others = self._difference(last, error, f"{words}; all after it agree"), len(bad) - 1
+
+
+def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
+    """(error, sentence) of the copies [full] that ranks have of `like` [full]."""
+    if not wholes:
+        return float("inf"), f"{what} is missing here"
+    if any(whole.shape != like.shape for whole in wholes):
+        joined = laid_together(wholes, like)
+        if joined is None:
+            shapes = ", ".join(str(list(whole.shape)) for whole in wholes)
+            return float(
+                "inf"
+            ), f"{what} is {list(like.shape)} in one process and {shapes} here; declare how it is split"
+        wholes = joined
+    errors = [error_of(whole, like, floor) for whole in wholes]
+    worst = max(errors)
+    each = "" if len(errors) == 1 else f" on copy {errors.index(worst)} of {len(errors)}"
+    apart = "" if len(wholes) == 1 or max(error_of(w, wholes[0], floor) for w in wholes) <= worst / 100 else ", and the copies differ from each other"  # fmt: skip
+    return worst, f"{what} differs by {worst:.1e}{each}{apart}"
+
+
+def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
+    """A row a layout, then what is known of those that differ."""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1e}"
+
+    rows = [("layout", "losses", "outputs", "gradients", "")]
+    for v in verdicts:
+        numbers = (number(v.loss), number(v.forward_error), number(v.gradient_error))
+        rows.append((v.layout, *numbers, "agrees" if v.agrees else "DIFFERS" if not v.stopped else "DID NOT RUN"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"largest relative differences from one process; up to {tolerance:g} agrees"]
+    for v in verdicts:
+        lines += [f"{v.layout}: {words}" for words in explained(v)]
+    return "\n".join(lines)
+
+
+def explained(v: Verdict) -> list[str]:
+    """In sentences, what differs and where to look."""
+    said: list[str] = []
+    if v.stopped:
+        said.append(v.stopped)
+    if v.first_values:
+        said.append(f"first values: {v.first_values}")
+    if v.forward:
+        said.append(f"forward: the first layer that differs is {v.forward}")
+    elif v.loss_differs_at == 1:
+        said.append("forward: the loss differs and no layer does: look at the loss function, and at what an output layer without a module computes")  # fmt: skip
+    if v.backward:
+        more = f" ({v.others} parameters before it differ, too)" if v.others else ""
+        more += "; it may follow from the forward pass" if v.forward else ""
+        said.append(f"backward: the last layer whose gradients differ is {v.backward}{more}")
+    elif v.loss_differs_at is not None and v.loss_differs_at > 1:
+        said.append(
+            f"the numbers of step 1 agree, the loss of step {v.loss_differs_at} does not: look at sums over replicas, the optimizer, and state that a step leaves"
+        )
+    said += [f"not compared: {what}" for what in v.not_compared]
+    return said

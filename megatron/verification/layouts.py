@@ -1,0 +1,86 @@
+"""Layouts as a user writes them, `pp 2, tp 2`, and the flags that they stand for."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config.fields import ConfigError
+
+WORDS = ("pp", "tp", "dp", "cp", "vpp", "zero", "sp", "schedule")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a run's ranks stand. pp: 0 is no pipeline. sp: the sequence is split over the model-parallel ranks."""
+
+    pp: int = 0
+    tp: int = 1
+    dp: int = 1
+    cp: int = 1
+    vpp: int = 1
+    zero: int = 0
+    sp: bool = False
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole run."""
+        return max(self.pp, 1) * self.tp * self.dp * self.cp
+
+    def __str__(self) -> str:
+        plain = Layout()
+        said = ["sp" if name == "sp" else f"{name} {getattr(self, name)}"
+                for name in WORDS if getattr(self, name) != getattr(plain, name)]  # fmt: skip
+        return ", ".join(said) or "one process"
+
+    def flags(self, micros: int) -> list[str]:
+        """What an entry script is told, so that an iteration has `micros` micro-batches over all replicas. Raises ConfigError."""
+        if micros % self.dp:
+            raise ConfigError(
+                f"layout {self}: {micros} micro-batches cannot be shared out over {self.dp} replicas; change --micros"
+            )
+        sequence = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
+        context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # which T5 does not know
+        return [
+            "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context, *sequence,
+            "--pipeline-schedule", self.schedule, "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
+            "--gas", str(micros // self.dp),
+        ]  # fmt: skip
+
+
+ONE = Layout()
+DEFAULT = ("pp 2", "tp 2", "pp 2, tp 2", "dp 2, zero 1")
+
+
+def read_layout(text: str) -> Layout:
+    """`pp 2, tp 2, zero 1, sp, schedule zb-h1` -> the layout. Raises ConfigError with what can be said."""
+    values: dict[str, object] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition(" ")
+        value = value.strip()
+        if name == "sp" and not value:
+            values["sp"] = True
+        elif name == "schedule" and value in SCHEDULES:
+            values["schedule"] = value
+        elif (
+            name in ("pp", "tp", "dp", "cp", "vpp", "zero")
+            and value.isdecimal()
+            and (int(value) or name in ("pp", "zero"))
+        ):
+            values[name] = int(value)
+        else:
+            raise ConfigError(
+                f"layout {text!r}: cannot read {part!r}; a layout is such as 'pp 2, tp 2, dp 2, zero 1', of the words "
+                f"pp, tp, dp, cp, vpp and zero with a number, sp, and schedule with one of {', '.join(SCHEDULES)}"
+            )
+    if values.get("vpp", 1) != 1:
+        values.setdefault("schedule", "interleaved")
+    return Layout(**values)  # type: ignore[arg-type]
+
+
+def common_micros(layouts: Sequence[Layout]) -> int:
+    """Micro-batches of an iteration that fit every layout: at least two for a replica, and as many as it has stages."""
+    least = math.lcm(*(layout.dp for layout in layouts))
+    wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)
+    return least * math.ceil(wanted / least)

@@ -1,0 +1,141 @@
+"""The records of all ranks of a run, put together: whole parameters and whole outputs, whatever the layout was."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """A tensor that a module put out. micro: the number of the micro-batch in the iteration, over all replicas."""
+
+    micro: int
+    name: str
+    call: int  # the n-th of the module within the micro-batch
+    number: int  # which of the tensors that it returned
+
+
+@dataclass
+class Records:
+    """Of one run. micros: micro-batches of an iteration, over all replicas."""
+
+    ranks: list[dict[str, Any]]
+    micros: int
+
+    @classmethod
+    def read(cls, folder: Path, micros: int) -> "Records":
+        """What the ranks wrote into `folder`. Raises OSError."""
+        paths = sorted(folder.glob("rank*.pt"))
+        return cls([torch.load(path, weights_only=True) for path in paths], micros)
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step, the same on every rank."""
+        return list(self.ranks[0]["losses"])
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """Global names of the layers, of all stages."""
+        return list(dict.fromkeys(name for rank in self.ranks for name in rank["layers"]))
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """By module, its class."""
+        return {name: kind for rank in self.ranks for name, kind in rank["kinds"].items()}
+
+    def layer_of(self, name: str) -> str:
+        """The layer that a module or a parameter belongs to; itself if to none."""
+        inside = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
+        return max(inside, key=len, default=name)
+
+    @property
+    def model_ranks(self) -> int:
+        """That share every layer."""
+        return 1 + max(int(rank["model"]) for rank in self.ranks)
+
+    def first_values(self) -> dict[str, list[Tensor]]:
+        """By parameter, each whole [full] that ranks hold: one for those that are split, one a rank for copies.
+
+        A tied module may bring parameters to a stage that uses only others of it; such copies do not count.
+        """
+        learns = {name for rank in self.ranks for name in rank["gradients"]}
+        found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
+        for rank in self.ranks:
+            for name, value in rank["weights"].items():
+                if name in rank["gradients"] or name not in learns:
+                    found[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
+        return {
+            name: [whole for parts in copies.values() for whole in _wholes(parts)] for name, copies in found.items()
+        }
+
+    def gradients(self) -> dict[str, list[Tensor]]:
+        """As `first_values`, in fp64: sums over replicas, and over the stages that hold the parameter."""
+        sums: dict[str, dict[int, Any]] = defaultdict(dict)
+        for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
+            for name, value in rank["gradients"].items():
+                spec, before = sums[name].get(rank["model"], (rank["specs"][name], 0.0))
+                sums[name][rank["model"]] = spec, before + value / rank["scale"]
+        return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
+
+    @cached_property
+    def outputs(self) -> dict[Place, list[Tensor]]:
+        """What each model-parallel rank has of each output, in the order in which modules ended."""
+        found: dict[Place, dict[int, Tensor]] = {}
+        for share in sorted({rank["share"][0] for rank in self.ranks}):
+            line = [rank for rank in self.ranks if rank["share"][0] == share]
+            for model in range(self.model_ranks):
+                stages = sorted((rank for rank in line if rank["model"] == model), key=lambda rank: int(rank["pipe"]))
+                for place, value in self._outputs_of(stages):
+                    found.setdefault(place, {})[model] = value
+        return {place: [parts[model] for model in sorted(parts)] for place, parts in found.items()}
+
+    def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
+        """Of the ranks of one line of stages. A tied module of several stages is called on the earlier ones first."""
+        every = [(each["chunk"], rank["pipe"], each) for rank in stages for each in rank["outputs"]]
+        before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
+        for chunk, pipe, each in sorted(every, key=lambda item: item[:2]):
+            number, of = stages[0]["share"]
+            micro = number * (self.micros // of) + each["micro"]
+            calls = before[micro, each["name"]]
+            calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), each["call"] + 1)
+            earlier = sum(count for at, count in calls.items() if at != (chunk, pipe))
+            yield Place(micro, each["name"], earlier + each["call"], each["number"]), each["value"]
+
+
+def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
+    """(spec, what a model-parallel rank holds) of all of them -> the one whole, or the copies."""
+    spec = parts[0][0]
+    if spec["dim"] is None:
+        return [value.reshape(spec["local"]) for spec, value in parts]
+    whole = torch.zeros(spec["full"], dtype=parts[0][1].dtype)
+    for spec, value in parts:
+        dim, begin, end = spec["rows"]
+        whole.narrow(dim, begin, end - begin).copy_(value.reshape(spec["local"]).narrow(dim, 0, end - begin))
+    return [whole]
+
+
+def laid_together(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
+    """What model-parallel ranks hold of an output, brought to the shape of `like` [...], the same output of one process.
+
+    Copies stay apart; shares are put one after another, and what pads them is cut off. None if neither gives the shape.
+    """
+    if all(part.shape == like.shape for part in parts):
+        return list(parts)
+    if len({part.dim() for part in parts} | {like.dim()}) > 1:
+        return None
+    differing = [d for d in range(like.dim()) if any(part.shape[d] != like.shape[d] for part in parts)]
+    if len(differing) != 1:
+        return None
+    dim = differing[0]
+    whole = torch.cat(list(parts), dim)
+    return [whole.narrow(dim, 0, like.shape[dim])] if whole.shape[dim] >= like.shape[dim] else None
+
+
+def exact_shares(parts: Sequence[Tensor], like: Tensor) -> bool:
+    """Whether nothing was cut off by `laid_together`, so that a difference of its result is one of the numbers."""
+    return all(part.shape == like.shape for part in parts) or sum(part.numel() for part in parts) == like.numel()

@@ -1,0 +1,288 @@
+"""tools/doctor.py: each planted fault is found, in a line that says what to do."""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checks import machine, memory, network, run_dir, settings
+from megatron.checks.finding import Finding
+from megatron.commands import doctor
+from megatron.config import Config
+from megatron.config.command_line import parse
+from megatron.model.layers import count_parameters
+from megatron.tasks import GPT2
+from megatron.training.run_lock import Holder, RunLock
+
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--split",
+    "90,10,0",
+]
+
+
+def only(found: Iterable[Finding], check: str) -> Finding:
+    return next(each for each in found if each.check == check)
+
+
+@pytest.fixture
+def examined(tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """All findings of a run with these flags, by check."""
+    for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+
+    def examine(*flags: str, data: str = tiny_data) -> dict[str, Finding]:
+        given = ["--run-dir", str(tmp_path / "run"), "--data-path", data, "--vocab-file", vocab_file, *MODEL, *flags]
+        args, rest = doctor.build_parser().parse_known_args(given)
+        return {each.check: each for each in doctor.Examination(args, rest).findings()}
+
+    return examine
+
+
+def test_a_healthy_run(examined: Callable[..., Any], tmp_path: Path) -> None:
+    found = examined("--ranks", "2", "--model-parallel-size", "2")
+    assert [str(each) for each in found.values() if each.state == "failed"] == []
+    expected = {
+        "torch",
+        "deepspeed",
+        "settings",
+        "layout",
+        "ds_config",
+        "data",
+        "tokens",
+        "memory",
+        "disk",
+        "checkpoint",
+    }
+    assert expected <= found.keys() and not (tmp_path / "run").exists()
+
+
+def test_all_faults_of_flags_and_files(examined: Callable[..., Any], tmp_path: Path, tiny_data: str) -> None:
+    def check(name: str, words: str, *flags: str, data: str = tiny_data, state: str = "failed") -> None:
+        found = examined(*flags, data=data)[name]
+        assert found.state == state and words in found.words and found.remedy, found
+
+    check("settings", "unknown argument --num-layer; did you mean --num-layers?", "--num-layer", "3")
+    check("layout", "3 ranks cannot be divided", "--ranks", "3", "--model-parallel-size", "2")
+    refused = tmp_path / "ds.json"
+    refused.write_text('{"scheduler": {}}')
+    check("ds_config", "'scheduler' has no effect here", "--deepspeed-config", str(refused))
+    check("tokens", "a sample takes 4097", "--seq-length", "4096", state="warning")
+    check("tokens", "a sample takes 100001", "--seq-length", "100000")
+    check("data", "there is no", data=str(tmp_path / "nowhere"))
+    check("ids", "the vocabulary ends at 499", "--vocab-size", "500")
+
+    cut = tmp_path / "cut"
+    for ending in (".bin", ".idx"):
+        shutil.copy(tiny_data + ending, f"{cut}{ending}")
+    os.truncate(f"{cut}.bin", 100)
+    check("data", "100", data=str(cut))
+    shutil.copy(tiny_data + ".bin", f"{cut}.bin")
+    Path(f"{cut}.json").write_text(json.dumps({"fingerprint": "0" * 64}))
+    check("tokenizer of the data", "was made with the one of SHA-256 000000000000", data=str(cut))
+
+
+def test_memory_and_disk(examined: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 1e5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
+    found = examined("--num-workers", "2")
+    assert found["memory"].state == "failed" and "--zero-stage" in found["memory"].remedy
+    assert found["disk"].state == "failed" and "--keep-last" in found["disk"].remedy
+    assert found["shared memory"].state == "failed" and "--num-workers 0" in found["shared memory"].remedy
+
+
+def test_parameters_are_counted_exactly_and_shared_out() -> None:
+    config = parse([*MODEL, "--vocab-size", "300", "--family", "gpt2"])
+    from megatron import mpu
+
+    with mpu.built_with(mpu.Mesh(), mpu.Options()):
+        built = GPT2().model(config, None)
+    assert memory.count(config) == count_parameters(built)
+    assert all(parameter.device == torch.device("cpu") for parameter in built.parameters())
+    grid = parse([*MODEL, "--model-parallel-size", "2", "--pipe-parallel-size", "2"])
+    # 1000 parameters over 4 ranks of a replica, 2 replicas; AdamW in bf16 is 2 + 4 + 12 bytes, of which ZeRO 1 halves the 12.
+    assert sum(memory.rank_bytes(1000, grid, "bf16", 1, 8).values()) == 250 * (2 + 4 + 6)
+    assert sum(memory.rank_bytes(1000, Config(), "fp32", 0, 8).values()) == 1000 * 16
+    assert sum(memory.rank_bytes(1000, Config(), "fp32", 3, 8).values()) == 1000 * 16 / 8
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "torch":
+            raise machine.importlib.metadata.PackageNotFoundError(name)
+        return {"deepspeed": "0.16.9", "numpy": "9.0"}[name]
+
+    monkeypatch.setattr(machine.importlib.metadata, "version", version)
+    found = list(machine.packages())
+    assert [each.state for each in found] == ["failed", "failed", "warning"]
+    assert found[0].remedy.startswith("pip install") and found[1].words == "0.16.9 is too old"
+    assert machine.version_key("2.13.0+cpu") == (2, 13, 0) > machine.version_key("2.6")
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "torch":
+                raise OSError("libtorch.so: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    found = list(machine.torch_imports())
+    assert found[0].state == "failed" and "libtorch.so" in found[0].words and "pytorch.org" in found[0].remedy
+
+
+def test_a_build_of_torch_that_does_not_fit() -> None:
+    def state(*given: Any) -> tuple[str, str]:
+        (found,) = machine.build_fits_devices(*given)
+        return found.state, found.words
+
+    assert state(None, False, True) == ("failed", "there is a GPU, but this torch was built for CPUs only")
+    assert state("CUDA 13", False, True)[0] == "failed"
+    assert state("CUDA 13", False, False)[0] == "warning"
+    assert state("CUDA 13", True, True)[0] == state(None, False, False)[0] == "ok"
+
+
+def test_another_package_of_our_name(tmp_path: Path) -> None:
+    ours, other = tmp_path / "ours" / "megatron", tmp_path / "other" / "megatron"
+    for folder in (ours, other):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    before, after = [str(other.parent), str(ours.parent)], [str(ours.parent), str(other.parent)]
+    (hidden,), (there,) = machine.hidden_package(ours, before), machine.hidden_package(ours, after)
+    assert hidden.state == "failed" and "hides" in hidden.words and "PYTHONPATH" in hidden.remedy
+    assert there.state == "warning"
+    assert next(machine.hidden_package(ours, [str(ours.parent)])).state == "ok"
+
+
+def test_compiler_threads_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert only(machine.compiler(True), "compiler").state == "failed" and not list(machine.compiler(False))
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert only(machine.threads(1, True), "threads").state == "failed"
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert only(machine.threads(64, True), "threads").state == "warning"
+    for limit, state in ((64, "failed"), (1024, "warning"), (resource.RLIM_INFINITY, "ok")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert only(machine.open_files(), "open files").state == state
+
+
+def test_ports_names_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        found = only(network.port_is_free(), "port")
+        assert found.state == "failed" and "another MASTER_PORT" in found.remedy
+    assert only(network.port_is_free(), "port").state == "ok"
+    monkeypatch.setenv("MASTER_PORT", "many")
+    assert only(network.port_is_free(), "port").state == "failed"
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert "/etc/hosts" in only(network.names(), "hostname").remedy
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
+    found = only(network.interface(), "interface")
+    assert found.state == "failed" and "nowhere7" in found.words
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("node1 slots=8\nnode2 8\n", "line 2"),
+        ("a slots=1\na slots=1\n", "twice"),
+        ("# none\n", "no host"),
+        ("a slots=x", "line 1"),
+    ],
+)
+def test_a_wrong_hostfile(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    (found,) = network.hostfile(str(tmp_path / "hosts"))
+    assert found.state == "failed" and words in found.words and "slots=N" in found.remedy
+
+
+SSH = """#!/bin/sh
+for word; do case $word in up|old|far|down|slow) host=$word;; esac; done
+case $host in
+  up) echo VERSIONS 3.11 2.13.0 0.19.8; echo SHARED;;
+  old) echo VERSIONS 3.11 2.9.0 0.19.8; echo SHARED;;
+  far) echo VERSIONS 3.11 2.13.0 0.19.8;;
+  down) echo "down: Permission denied (publickey)." >&2; exit 255;;
+  slow) exec sleep 30;;
+esac
+"""
+
+
+def test_hosts_over_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    hosts = [network.Host(name, 8) for name in ("up", "old", "far", "down", "slow", "localhost")]
+    versions = ["3.11", "2.13.0", "0.19.8"]
+    found = {each.check: each for each in network.hosts_answer(hosts, versions, tmp_path / "marker", seconds=1)}
+    states = {name: each.state for name, each in found.items()}
+    assert states == {
+        "host up": "ok", "disk of up": "ok", "host old": "failed", "disk of old": "ok", "host far": "ok",
+        "disk of far": "failed", "host down": "failed", "host slow": "failed",
+    }  # fmt: skip
+    assert "2.9.0" in found["host old"].words and "all hosts share" in found["disk of far"].remedy
+    assert "Permission denied" in found["host down"].words and "ssh-copy-id down" in found["host down"].remedy
+    assert "did not answer" in found["host slow"].words
+
+
+def test_run_locks(tmp_path: Path) -> None:
+    held = RunLock(tmp_path)
+    found = only(run_dir.lock(tmp_path), "run lock")
+    assert found.state == "failed" and f"process {os.getpid()}" in found.words and "another --run-dir" in found.remedy
+    held.release()
+    assert only(run_dir.lock(tmp_path), "run lock").state == "ok"
+    gone = Holder(socket.gethostname(), os.getpid(), "another start", "then")
+    (tmp_path / "run.lock").write_text(json.dumps(gone.__dict__))
+    assert only(run_dir.lock(tmp_path), "run lock").state == "warning"
+    (tmp_path / "run.lock").write_text("{")
+    assert "delete it" in only(run_dir.lock(tmp_path), "run lock").remedy
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = only(run_dir.writable(tmp_path / "file" / "run"), "run directory")
+    assert found.state == "failed" and "--run-dir" in found.remedy
+
+
+def test_checkpoints_that_are_damaged(examined: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("iter_0000007\n")
+    found = examined()["checkpoint"]
+    assert found.state == "failed" and "iter_0000007" in found.words and "latest" in found.remedy
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MASTER_PORT", "none")
+    assert doctor.main(["--run-dir", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {"check", "state", "words", "remedy"} == set(found[0])
+    monkeypatch.delenv("MASTER_PORT")
+    monkeypatch.setattr(network, "port_is_free", lambda: iter(()))
+    assert doctor.main(["--run-dir", str(tmp_path)]) == 0
+    assert "0 failed" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
+    config = parse([*MODEL, "--family", "gpt2"])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    read, found = settings.read([], str(tmp_path / "config.json"), 1)
+    assert read is not None and read.model.hidden_size == 16 and found[0].state == "ok"
