@@ -1,7 +1,8 @@
 """Whether the settings of a run agree with each other, with the number of ranks, and with the memory there is."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import Config
 from ..config.command_line import from_file, parse
@@ -9,13 +10,15 @@ from ..config.fields import ConfigError
 from . import memory
 from .finding import Finding, failed, ok, warning
 
+if TYPE_CHECKING:
+    from ..config.ds_config import Resolved
+
 
 class Settled(NamedTuple):
     """How far the settings of a run could be settled; None for what could not."""
 
     config: Config | None
-    precision: str = "fp32"
-    zero: int = 0
+    resolved: "Resolved | None" = None
 
 
 def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
@@ -62,15 +65,19 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
     except ConfigError as error:
         return Settled(config), [failed("ds_config", str(error), "change one of the two that the sentence names")]
     words = f"{found.precision}, ZeRO {found.zero_stage}" + (f", of {config.train.deepspeed_config}" if config.train.deepspeed_config else "")  # fmt: skip
-    return Settled(config, found.precision, found.zero_stage), [ok("ds_config", words)]
+    return Settled(config, found), [ok("ds_config", words)]
 
 
-def fits(
-    parameters: int, settled: Settled, ranks: int, ranks_here: int, device_bytes: float | None
-) -> Iterator[Finding]:
-    """Weights, gradients and optimizer of a rank against the memory there is. device_bytes: of an accelerator, None where ranks run on the CPU."""
+def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | None) -> Iterator[Finding]:
+    """What the fullest rank takes against the memory there is. device_bytes: of an accelerator, None where ranks run on the CPU."""
+    from ..planning.memory import rank_memory
+    from ..planning.sizes import parameters, stages_of
+
     assert settled.config is not None
-    kinds = memory.rank_bytes(parameters, settled.config, settled.precision, settled.zero, ranks)
+    if settled.resolved is None:
+        return
+    stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
+    kinds = asdict(max(stages, key=lambda stage: stage.total))
     needed, free = sum(kinds.values()), device_bytes
     there = "the device has" if device_bytes is not None else f"{ranks_here} such ranks share"
     if device_bytes is None:
@@ -80,11 +87,11 @@ def fits(
     else:
         there += f" {device_bytes / 1e9:.1f} GB"
     parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
-    words = f"{parameters / 1e6:.1f} million parameters; a rank holds {needed / 1e9:.2g} GB ({parts}) besides activations; {there}"  # fmt: skip
-    remedy = "more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3; a smaller model; --precision bf16"
+    words = f"{parameters(settled.config) / 1e6:.1f} million parameters; the fullest rank holds {needed / 1e9:.2g} GB ({parts}); {there}"  # fmt: skip
+    remedy = "more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3; --checkpoint-activations; a smaller model; --precision bf16; tools/plan.py finds a layout"
     if free is not None and needed > free:
         yield failed("memory", words, remedy)
-    elif free is not None and needed > 0.7 * free:
-        yield warning("memory", words + ", which leaves little for activations", f"{remedy}; --checkpoint-activations")
+    elif free is not None and needed > 0.9 * free:
+        yield warning("memory", words + ", which leaves little", remedy)
     else:
         yield ok("memory", words)

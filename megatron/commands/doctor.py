@@ -145,14 +145,15 @@ class Examination:
             yield from findings_of("checkpoint", lambda: run_dir.checkpoint(whole, where, fingerprint, self.args.quick))
 
     def _memory(self, config: Config, settled: settings.Settled) -> Iterator[Finding]:
+        from megatron.planning.sizes import parameters
         from megatron.ranks import device
         from megatron.training.run_folder import save_dir_of
 
-        parameters = memory.count(config)
-        yield from settings.fits(parameters, settled, self.ranks, self.ranks_here, device.total_memory())
+        room = device.memory(device.current()) if device.available() else None
+        yield from settings.fits(settled, self.ranks, self.ranks_here, room)
         if self.run_dir is not None:
             yield from run_dir.disk(
-                save_dir_of(config, self.run_dir), memory.checkpoint_bytes(parameters, config), config
+                save_dir_of(config, self.run_dir), memory.checkpoint_bytes(parameters(config), config), config
             )
 
     def _hosts(self) -> Iterator[Finding]:

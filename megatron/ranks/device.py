@@ -37,13 +37,6 @@ def built_for() -> str | None:
     return accelerator.type if accelerator is not None and accelerator.type not in ("cpu", "mps") else None
 
 
-def total_memory() -> float | None:
-    """Bytes of the current accelerator; None where there is none, or it does not tell."""
-    if not available() or not torch.cuda.is_available():
-        return None
-    return float(torch.cuda.get_device_properties(0).total_memory)
-
-
 def backend(device: torch.device) -> str:
     """The torch.distributed backend of `device`."""
     return "gloo" if device.type == "cpu" else torch.distributed.get_default_backend_for_device(device)

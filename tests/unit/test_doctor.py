@@ -12,15 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.checks import machine, memory, network, run_dir, settings
 from megatron.checks.finding import Finding
 from megatron.commands import doctor
-from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron.model.layers import count_parameters
-from megatron.tasks import GPT2
 from megatron.training.run_lock import Holder, RunLock
 
 MODEL = [
@@ -105,21 +101,6 @@ def test_memory_and_disk(examined: Callable[..., Any], monkeypatch: pytest.Monke
     assert found["memory"].state == "failed" and "--zero-stage" in found["memory"].remedy
     assert found["disk"].state == "failed" and "--keep-last" in found["disk"].remedy
     assert found["shared memory"].state == "failed" and "--num-workers 0" in found["shared memory"].remedy
-
-
-def test_parameters_are_counted_exactly_and_shared_out() -> None:
-    config = parse([*MODEL, "--vocab-size", "300", "--family", "gpt2"])
-    from megatron import mpu
-
-    with mpu.built_with(mpu.Mesh(), mpu.Options()):
-        built = GPT2().model(config, None)
-    assert memory.count(config) == count_parameters(built)
-    assert all(parameter.device == torch.device("cpu") for parameter in built.parameters())
-    grid = parse([*MODEL, "--model-parallel-size", "2", "--pipe-parallel-size", "2"])
-    # 1000 parameters over 4 ranks of a replica, 2 replicas; AdamW in bf16 is 2 + 4 + 12 bytes, of which ZeRO 1 halves the 12.
-    assert sum(memory.rank_bytes(1000, grid, "bf16", 1, 8).values()) == 250 * (2 + 4 + 6)
-    assert sum(memory.rank_bytes(1000, Config(), "fp32", 0, 8).values()) == 1000 * 16
-    assert sum(memory.rank_bytes(1000, Config(), "fp32", 3, 8).values()) == 1000 * 16 / 8
 
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ MAY_IMPORT = {
         "megatron.checkpointing",
         "megatron.training",
         "megatron.tasks",
+        "megatron.planning",
     },
     "megatron.commands": {
         "tds",
