@@ -20,6 +20,7 @@ MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-}
 HOSTFILE=${HOSTFILE:-}
 WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
+if [ -n "$HOSTFILE" ]; then WORLD_SIZE=$(sed -n 's/^[^#]*slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | awk '{n += $1} END {print n + 0}'); fi
 
 # ---- layout: MP_SIZE ranks share a layer, PP_SIZE stages share the layers, the rest are replicas
 MP_SIZE=${MP_SIZE:-1}

@@ -15,8 +15,11 @@ refuse_misspelt() {
 import difflib, os, sys
 
 known = [line.split()[0] for line in open(sys.argv[1], encoding="utf-8")]
-known.remove("OMP_NUM_THREADS")  # other libraries have one of their own
-for name in sorted(set(os.environ) - {*known, "OMP_NUM_THREADS"}):
+for common in ("OMP_NUM_THREADS", "PYTHON"):  # others have names like these
+    known.remove(common)
+for name in sorted(set(os.environ) - {*known, "OMP_NUM_THREADS", "PYTHON"}):
+    if any(name.endswith(f"_{each}") or name.startswith(f"{each}_") for each in known):
+        continue  # PET_MASTER_ADDR of a launcher, and the like
     for near in difflib.get_close_matches(name, known, n=1, cutoff=0.82):
         print(f"{sys.argv[2]}: the variable {name} is read by nobody; did you mean {near}? (--help lists them; unset it if it is another program's)", file=sys.stderr)
         sys.exit(2)

@@ -9,6 +9,7 @@ The clocks of the ranks are compared in align.py; timeline.py reads what is writ
 import functools
 import json
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -85,11 +86,11 @@ class Tracer:
         """What follows belongs to this one."""
         if self._now:
             self._since_write += 1
-        if self._since_write >= EVERY:
-            self.write()
         self.on = self._first is None or self._last is None or self._first <= number <= self._last
+        if self._since_write >= EVERY or (self._now and not self.on):
+            self.try_to_write()
+        self._now = []
         if self.on:
-            self._now = []
             self._kept.append((number, self._now))
 
     def forget(self) -> None:
@@ -120,26 +121,39 @@ class Tracer:
             now, work = event, -1
         self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
 
-    def pieces(self) -> list[tuple[int, list[Piece]]]:
-        """(iteration, its spans) with times of the host in ns; on an accelerator waits until the device has come so far."""
-        return [(number, [self._settled(each) for each in pieces]) for number, pieces in self._kept]
+    def pieces(self, wait: bool = True) -> list[tuple[int, list[Piece]]]:
+        """(iteration, its spans) with times of the host in ns; on an accelerator waits until the device has come so far, or leaves out what it has not."""
+        for _, pieces in self._kept:
+            pieces[:] = [
+                self._settled(each) for each in pieces if wait or isinstance(each.end, int) or each.end.query()
+            ]
+        if self._zero is not None and wait:
+            self._zero = self._meet_device()  # milliseconds since then are a 32-bit number
+        return list(self._kept)
 
     def _settled(self, piece: Piece) -> Piece:
         if isinstance(piece.begin, int) or self._zero is None:
             return piece
         event, zero = self._zero
         piece.end.synchronize()
-        begin, end = (zero + int(event.elapsed_time(each) * 1e6) for each in (piece.begin, piece.end))
-        return piece._replace(begin=begin, end=end)
+        begin = zero + int(event.elapsed_time(piece.begin) * 1e6)
+        return piece._replace(begin=begin, end=begin + int(piece.begin.elapsed_time(piece.end) * 1e6))
 
-    def write(self) -> None:
-        """The file of this rank, whole or not at all."""
+    def try_to_write(self, wait: bool = True) -> None:
+        """`write`, but a timeline that cannot be written ends no run: it is said."""
+        try:
+            self.write(wait)
+        except (OSError, RuntimeError, MemoryError) as error:
+            print(f"warning: the timeline {self.path} cannot be written: {error}", file=sys.stderr, flush=True)
+
+    def write(self, wait: bool = True) -> None:
+        """The file of this rank, whole or not at all. wait: for the device; else what it has not done is left out."""
         self._since_write = 0
         rank = self.about.get("rank", 0)
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.about.get("name", f"rank {rank}")}}
         ]
-        events += [_event(each, rank, number) for number, pieces in self.pieces() for each in pieces]
+        events += [_event(each, rank, number) for number, pieces in self.pieces(wait) for each in pieces]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         content = {"traceEvents": events, "otherData": {**self.about, "clock": self.clock}}

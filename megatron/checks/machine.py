@@ -89,7 +89,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             continue
         if there.resolve() == ours.resolve():
             first = False
-        elif (there / "__init__.py").is_file() or first:
+        elif (there / "__init__.py").is_file():  # else a namespace, which hides no package
             others.append((there, first))
     hiding = [there for there, before in others if before]
     if hiding:

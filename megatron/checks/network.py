@@ -78,7 +78,7 @@ def _asked(name: str, versions: Sequence[str], marker: Path | None, seconds: flo
     script = (
         f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {shlex.quote(sys.executable)} -c {shlex.quote(ASK)}{look}; true"
     )
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(seconds), 1)}", name, script]
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(seconds), 1)}", "--", name, script]
     remedy = f"try: ssh -o BatchMode=yes {name} true; it must need no password (ssh-copy-id {name})"
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=2 * seconds, check=False, stdin=subprocess.DEVNULL)  # fmt: skip

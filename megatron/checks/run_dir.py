@@ -49,6 +49,9 @@ def lock(run_dir: Path) -> Iterator[Finding]:
 
 def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
     """Room for checkpoints of `one` bytes each, one of which is written beside those that stay."""
+    if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
+        yield ok("disk", "nothing is saved")
+        return
     free = shutil.disk_usage(nearest_folder(save_dir)).free
     kept = config.checkpoint.keep_last
     wanted = (kept or 2) + 1

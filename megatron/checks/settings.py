@@ -76,6 +76,9 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     assert settled.config is not None
     if settled.resolved is None:
         return
+    if any(name.startswith("offload") for name in settled.resolved.deepspeed.get("zero_optimization", {})):
+        yield ok("memory", "not estimated: the ds_config offloads")
+        return
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))
     needed, free = sum(kinds.values()), device_bytes

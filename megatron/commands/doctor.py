@@ -60,7 +60,15 @@ class Examination:
     def ranks(self) -> int:
         """Of the run."""
         slots = sum(host.slots for host in self.hosts)
-        return int(self.args.ranks or slots or os.environ.get("WORLD_SIZE", "1"))
+        return int(self.args.ranks or slots or os.environ.get("WORLD_SIZE") or self._fewest)
+
+    @property
+    def _fewest(self) -> int:
+        """Ranks of one replica, where nobody says how many there are."""
+        if self.config is None:
+            return 1
+        p = self.config.parallel
+        return p.stages * p.model_parallel_size * p.context_parallel_size
 
     @property
     def ranks_here(self) -> int:

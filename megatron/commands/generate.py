@@ -215,7 +215,14 @@ def show(writer: Writer, args: argparse.Namespace) -> None:
     for asked in prompts(args):
         if isinstance(asked, Conversation):
             asked = Conversation((*before, *asked.messages))
-        question = writer.question(asked)
+        try:
+            question = writer.question(asked)
+        except ValueError as error:
+            if not args.interactive:
+                raise
+            if is_rank_0():
+                print(f"not understood: {error}", flush=True)
+            continue
         if is_rank_0():
             print(question.before, end="", flush=True)
         heard = show_as_it_comes(writer.tokenizer, question) if is_rank_0() else None

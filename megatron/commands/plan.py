@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.command_line import parse, with_values
+from megatron.config.command_line import parse, read_json, with_values
+from megatron.config.defaults import DEFAULTS
 from megatron.planning import published
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.layouts import AXES, Layout, Wanted, search
@@ -39,11 +40,22 @@ class _PlanParser(Parser):
         return found
 
 
+def _family_of(argv: list[str]) -> str:
+    """Whose script will take these settings; nothing where they do not say."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--family")
+    finder.add_argument("--config", action="append", default=[])
+    found, _ = finder.parse_known_args(argv)
+    said = [read_json(path) for path in found.config]
+    inside = [content.get("family") or content.get("model", {}).get("family") for content in said]
+    return str(found.family or next((family for family in reversed(inside) if family), ""))
+
+
 def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     """The run whose layout is asked for. Raises ConfigError for flags that training would refuse."""
     argv = [*(word for path in args.model for word in ("--config", path)), *args.flags]
     # A layout that is given must be legal together with the batch that is planned, not with the defaults of a run.
-    config = parse(argv, ranks=args.devices, tell=lambda note: print(f"note: {note}"))
+    config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, lambda note: print(f"note: {note}"))
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
         values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)

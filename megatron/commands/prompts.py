@@ -168,7 +168,7 @@ def _prompt_of(line: str, chat: bool, where: str) -> Asked:
         raise ValueError(f"{where} is not a JSON object with a {wanted}") from None
     if chat and not isinstance(found, str):
         return _conversation(found, where)
-    if "suffix" in content and not chat:
+    if isinstance(content.get("suffix"), str) and not chat:
         return Gap(str(found), str(content["suffix"]))
     return _said(str(found), chat)
 

@@ -200,7 +200,7 @@ def stage_seconds(
         gathered = 1.5 * all_reduce_seconds(stage.count.held * x.width, replicas, cluster.link(replicas, x.ranks), e)
     border = 0.0
     if p.stages > 1:
-        wire = cluster.link(p.stages, cluster.devices_per_node)
+        wire = cluster.link(p.stages, x.ranks * replicas)
         one = boundary_bytes(stage, x) / (wire.gigabytes_per_second * 1e9 * e.link) + wire.latency_seconds
         border = 2 * one * p.virtual_pipeline_size
     return Seconds(products, attention, memory, tensor, context, gathered, border), model, done

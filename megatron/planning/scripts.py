@@ -3,9 +3,12 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from megatron.atomic import write_text
 from megatron.config import Config
+from megatron.config.command_line import read_json, with_values
+from megatron.config.defaults import DEFAULTS
 
 from .cluster import Cluster
 from .layouts import Layout
@@ -34,8 +37,9 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
 
 
 def _settings(config: Config, steps: int | None) -> str:
-    """What differs from the defaults, by section; layout and batch are settings, too, and are written whatever they are."""
-    plain = Config().to_dict()
+    """What differs from what the family's script takes by itself, by section; layout and batch are settings, too, and are written whatever they are."""
+    family = config.model.family or "gpt2"
+    plain = with_values(Config(), DEFAULTS[family]).to_dict()
     always = {
         "model_parallel_size",
         "pipe_parallel_size",
@@ -55,22 +59,24 @@ def _settings(config: Config, steps: int | None) -> str:
 
 
 def _ds_config(layout: Layout) -> str:
-    content = {
+    given = layout.config.train.deepspeed_config
+    content: dict[str, Any] = {
+        **(read_json(given) if given else {}),
         "train_batch_size": layout.config.train_batch_size(layout.devices),
         "train_micro_batch_size_per_gpu": layout.config.train.batch_size,
         "gradient_accumulation_steps": layout.config.train.gas,
         "steps_per_print": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": layout.resolved.zero_stage},
     }
+    content["zero_optimization"] = {**content.get("zero_optimization", {}), "stage": layout.resolved.zero_stage}
     if layout.resolved.precision in ("bf16", "fp16"):
         content[layout.resolved.precision] = {"enabled": True}
     return json.dumps(content, indent=2) + "\n"
 
 
 def _script(layout: Layout, cluster: Cluster) -> str:
-    per_node = min(layout.devices, cluster.devices_per_node)
-    nodes = -(-layout.devices // per_node)
+    per_node = next(n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0)  # as many on each
+    nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f'"$PYTHON" "$ROOT/tools/launch.py" --standalone --nproc-per-node {per_node}'
     if nodes > 1:
@@ -78,7 +84,8 @@ def _script(layout: Layout, cluster: Cluster) -> str:
             f'"$PYTHON" "$ROOT/tools/launch.py" --nnodes {nodes} --node-rank "${{NODE_RANK:?the number of this node, from 0}}" '
             f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?where node 0 is}}" --master-port "${{MASTER_PORT:-29500}}"'
         )
-    words = 4000 if layout.config.model.vocab_size > 5000 else layout.config.model.vocab_size - 200
+    size = layout.config.model.vocab_size
+    words = 4000 if size > 5000 else max(size - 200, size // 2)
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}. Flags that are given to this script go to the run.
 # Without DATA_PATH and VOCAB_FILE it trains on the corpus of the checkout, with a tokenizer of its own.

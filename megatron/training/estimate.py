@@ -27,7 +27,7 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     try:
         whole = parameters(config)
         found = rank_memory(config, resolved, world, device.type != "cpu", stages_of(config))
-    except (ValueError, KeyError):
+    except Exception:  # an estimate ends no run
         return []
     most = max(found, key=lambda memory: memory.total)
     lines = [
@@ -37,7 +37,9 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     if room is None or _offloads(resolved):
         return lines
     ranks = _ranks_here(world) if device.type == "cpu" else 1
-    weights, total = ranks * most.weights, ranks * most.total
+    if ranks is None:
+        return lines
+    weights, total = ranks * sum(each.weights for each in found) / len(found), ranks * most.total
     here = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"
     if device.type == "cpu" and weights > room:
         raise ValueError(
@@ -55,5 +57,7 @@ def _offloads(resolved: Resolved) -> bool:
     return any(name.startswith("offload") for name in section)
 
 
-def _ranks_here(world: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+def _ranks_here(world: int) -> int | None:
+    """As torchrun or DeepSpeed's launcher says it; None where nobody does."""
+    known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(known) if known else 1 if world == 1 else None

@@ -42,6 +42,9 @@ def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer 
     folder = run_dir / timeline.FOLDER
     first, last = config.log.traced or (None, None)
     path = folder / timeline.name_of(dist.get_rank())
+    if is_rank_0():
+        for old in folder.glob("rank_*.json"):  # of an earlier start, perhaps with other ranks
+            old.unlink()
     recorder = trace.Tracer(engine.device, path, about(config, engine), first, last)
     recorder.clock.append(distance(engine.device))
     trace.start(recorder)
@@ -49,12 +52,16 @@ def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer 
         yield recorder
     except BaseException:
         trace.stop()
-        recorder.write()
+        recorder.try_to_write(wait=False)
         raise
     trace.stop()
     recorder.clock.append(distance(engine.device))
-    recorder.write()
+    recorder.try_to_write()
     dist.barrier()
     if is_rank_0() and dist.get_world_size() <= MOST_MERGED:
-        merged = timeline.merge(folder)
+        try:
+            merged = timeline.merge(folder)
+        except (OSError, ValueError, MemoryError) as error:
+            print_rank_0(f"warning: the timelines cannot be merged: {error}")
+            return
         print_rank_0(f"timeline of {merged.ranks} ranks in {merged.path}, clocks aligned to {merged.error_us:.0f} us")
