@@ -1,0 +1,42 @@
+"""--trace over several ranks: the same numbers, a file of each rank, and one of all."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import losses, train_gpt2
+
+SIZES = [
+    "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--batch-size", "1", "--gas", "2",
+    "--eval-iters", "0", "--save-interval", "0", "--log-interval", "1", "--pipe-parallel-size", "2", "--precision", "fp32",
+]  # fmt: skip
+
+
+@pytest.fixture
+def flags(tiny_data: str, vocab_file: str) -> list[str]:
+    return [*SIZES, "--data-path", tiny_data, "--vocab-file", vocab_file]
+
+
+def test_every_rank_is_in_the_timeline_of_all(tmp_path: Path, flags: list[str]) -> None:
+    """And nothing of an earlier start with more ranks, nor a file that is none, which would end the run."""
+    folder = tmp_path / "traced" / "trace"
+    folder.mkdir(parents=True)
+    (folder / "rank_00007.json").write_text("no timeline")
+    traced = train_gpt2(2, tmp_path / "traced", *flags, "--train-iters", "4", "--trace", "--trace-iterations", "2-3")
+    assert losses(traced) == losses(train_gpt2(2, tmp_path / "plain", *flags, "--train-iters", "4"))
+    assert sorted(path.name for path in folder.glob("rank_*")) == ["rank_00000.json", "rank_00001.json"]
+    events = json.loads((folder / "merged.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert {event["args"]["iteration"] for event in spans} == {2, 3}
+    passes = [event for event in spans if event["cat"] == "pass"]
+    assert len(passes) == 2 * 2 * 2 * 2  # iterations, stages, micro-batches, forward and backward
+    assert {event["ph"] for event in events} >= {"s", "f"}  # messages as arrows
+
+
+def test_a_timeline_that_cannot_be_written_ends_no_run(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "trace").write_text("a file where the folder would be")
+    rows = train_gpt2(2, tmp_path, *flags, "--train-iters", "2", "--trace")
+    assert len(losses(rows)) == 2
+    assert (tmp_path / "checkpoints" / "iter_0000002").is_dir()
