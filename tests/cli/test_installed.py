@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, covering
+from tests.support import FULL, ROOT
 
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", "benchmarks", "__pycache__")
 
@@ -63,7 +63,8 @@ BOTH = (
 )
 
 
-@pytest.mark.parametrize("order", covering(BOTH, lambda order: order == BOTH[0]))
+@FULL  # half a minute
+@pytest.mark.parametrize("order", BOTH)
 def test_beside_megatron_core(order: str, tmp_path: Path) -> None:
     """Whose packages share our name: in the checkout, where they would be hidden, and beside an editable install, which they would hide."""
     pytest.importorskip("megatron.core")

@@ -25,7 +25,7 @@ Run = tuple[str, str, torch.dtype]  # case, schedule
 
 
 def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
-    """Without everything: each case with two schedules by turns on three stages, elsewhere with one, on 2 x 2 ranks every
+    """Without everything: each case with one schedule, by turns, on three stages every second one with two, on 2 x 2 ranks every
     second case; one stage has no order of messages, and what an engine is asked afterwards has little to do with it.
     """
 
@@ -37,7 +37,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             continue
         own = [schedule for schedule in SCHEDULES if _fits(case, schedule, everything)]
         if not everything and (stages, tensor) == (3, 1):
-            own = list(dict.fromkeys(own[(number + step) % len(own)] for step in (0, 2)))
+            own = list(dict.fromkeys(own[(number + step) % len(own)] for step in ((0, 2) if number % 2 else (0,))))
         elif not everything:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]

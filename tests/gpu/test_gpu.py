@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.ranks import device
-from tests.support import command, covering
+from tests.support import FULL, command, covering
 
 from .checks import CHECKS, Impossible
 
@@ -28,6 +28,7 @@ def test_check(name: str) -> None:
         pytest.skip(str(error))
 
 
+@FULL
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """A tiny model, wherever this is: only that it ends with a full table and a profile."""
     argv = [

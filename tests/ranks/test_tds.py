@@ -435,7 +435,8 @@ def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], lis
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "ranks"), [("1f1b", 2, 2), ("interleaved", 2, 1), pytest.param("zb-h1", 3, 1, marks=FULL)]
+    ("schedule", "stages", "ranks"),
+    [pytest.param("1f1b", 2, 2, marks=FULL), ("interleaved", 2, 1), pytest.param("zb-h1", 3, 1, marks=FULL)],
 )
 def test_the_pipeline_tutorial(tmp_path: Path, schedule: str, stages: int, ranks: int) -> None:
     """Learns; the scheduler moves; progress, breakdown and monitor are written."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, best_dtype
 from megatron.data.indexed_writer import IndexedDatasetBuilder, checksums_of
-from tests.support import ROOT
+from tests.support import FULL, ROOT
 
 
 def build(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint16) -> IndexedDataset:
@@ -120,7 +120,7 @@ print(json.dumps([[ours[i].tolist() for i in range(len(ours))], ours.document_in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.int32, np.uint16])
+@pytest.mark.parametrize("dtype", [pytest.param(np.int32, marks=FULL), np.uint16])
 def test_megatron_core_reads_ours_and_we_read_theirs(tmp_path: Path, dtype: type) -> None:
     try:
         version("megatron-core")

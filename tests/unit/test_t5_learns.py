@@ -28,7 +28,7 @@ STEPS, BATCH, LR = 600, 16, 3e-3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", covering(list(VARIANTS), lambda variant: variant == "t5"))
+@pytest.mark.parametrize("variant", covering(list(VARIANTS), [].__contains__))
 def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
     """Documents count 1 to 12 again and again; what is missing has to be copied from around each gap, and counted on."""
     rng = np.random.default_rng(0)
