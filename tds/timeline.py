@@ -71,9 +71,9 @@ def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
     return RankTrace(about, shifted, max(first, last) / 1e3)
 
 
-def merge(folder: Path) -> Merged:
-    """Write one Chrome trace of all ranks, messages as arrows, whole or not at all."""
-    ranks, path = read(folder), folder / MERGED
+def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
+    """Write one Chrome trace of all ranks, messages as arrows, whole or not at all. ranks: what `read` gave, if that has been read."""
+    ranks, path = ranks or read(folder), folder / MERGED
     events = [e for rank in ranks for e in rank.events]
     names = [
         {"ph": "M", "name": "process_name", "pid": r.about["rank"], "args": {"name": r.about["name"]}} for r in ranks

@@ -35,6 +35,12 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))
 
 
+def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
+    """The instructions of every stage."""
+    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
+    return [list(schedule(stage, stages, micros)) for stage in range(stages)]
+
+
 def as_svg(spans: list[Span], stages: int) -> str:
     """One bar a pass, blue forward, orange backward, green weight gradients; odd chunks are paler."""
     width, height, left = 860.0, 34, 70
@@ -77,7 +83,7 @@ def draw_run(args: argparse.Namespace) -> None:
     """What a traced iteration became, beside the same passes in an ideal schedule."""
     folder = Path(args.run) / timeline.FOLDER
     ranks = timeline.read(folder)
-    merged = timeline.merge(folder)
+    merged = timeline.merge(folder, ranks)
     found = timeline.iterations(ranks)
     if not found:
         raise ValueError(f"{folder} holds no iteration that all stages have kept whole")
@@ -107,8 +113,7 @@ def _ideal(about: dict[str, object], spans: list[Span]) -> list[Span]:
     """The schedule with stages that wait for nothing but inputs, and passes as long as the median of those that were."""
     stages, chunks = int(about["stages"]), int(about["chunks"])  # type: ignore[call-overload]
     chunks = chunks if stages > 1 else 1
-    schedule = schedule_of({"schedule": about["schedule"], "extra_warmup": about["extra_warmup"]}, chunks)
-    plan: Plan = [list(schedule(s, stages, int(about["micros"]))) for s in range(stages)]  # type: ignore[call-overload]
+    plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))  # type: ignore[call-overload]
 
     def usual(kind: str, stage: int, chunk: int) -> float:
         took = [s.end - s.begin for s in spans if (s.kind, s.stage, s.chunk) == (kind, stage, chunk)]
@@ -136,8 +141,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("--stages and --micros must be at least 1")
     if (args.chunks > 1) != (args.schedule == "interleaved"):
         raise ValueError(f"--chunks {args.chunks} does not fit {args.schedule}: interleaved takes 2 to 8, the others 1")
-    schedule = schedule_of({"schedule": args.schedule, "extra_warmup": args.extra_warmup}, args.chunks)
-    plan: Plan = [list(schedule(stage, args.stages, args.micros)) for stage in range(args.stages)]
+    plan = plan_of(args.schedule, args.stages, args.micros, args.chunks, args.extra_warmup)
     check(plan, args.micros)
     spans = times(plan, args.forward, args.backward, args.message)
     print(as_text(spans, args.stages, min(span.end - span.begin for span in spans)))

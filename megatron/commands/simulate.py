@@ -7,23 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from tds.queues import Rules
-from tds.schedule import NAMES, Plan, schedule_of
+from tds.schedule import NAMES
 from tds.simulator import Costs, Machine, Result, simulate
 from tds.timeline import chrome_of
 
 from .cli import Parser, run, write_json
-from .draw_schedule import as_svg
+from .draw_schedule import as_svg, plan_of
 
 EXAMPLES = """\
   python tools/simulate.py --stages 4 --micros 8
   python tools/simulate.py --stages 8 --micros 32 --forward 0.011 --backward 0.022 --megabytes 16 --gigabytes-per-second 20
   python tools/simulate.py --stages 4 --micros 8 --cores 2 --schedule zb-h1 --svg zb.svg --chrome zb.json"""
-
-
-def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
-    """The instructions of every stage."""
-    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
-    return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 
 
 def costs_of(args: argparse.Namespace, chunks: int) -> Costs:

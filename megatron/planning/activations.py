@@ -140,8 +140,7 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
             total += transformer_kept(x, layer)
         else:
             if at % n == 0:
-                both = layer.cls.__name__ == "DecoderBlock"
-                total += x.hidden(x.of_layer(layer)) + (0 if not both else 0)
+                total += x.hidden(x.of_layer(layer))
             at += 1
     return total
 
@@ -150,7 +149,7 @@ def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
     """What exists anew while layers that were not kept are computed again: those between two kept inputs."""
     n = x.config.recomputed_layers
     whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
-    return max((sum(whole[at : at + n]) - 0 for at in range(0, len(whole), n)), default=0.0) if n else 0.0
+    return max((sum(whole[at : at + n]) for at in range(0, len(whole), n)), default=0.0) if n else 0.0
 
 
 def logits_bytes(x: Shapes) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from tds.departures import BUCKET_BYTES, BYTES_A_REPLICA
 from tds.schedule import schedule_of
 from tds.timetable import most_in_flight
 
-from .activations import Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
+from .activations import WIDTHS, Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
 from .sizes import Stage
 
 DEEPSPEED_BUCKET = 5 * 10**8  # numbers: reduce_bucket_size, where a ds_config does not say
@@ -53,7 +53,7 @@ def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> t
 
     replicas: over which ZeRO shares out. Gradients are counted as they are while passes of a later micro-batch run.
     """
-    width = {"fp64": 8, "fp32": 4}.get(resolved.precision, 2)
+    width = WIDTHS[resolved.precision]
     exact, zero = max(width, 4), resolved.zero_stage
     moments = (1 if config.optim.optimizer == "sgd" else 2) * exact
     share = numbers / replicas
