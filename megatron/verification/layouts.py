@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tds.schedule import NAMES
+
 from ..config.fields import ConfigError
 
 WORDS = ("pp", "tp", "dp", "cp", "vpp", "zero", "sp", "schedule")
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def read_layout(text: str) -> Layout:
         value = value.strip()
         if name == "sp" and not value:
             values["sp"] = True
-        elif name == "schedule" and value in SCHEDULES:
+        elif name == "schedule" and value in NAMES:
             values["schedule"] = value
         elif (
             name in ("pp", "tp", "dp", "cp", "vpp", "zero")
@@ -72,7 +73,7 @@ def read_layout(text: str) -> Layout:
         else:
             raise ConfigError(
                 f"layout {text!r}: cannot read {part!r}; a layout is such as 'pp 2, tp 2, dp 2, zero 1', of the words "
-                f"pp, tp, dp, cp, vpp and zero with a number, sp, and schedule with one of {', '.join(SCHEDULES)}"
+                f"pp, tp, dp, cp, vpp and zero with a number, sp, and schedule with one of {', '.join(NAMES)}"
             )
     if values.get("vpp", 1) != 1:
         values.setdefault("schedule", "interleaved")

@@ -176,3 +176,19 @@ def test_published_runs_are_predicted() -> None:
     narayanan = [each for each in found if each.row.source == published.NARAYANAN]
     assert len(narayanan) == 10 and published.median_error(narayanan) < 0.15
     assert all(math.isfinite(each.error) for each in found)
+
+
+def test_written_settings_are_those_that_were_planned() -> None:
+    """Llama's script unties tables by itself, and a preset that ties them must say so."""
+    import json
+
+    from megatron.config.command_line import parse
+    from megatron.config.defaults import DEFAULTS
+    from megatron.planning.scripts import _settings
+
+    planned = parse(
+        ["--config", str(ROOT / "configs/models/llama_1b.json"), "--hidden-dropout", "0.1"], DEFAULTS["llama"]
+    )
+    assert planned.model.tie_embeddings
+    written = json.loads(_settings(planned, None))["model"]
+    assert (written["tie_embeddings"], written["hidden_dropout"]) == (True, 0.1)
