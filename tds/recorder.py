@@ -5,6 +5,7 @@ first is told by torch's flight recorder, the second by an event after each inst
 """
 
 import os
+import time
 from collections import deque
 from typing import Any
 
@@ -15,6 +16,7 @@ from ._torch import recorded_collectives
 ENTRIES = "2000"  # of the flight recorder: several steps
 REMEMBERED = 1024  # instructions
 SHOWN = 4  # collectives
+MARKED_LATE = 0.5  # seconds: the thread that marks a collective as ended may do so after the caller goes on
 
 
 def record_collectives() -> None:
@@ -25,8 +27,14 @@ def record_collectives() -> None:
 
 def not_ended() -> list[str]:
     """The collectives that this rank has begun and that have not ended, the oldest first, in words."""
-    begun = [each for each in recorded_collectives() if not each.get("retired") and each.get("state") != "completed"]
+    deadline = time.monotonic() + MARKED_LATE
+    while (begun := _begun()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return [_words(each) for each in begun[:SHOWN]] + ([f"and {len(begun) - SHOWN} more"] if len(begun) > SHOWN else [])
+
+
+def _begun() -> list[dict[str, Any]]:
+    return [each for each in recorded_collectives() if not each.get("retired") and each.get("state") != "completed"]
 
 
 def _words(entry: dict[str, Any]) -> str:

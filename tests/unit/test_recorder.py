@@ -75,6 +75,12 @@ def test_collectives_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not_ended() == ["nccl:send 0->1 number 7 of the group data (bfloat16 [2, 4])"]
 
 
+def test_one_that_is_marked_as_ended_a_moment_later_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([[{"profiling_name": "gloo:barrier"}], [{"profiling_name": "gloo:barrier", "retired": True}]])
+    monkeypatch.setattr(recorder, "recorded_collectives", lambda: next(looks))
+    assert not_ended() == []
+
+
 def test_each_recorder_of_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL has one of its own; one that fails does not hide the other."""
 
