@@ -55,8 +55,11 @@ def ours(flags: str) -> Ours:
                 places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
                 if not config.is_t5:
                     *inputs, targets = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (*inputs, targets))
+                nothing = no_documents(targets.device)
                 if config.parallel.pipe_parallel_size:
-                    inputs = (*inputs, places, no_documents(targets.device))
+                    inputs = (
+                        (inputs[0], inputs[1].int(), nothing, nothing) if config.is_t5 else (*inputs, places, nothing)
+                    )
                 self.made = inputs, (targets, torch.ones_like(targets))
             return self.made
 

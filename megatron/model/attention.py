@@ -156,6 +156,7 @@ class Attention(nn.Module):
         if isinstance(mask, Views):
             return self._over_contexts(query, key, value, mask, p)
         if isinstance(mask, Documents):
+            mask.refuse_others(query, key)
             found = self._document_by_document(query, key, value, mask, bias, p) if self.by_document else None
             if found is not None:
                 return found

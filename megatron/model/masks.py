@@ -29,6 +29,16 @@ class Documents(NamedTuple):
         assert found is not None
         return found
 
+    def refuse_others(self, query: Tensor, key: Tensor) -> None:
+        """Raises ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has an id: what has none would never be computed."""
+        of_key = self.queries if self.keys is None else self.keys
+        for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
+            if tuple(ids.shape) != (tokens.shape[0], tokens.shape[2]):
+                raise ValueError(
+                    f"document ids {list(ids.shape)} do not fit {name} of {tokens.shape[0]} samples of {tokens.shape[2]} tokens: "
+                    "give an id for each token, or an empty tensor for one document without padding"
+                )
+
 
 def within(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
     """Document ids [b, q] and [b, k] as `document_mask` takes them; None where every query looks everywhere. Raises its errors."""

@@ -33,8 +33,14 @@ DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(encoder tokens [b, k], decoder tokens [b, q], documents, documents) -> (hidden [k, b, h], the others)."""
+    """(encoder tokens [b, k], decoder tokens [b, q], documents, documents) -> (hidden [k, b, h], the others).
+
+    Raises ValueError for documents of one of both only.
+    """
     tokens, *rest = inputs
+    of_encoder, of_decoder = rest[1:]
+    if bool(of_encoder.numel()) != bool(of_decoder.numel()):
+        raise ValueError("give the document ids of both encoder and decoder tokens, or of neither")
     return embedding.word_embeddings(tokens.t()), *rest
 
 
@@ -222,8 +228,6 @@ class T5Model(LayerStack):
         none = no_documents(encoder_tokens.device)
         encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids
         decoder_document_ids = none if decoder_document_ids is None else decoder_document_ids
-        if bool(encoder_document_ids.numel()) != bool(decoder_document_ids.numel()):
-            raise ValueError("give the document ids of both encoder and decoder tokens, or of neither")
         logits: Any = self.run(
             (encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids)
         )  # [q, b, v/t]

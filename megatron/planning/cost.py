@@ -32,7 +32,7 @@ class Efficiency:
     step_seconds: of a step, whatever its size.
     """
 
-    product: float = 0.72
+    product: float = 0.75
     narrow: float = 220.0
     attention: float = 0.40
     memory: float = 0.80

@@ -185,3 +185,16 @@ def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> 
     flags = f"{FAMILIES[family]} --hidden-dropout {dropout} --attention-dropout {dropout}"
     ours, theirs = _learns(f"{flags} {more}"), _learns(f"{flags} --unfused document-attention biased-attention")
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 7)])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
+    """Rows that no document covers would keep whatever memory held."""
+    config = parse(
+        f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 32".split()
+    )
+    tokens, ids = torch.ones(2, 6, dtype=torch.int64), torch.ones(shape, dtype=torch.int64)
+    model: Any = GPT2Model(config) if family == "gpt2" else T5Model(config)
+    with pytest.raises(ValueError, match="document ids .* do not fit"):
+        model(tokens, None, ids) if family == "gpt2" else model(tokens, tokens, ids, torch.ones_like(tokens))
