@@ -132,7 +132,9 @@ class Tree:
             rows = [f"- [{each.name}]({os.path.relpath(self._shown(each), Path(name).parent)})" for each in inside]
             self._put(name, head + "\n".join(rows) + "\n")
         else:
-            self._put(name, f"{head}````` {LEXERS.get(file.suffix, 'text')}\n{file.read_text(encoding='utf-8')}\n`````\n")
+            self._put(
+                name, f"{head}````` {LEXERS.get(file.suffix, 'text')}\n{file.read_text(encoding='utf-8')}\n`````\n"
+            )
         return name
 
     def settings(self, site: Path) -> dict[str, object]:
