@@ -11,7 +11,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"gpt2": ("README.md", "README_zh.md"), "t5": ("docs/t5.md", "docs/t5_zh.md"), "llama": ("docs/llama.md", "docs/llama_zh.md")}  # fmt: skip
 # Lines that are shown; what stands between two of them is "...". From the summary on all are.
-SHOWN = (r"documents, .* tokens ->", r"ranks on ", r"million parameters", r"\b10/\d+", r"\b50 .*valid", r"\b(\d+)/\1\b", r"\b[35]00 .*valid")
+SHOWN = (
+    r"documents, .* tokens ->",
+    r"ranks on ",
+    r"million parameters",
+    r"\b10/\d+",
+    r"\b50 .*valid",
+    r"\b(\d+)/\1\b",
+    r"\b[35]00 .*valid",
+)
 SUMMARY = re.compile(r"iterations {2,}\d+$")
 END = re.compile(r"settings {2,}")  # where the list of files begins
 
