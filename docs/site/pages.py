@@ -26,9 +26,11 @@ CHAPTERS = {
     ],
 }  # fmt: skip
 LANGUAGES = ("en", "zh")
+HOME = ("Home", "首页")
 NAMES = {"README": "index", "corpus/README": "corpus", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "SECURITY": "security"}  # fmt: skip
 LEXERS = {".py": "python", ".json": "json", ".sh": "bash", ".txt": "text", ".md": "markdown", ".yml": "yaml"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+CHINESE_END, CHINESE_BEGIN = re.compile("[\u3000-\u9fff\uff00-\uffef]$"), re.compile("[\u4e00-\u9fff“（]")
 FENCE = re.compile(r"^ *(```+|~~~+)")
 
 
@@ -94,7 +96,18 @@ class Tree:
         for line, prose in outside_fences(text):
             if prose and re.fullmatch(rf"\W*(?:中文|English)?\W*\[[^\]]+\]\({twin.name}\)\W*", line):
                 continue  # the site has a switch for that
-            lines.append(LINK.sub(lambda link: self._link(link, path, name), line) if prose else line)
+            if prose:
+                line = re.sub(rf" ?(?:中文：|English: )\[[^\]]+\]\({twin.name}\)\.?", "", line)
+                line = LINK.sub(lambda link: self._link(link, path, name), line)
+                if (
+                    lines
+                    and CHINESE_END.search(lines[-1])
+                    and CHINESE_BEGIN.match(line)
+                    and not lines[-1].startswith(("#", "|"))
+                ):
+                    lines[-1] += line  # a browser would show the end of a line as a space
+                    continue
+            lines.append(line)
         return "\n".join(lines) + "\n"
 
     def _link(self, link: re.Match[str], path: Path, name: str) -> str:
@@ -145,7 +158,10 @@ class Tree:
             "docs_dir": str(self.folder),
             "site_dir": str(site / "zh" if self.language == "zh" else site),
             "theme": {"language": self.language, "custom_dir": str(ROOT / "docs" / "site" / "theme")},
-            "nav": [{title[here]: [staged(page) for page in pages]} for title, pages in chapters().items()],
+            "nav": [
+                {title[here]: [{HOME[here]: "index.md"} if page == "README" else staged(page) for page in pages]}
+                for title, pages in chapters().items()
+            ],
         }
 
 

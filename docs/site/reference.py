@@ -209,12 +209,13 @@ def _definition(thing: Any) -> ast.ClassDef | ast.FunctionDef:
 
 def _entry(name: str, thing: Any) -> str:
     """A public name: how it is called, what it says of itself, its methods."""
+    title = name.removeprefix("megatron.")
     if not inspect.isclass(thing) and not inspect.isfunction(thing):
         about = _prose(inspect.getdoc(thing)) if inspect.ismodule(thing) else code(name)
-        return f"### {name}\n\n{about}\n"
+        return f"### {title}\n\n{about}\n"
     node, short = _definition(thing), name.rpartition(".")[2]
     if isinstance(node, ast.FunctionDef):
-        return f"### {name}\n\n```python\n{_signature(node, short)}\n```\n\n{_prose(ast.get_docstring(node))}\n"
+        return f"### {title}\n\n```python\n{_signature(node, short)}\n```\n\n{_prose(ast.get_docstring(node))}\n"
     functions = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
     fields = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
     head = short
@@ -222,7 +223,7 @@ def _entry(name: str, thing: Any) -> str:
         head = _signature(functions["__init__"], short).removesuffix(" -> None")
     elif fields:
         head = f"{short}(\n" + textwrap.indent(",\n".join(fields), "    ") + ",\n)"
-    out = [f"### {name}\n\n```python\n{head}\n```\n\n{_prose(ast.get_docstring(node))}\n"]
+    out = [f"### {title}\n\n```python\n{head}\n```\n\n{_prose(ast.get_docstring(node))}\n"]
     for method, each in functions.items():
         if not method.startswith("_") and (doc := ast.get_docstring(each)):
             out.append(f"```python\n{_signature(each, f'{short}.{method}')}\n```\n\n{_prose(doc)}\n")
