@@ -158,6 +158,12 @@ class Tree:
             "docs_dir": str(self.folder),
             "site_dir": str(site / "zh" if self.language == "zh" else site),
             "theme": {"language": self.language, "custom_dir": str(ROOT / "docs" / "site" / "theme")},
+            "extra": {
+                "alternate": [
+                    {"name": "English", "link": ("./", "../")[here], "lang": "en"},
+                    {"name": "中文", "link": ("./zh/", "./")[here], "lang": "zh"},
+                ]
+            },
             "nav": [
                 {title[here]: [{HOME[here]: "index.md"} if page == "README" else staged(page) for page in pages]}
                 for title, pages in chapters().items()
