@@ -75,7 +75,12 @@ def test_every_page_with_commands_is_run() -> None:
 
 def test_the_commands_run(tmp_path: Path) -> None:
     """Every block marked `bash` of the front page and the first pages, but into a folder of the test and with a smaller model."""
-    said = [run(block, tmp_path, "default") for block in blocks("README.md")]
+    assert blocks("README.md") == ["bash scripts/run_gpt2.sh\n"]
+    printed = transcript.run(
+        "gpt2", str(tmp_path / "default"), "--exit-interval", "10"
+    )  # of the size that readers have
+    as_the_page_shows_it(printed)
+    said = ["\n".join(printed)]
     for page in SHORT:
         for block in blocks(page):
             if "NODE_RANK" not in block and block not in blocks("README.md"):  # nodes: below, and test_two_nodes.py
@@ -95,18 +100,20 @@ def test_the_commands_run(tmp_path: Path) -> None:
 def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
     """Those of a page in one shell, as a reader has it; they go on with what the first pages have made."""
     for page in (SHORT[0], *LONG):
-        run("\n".join(blocks(page)), tmp_path, "default")
+        run("\n".join(["source .venv/bin/activate", *blocks(page)]), tmp_path, "default")
 
 
-def test_the_transcript_is_what_the_quick_start_prints(tmp_path: Path) -> None:
-    """Its first ten iterations, run as they stand: the same lines but for speed and memory, and the same losses."""
-    page = transcript.on_page("README.md", "gpt2")
+def as_the_page_shows_it(printed: list[str]) -> None:
+    """The first ten iterations: the same lines but for speed and memory, and the same losses."""
+    page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
-    lines = list(transcript.shown(transcript.run("gpt2", str(tmp_path / "run"), "--exit-interval", "10")))
     tenth = next(i for i, line in enumerate(page) if "10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1] if line != "..."] for each in (page, lines)]
     assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it anew"
-    losses = [float(re.search(r"loss (\d+\.\d+)", next(x for x in each if "10/500" in x))[1]) for each in (page, lines)]  # type: ignore[index]
+    losses = [
+        float(re.search(r"loss (\d+\.\d+)", next(x for x in each if "10/500" in x))[1])  # type: ignore[index]
+        for each in (page, lines)
+    ]
     assert abs(losses[0] - losses[1]) < 5e-3  # CPUs round in other ways
 
 
