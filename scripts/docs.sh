@@ -23,5 +23,10 @@ for language in en zh; do # the Chinese pages lie in a folder of the English one
         exit 1
     fi
 done
+# Fonts, scripts and styles are of the site itself.
+if grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//' "$site" --include='*.html'; then
+    echo "docs.sh: these pages fetch something from another host" >&2
+    exit 1
+fi
 echo "docs.sh: $(find "$site" -name '*.html' | wc -l) pages in $site; open $site/index.html"
 if [ "${2:-}" = --serve ]; then exec "$python" -m http.server --bind 127.0.0.1 --directory "$site" 8000; fi
