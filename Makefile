@@ -1,4 +1,4 @@
-.PHONY: check test bench
+.PHONY: check test bench docs
 
 check:  ## style, types and the rules of the house
 	bash scripts/setup.sh dev
@@ -11,3 +11,6 @@ test:  ## everything
 bench:  ## ratios against peers, on this machine; SECTIONS="dp tp" for some of them
 	bash scripts/setup.sh dev
 	.venv/bin/python benchmarks/suite.py --sections $(SECTIONS)
+
+docs:  ## all pages as a site in both languages: site/index.html
+	bash scripts/docs.sh

@@ -1,61 +1,91 @@
-"""What the READMEs say runs, and what they point to exists."""
+"""What the README and the other pages say runs, line for line, and the transcripts are of what the scripts print."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, command
+from docs.site import transcript
+from tests.support import FULL, ROOT, command
 
 READMES = ("README.md", "README_zh.md")
 # A few iterations of a model that is smaller still, so that the commands take seconds.
 SMALL = {"TRAIN_ITERS": "4", "NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "2", "SEQ_LENGTH": "32", "VOCAB_SIZE": "3000"}
+# Pages whose blocks marked `bash` are run in this order, into one folder; of llama.md by test_pretrain_llama.py.
+SHORT = ("docs/start.md", "docs/t5.md")
+LONG = (
+    "docs/layouts.md",
+    "docs/checkpoints.md",
+    "docs/own_model.md",
+    "docs/planning.md",
+    "docs/reliability.md",
+    "docs/scaling.md",
+)
 
 
-def blocks(readme: str, language: str) -> list[str]:
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+def blocks(page: str, language: str = "bash") -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def run(script: str, folder: Path, name: str) -> str:
+    """What it prints, with runs/ in `folder`; a script that names no run directory gets one."""
+    script = script.replace("runs/", f"{folder}/")
+    if "RUN_DIR=" not in script:
+        script = f"export RUN_DIR={folder}/{name}\n{script}"
+    done = command("bash", "-euc", script, env=SMALL, timeout=600)
+    assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
 
 
 @pytest.mark.parametrize("readme", READMES)
 def test_the_first_command_stands_at_the_top(readme: str) -> None:
     lines = (ROOT / readme).read_text(encoding="utf-8").splitlines()
-    assert "bash scripts/run_gpt2.sh" in lines[:30]
-    assert "bash scripts/run_t5.sh" in lines
+    assert "bash scripts/run_gpt2.sh" in lines[:15]
+    assert len(lines) <= 130, "a front page: what is longer has a page of its own"
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_links_lead_somewhere(readme: str) -> None:
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)#]+)", text) if not t.startswith("http")]
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
-
-
-def test_both_languages_show_the_same_commands_and_numbers() -> None:
-    for language in ("bash", "console"):
-        ours, theirs = ([re.sub(r" *#.*", "", block) for block in blocks(readme, language)] for readme in READMES)
-        assert ours == theirs
+@pytest.mark.parametrize("pages", [READMES, ("docs/layouts.md", "docs/layouts_zh.md")], ids=lambda pages: pages[0])
+def test_both_languages_show_the_same_numbers(pages: tuple[str, str]) -> None:
     tables = [
-        re.findall(r"^\|.*\d\.\d{6}.*\|$", (ROOT / r).read_text(encoding="utf-8"), flags=re.MULTILINE) for r in READMES
+        re.findall(r"^\|.*\d\.\d{6}.*\|$", (ROOT / p).read_text(encoding="utf-8"), flags=re.MULTILINE) for p in pages
     ]
     numbers = [[re.findall(r"\d\.\d{6}", row) for row in table] for table in tables]
     assert numbers[0] == numbers[1]
-    assert len(numbers[0]) == 30
+    assert len(numbers[0]) == (5 if pages is READMES else 30)
+
+
+def test_the_front_page_shows_rows_of_the_whole_table() -> None:
+    whole = {row.split(" | ")[0]: row for row in (ROOT / "docs/layouts.md").read_text(encoding="utf-8").splitlines()}
+    rows = [
+        row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if re.search(r"\d\.\d{6}", row)
+    ]
+    for row in rows:
+        assert set(re.findall(r"\d\.\d{6}", row)) <= set(re.findall(r"\d\.\d{6}", whole[row.split(" | ")[0]])), row
+
+
+def test_every_page_with_commands_is_run() -> None:
+    run_here = {"README.md", "docs/llama.md", *SHORT, *LONG}
+    pages = {
+        str(path.relative_to(ROOT))
+        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    }
+    assert {page for page in pages if blocks(page) and not page.endswith("_zh.md")} == run_here
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
-    """Every block marked `bash`, line for line, but into a folder of the test and with a smaller model."""
-    said = []
-    for block in blocks("README.md", "bash"):
-        script = block.replace("runs/", f"{tmp_path}/")
-        if "RUN_DIR=" not in script:
-            name = "t5" if "run_t5" in script else "default"
-            script = f"export RUN_DIR={tmp_path}/{name}\n{script}"
-        done = command("bash", "-euc", script, env=SMALL)
-        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        said.append(done.stdout)
-    assert all("unigram entropy" in text for text in said[:2])
+    """Every block marked `bash` of the front page and the first pages, but into a folder of the test and with a smaller model."""
+    assert blocks("README.md") == ["bash scripts/run_gpt2.sh\n"]
+    printed = transcript.run(
+        "gpt2", str(tmp_path / "default"), "--exit-interval", "10"
+    )  # of the size that readers have
+    as_the_page_shows_it(printed)
+    said = ["\n".join(printed)]
+    for page in SHORT:
+        for block in blocks(page):
+            if "NODE_RANK" not in block and block not in blocks("README.md"):  # nodes: below, and test_two_nodes.py
+                said.append(run(block, tmp_path, Path(page).stem))
+    assert all("unigram entropy" in text for text in said)
     other = command(
         "bash", "scripts/run_gpt2.sh", env={**SMALL, "RUN_DIR": f"{tmp_path}/default", "CORPUS": "README.md"}
     )
@@ -63,6 +93,44 @@ def test_the_commands_run(tmp_path: Path) -> None:
     assert "holds a run on corpus/sample.jsonl, not on README.md" in other.stderr
     assert '"lr": 0.001' in (tmp_path / "mine" / "config.json").read_text()
     assert '"train_iters": 5' in (tmp_path / "mine" / "config.json").read_text()
+
+
+@FULL
+@pytest.mark.timeout(1800)
+def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
+    """Those of a page in one shell, as a reader has it; they go on with what the first pages have made."""
+    for page in (SHORT[0], *LONG):
+        run("\n".join(["source .venv/bin/activate", *blocks(page)]), tmp_path, "default")
+
+
+def as_the_page_shows_it(printed: list[str]) -> None:
+    """The first ten iterations: the same lines but for speed and memory, and the same losses."""
+    page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
+    assert page == transcript.on_page("README_zh.md", "gpt2")
+    tenth = next(i for i, line in enumerate(page) if "10/500" in line)
+    shapes = [[transcript.shape(line) for line in each[: tenth + 1] if line != "..."] for each in (page, lines)]
+    assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it anew"
+    losses = [
+        float(re.search(r"loss (\d+\.\d+)", next(x for x in each if "10/500" in x))[1])  # type: ignore[index]
+        for each in (page, lines)
+    ]
+    assert abs(losses[0] - losses[1]) < 5e-3  # CPUs round in other ways
+
+
+@FULL
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", list(transcript.PAGES))
+def test_the_whole_transcript_is_what_the_script_prints(name: str, tmp_path: Path) -> None:
+    """Until the end; over hundreds of steps what CPUs round otherwise grows to some hundredths of a nat."""
+    page, printed = (
+        transcript.on_page(transcript.PAGES[name][0], name),
+        list(transcript.shown(transcript.run(name, str(tmp_path / "run")))),
+    )
+    facts = [{line[:34].strip(): line[34:] for line in each if "nats/token" in line} for each in (page, printed)]
+    assert facts[0].keys() == facts[1].keys() and facts[0]
+    for fact, said in facts[0].items():
+        numbers = [[float(x) for x in re.findall(r"\d+\.\d{3}", each)] for each in (said, facts[1][fact])]
+        assert all(abs(a - b) < 0.15 for a, b in zip(*numbers, strict=True)), fact
 
 
 def test_the_script_refuses_a_wrong_python_in_one_sentence(tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+"""The pages of the documentation laid out for MkDocs: a tree for each language, links of a checkout turned into links of a site.
+
+`python -m docs.site.pages FOLDER SITE` writes FOLDER/en and FOLDER/zh, and a settings file of MkDocs for each; scripts/docs.sh
+builds SITE of them. Nothing but Python is needed here. A link to a file that is no page leads to a page that shows the file.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# In the order of the menu. A page of docs/ that is not named here comes under "Running".
+CHAPTERS = {
+    ("Start", "入门"): ["README", "docs/start", "docs/layouts", "docs/faq", "docs/glossary", "docs/migration"],
+    ("Models and data", "模型与数据"): [
+        "docs/own_model", "docs/llama", "docs/t5", "docs/data", "docs/objectives", "corpus/README",
+    ],
+    ("Running", "运行"): ["docs/launching", "docs/checkpoints", "docs/reliability", "docs/scaling", "docs/planning"],
+    ("Inside", "内部"): ["docs/design", "docs/tds", "docs/benchmarks", "CONTRIBUTING", "CHANGELOG", "SECURITY"],
+    ("Reference", "参考"): [
+        "docs/reference/flags", "docs/reference/ds_config", "docs/reference/tools", "docs/reference/api",
+    ],
+}  # fmt: skip
+LANGUAGES = ("en", "zh")
+HOME = ("Home", "首页")
+NAMES = {"README": "index", "corpus/README": "corpus", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "SECURITY": "security"}  # fmt: skip
+LEXERS = {".py": "python", ".json": "json", ".sh": "bash", ".txt": "text", ".md": "markdown", ".yml": "yaml"}
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+CHINESE_END, CHINESE_BEGIN = re.compile("[\u3000-\u9fff\uff00-\uffef]$"), re.compile("[\u4e00-\u9fff“（]")
+FENCE = re.compile(r"^ *(```+|~~~+)")
+
+
+def chapters() -> dict[tuple[str, str], list[str]]:
+    """Pages by chapter, each as its path without `.md` and without `_zh`, those that nobody has put into a chapter included."""
+    named = {page for pages in CHAPTERS.values() for page in pages}
+    there = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md") if not path.stem.endswith("_zh")}
+    found = {
+        title: [page for page in pages if (ROOT / f"{page}.md").exists()]
+        + (sorted(there - named) if title[0] == "Running" else [])
+        for title, pages in CHAPTERS.items()
+    }
+    return {title: pages for title, pages in found.items() if pages}
+
+
+def source_of(page: str, language: str) -> Path:
+    """The file of a page, in English where there is none in this language."""
+    translated = ROOT / f"{page}_zh.md"
+    return translated if language == "zh" and translated.exists() else ROOT / f"{page}.md"
+
+
+def staged(page: str) -> str:
+    """Where a page lies in the tree of its language."""
+    return NAMES.get(page, page.removeprefix("docs/")) + ".md"
+
+
+def outside_fences(text: str) -> Iterator[tuple[str, bool]]:
+    """Each line with whether it is prose, not code."""
+    fence = ""
+    for line in text.splitlines():
+        mark = FENCE.match(line)
+        inside = bool(fence)
+        if mark and not fence:
+            fence = mark[1]
+        elif mark and mark[1].startswith(fence):
+            fence = ""
+        yield line, not (inside or mark)
+
+
+class Tree:
+    """One language of the site, while it is laid out in `folder`."""
+
+    def __init__(self, folder: Path, language: str) -> None:
+        self.folder, self.language = folder, language
+        self.pages = [page for pages in chapters().values() for page in pages]
+        self.by_path = {ROOT / f"{page}{end}.md": (page, lang) for page in self.pages for end, lang in (("", "en"), ("_zh", "zh"))}  # fmt: skip
+        self.shown: set[Path] = set()  # files that are no pages and have been shown
+
+    def write(self) -> None:
+        """All pages, and what they lead to."""
+        for page in self.pages:
+            path = source_of(page, self.language)
+            self._put(staged(page), self._page(path.read_text(encoding="utf-8"), path, staged(page)))
+
+    def _put(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def _page(self, text: str, path: Path, name: str) -> str:
+        twin = path.with_name(path.name.replace("_zh.md", ".md") if self.language == "zh" else f"{path.stem}_zh.md")
+        lines = []
+        for line, prose in outside_fences(text):
+            if prose and re.fullmatch(rf"\W*(?:中文|English)?\W*\[[^\]]+\]\({twin.name}\)\W*", line):
+                continue  # the site has a switch for that
+            if prose:
+                line = re.sub(rf" ?(?:中文：|English: )\[[^\]]+\]\({twin.name}\)\.?", "", line)
+                line = LINK.sub(lambda link: self._link(link, path, name), line)
+                if (
+                    lines
+                    and CHINESE_END.search(lines[-1])
+                    and CHINESE_BEGIN.match(line)
+                    and not lines[-1].startswith(("#", "|"))
+                ):
+                    lines[-1] += line  # a browser would show the end of a line as a space
+                    continue
+            lines.append(line)
+        return "\n".join(lines) + "\n"
+
+    def _link(self, link: re.Match[str], path: Path, name: str) -> str:
+        image, words, target = link.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return link[0]
+        where, _, anchor = target.partition("#")
+        file = Path(os.path.normpath(path.parent / where))
+        anchor = f"#{anchor}" if anchor else ""
+        if file in self.by_path:
+            page, language = self.by_path[file]
+            if language != self.language and source_of(page, self.language) != file:
+                up = "../" * name.count("/")
+                there = staged(page).removesuffix(".md") + ".html"
+                return f'<a href="{up}{"../" if self.language == "zh" else "zh/"}{there}{anchor}">{words}</a>'
+            new = staged(page)
+        elif image or file.suffix in (".png", ".svg", ".html"):
+            new = f"images/{file.name}"
+            (self.folder / "images").mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, self.folder / new)
+        else:
+            new = self._shown(file)
+        return f"{image}[{words}]({os.path.relpath(new, Path(name).parent)}{anchor})"
+
+    def _shown(self, file: Path) -> str:
+        """The page that shows a file, or what a folder holds."""
+        relative = file.relative_to(ROOT)
+        name = f"source/{relative}.md"
+        if file in self.shown:
+            return name
+        self.shown.add(file)
+        head = f"---\nsearch:\n  exclude: true\n---\n\n# {relative}\n\n"
+        if file.is_dir():
+            inside = [each for each in sorted(file.iterdir()) if each.is_file() and each.suffix in LEXERS]
+            rows = [f"- [{each.name}]({os.path.relpath(self._shown(each), Path(name).parent)})" for each in inside]
+            self._put(name, head + "\n".join(rows) + "\n")
+        else:
+            self._put(
+                name, f"{head}````` {LEXERS.get(file.suffix, 'text')}\n{file.read_text(encoding='utf-8')}\n`````\n"
+            )
+        return name
+
+    def settings(self, site: Path) -> dict[str, object]:
+        """What MkDocs is to know beside mkdocs.yml; JSON is YAML."""
+        here = LANGUAGES.index(self.language)
+        return {
+            "INHERIT": str(ROOT / "docs" / "site" / "mkdocs.yml"),
+            "docs_dir": str(self.folder),
+            "site_dir": str(site / "zh" if self.language == "zh" else site),
+            "theme": {"language": self.language, "custom_dir": str(ROOT / "docs" / "site" / "theme")},
+            "extra": {
+                "alternate": [
+                    {"name": "English", "link": ("./", "../")[here], "lang": "en"},
+                    {"name": "中文", "link": ("./zh/", "./")[here], "lang": "zh"},
+                ]
+            },
+            "nav": [
+                {title[here]: [{HOME[here]: "index.md"} if page == "README" else staged(page) for page in pages]}
+                for title, pages in chapters().items()
+            ],
+        }
+
+
+def main(folder: Path, site: Path) -> None:
+    """Lay out both languages in `folder`."""
+    for language in LANGUAGES:
+        tree = Tree(folder / language, language)
+        shutil.rmtree(tree.folder, ignore_errors=True)
+        tree.write()
+        shutil.copytree(ROOT / "docs" / "site" / "assets", tree.folder / "assets")
+        (folder / f"{language}.yml").write_text(json.dumps(tree.settings(site), ensure_ascii=False, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve())

@@ -1,0 +1,78 @@
+"""What the quick starts print, as the pages show it: `python -m docs.site.transcript gpt2 t5` runs them and writes it there (15 minutes)."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"gpt2": ("README.md", "README_zh.md"), "t5": ("docs/t5.md", "docs/t5_zh.md"), "llama": ("docs/llama.md", "docs/llama_zh.md")}  # fmt: skip
+# Lines that are shown; what stands between two of them is "...". From the summary on all are.
+SHOWN = (
+    r"documents, .* tokens ->",
+    r"ranks on ",
+    r"million parameters",
+    r"\b10/\d+",
+    r"\b50 .*valid",
+    r"\b(\d+)/\1\b",
+    r"\b[35]00 .*valid",
+)
+SUMMARY = re.compile(r"iterations {2,}\d+$")
+END = re.compile(r"settings {2,}")  # where the list of files begins
+
+
+def run(name: str, folder: str, *flags: str) -> list[str]:
+    """The lines that scripts/run_NAME.sh prints, run into `folder` but written as if that were runs/NAME."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RUN_DIR": folder}
+    done = subprocess.run(["bash", f"scripts/run_{name}.sh", *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False)  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return done.stdout.replace(folder, f"runs/{name}").splitlines()
+
+
+def shown(lines: Sequence[str]) -> Iterator[str]:
+    """Those that a page has."""
+    gap, whole = False, False
+    for line in lines:
+        whole = (whole or bool(SUMMARY.match(line))) and not END.match(line)
+        if whole or any(re.search(pattern, line) for pattern in SHOWN):
+            if gap:
+                yield "" if whole else "..."
+            gap = False
+            yield line.rstrip()
+        else:
+            gap = True
+
+
+def shape(line: str) -> str:
+    """A line without its numbers."""
+    return re.sub(r"[\d.,:+-]+(?:e-?\d+)?", "0", re.sub(r" +", " ", line))
+
+
+def on_page(page: str, name: str) -> list[str]:
+    """The transcript that a page shows."""
+    return _block(name).search((ROOT / page).read_text(encoding="utf-8"))[2].splitlines()  # type: ignore[index]
+
+
+def _block(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- transcript of run_{name}\.sh[^\n]*\n+```\n)(.*?)(?=^```)", re.DOTALL | re.MULTILINE)
+
+
+def main(names: Sequence[str]) -> None:
+    """Run each and write what it prints into its pages."""
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            text = "\n".join(shown(run(name, folder))).strip() + "\n"
+        for page in PAGES[name]:
+            path = ROOT / page
+            new, found = _block(name).subn(lambda match, text=text: match[1] + text, path.read_text(encoding="utf-8"))  # type: ignore[misc]
+            if not found:
+                raise ValueError(f"{page} has no transcript of run_{name}.sh")
+            path.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(PAGES))

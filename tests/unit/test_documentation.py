@@ -1,0 +1,172 @@
+"""The pages: links lead somewhere, both languages say the same, words do not drift, and what is taken from the code is that of the code."""
+
+import ast
+import re
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from docs.site import pages, reference
+from tests.support import ROOT
+
+ENGLISH = sorted(ROOT / f"{page}.md" for all_pages in pages.chapters().values() for page in all_pages)
+ALONE = {"CHANGELOG.md", "SECURITY.md", "corpus/README.md"}  # what is not there in Chinese
+PAIRS = [path for path in ENGLISH if str(path.relative_to(ROOT)) not in ALONE]
+EVERY = [*ENGLISH, *(path.with_name(f"{path.stem}_zh.md") for path in PAIRS)]
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", text(path), flags=re.DOTALL | re.MULTILINE)
+
+
+def headings(path: Path) -> list[str]:
+    return [line for line, prose in pages.outside_fences(text(path)) if prose and line.startswith("#")]
+
+
+def anchors(path: Path) -> set[str]:
+    """Those that GitHub and the site make of headings."""
+    found: set[str] = set()
+    for line in headings(path):
+        words = re.sub(r"[^\w\- ]", "", line.lstrip("# ").strip().lower()).replace(" ", "-")
+        found.add(words if words not in found else f"{words}-1")
+    return found
+
+
+@pytest.mark.parametrize("path", EVERY, ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for line, prose in pages.outside_fences(text(path)):
+        for _, _, target in pages.LINK.findall(re.sub(r"`[^`]*`", "", line)) if prose else ():
+            if re.match(r"[a-z]+:", target):
+                continue
+            where, _, anchor = target.partition("#")
+            file = (path.parent / where).resolve() if where else path
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=name)
+def test_both_languages_have_the_same_commands_and_headings(path: Path) -> None:
+    other = path.with_name(f"{path.stem}_zh.md")
+    for languages in (("bash",), ("console",), ("text",)):
+        ours, theirs = ([re.sub(r" *#.*", "", b) for b in blocks(p, *languages)] for p in (path, other))
+        assert ours == theirs
+    levels = [[line.split()[0] for line in headings(p)] for p in (path, other)]
+    assert levels[0] == levels[1]
+    rows = [len(re.findall(r"^ *\|", text(p), flags=re.MULTILINE)) for p in (path, other)]
+    if path.parent != reference.FOLDER and path.stem != "migration":  # whose Chinese tables are shorter
+        assert rows[0] == rows[1], "tables of another number of rows"
+
+
+def refused() -> list[str]:
+    """The words that the Chinese glossary says are not used."""
+    table = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]*) \| [^|]+ \|$", text(ROOT / "docs" / "glossary_zh.md"), flags=re.MULTILINE)  # fmt: skip
+    return [word for cell in table for word in cell.strip().split("、") if word not in ("", "不用", "---")]
+
+
+def drifting(content: str) -> list[str]:
+    """Refused words in Chinese prose: not in code, in addresses, or in cells and lines that are English."""
+    found = []
+    for line, prose in pages.outside_fences(content):
+        for cell in re.split(r"\|", re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)) if prose else ():
+            if CHINESE.search(cell):
+                for word in refused():
+                    own = rf"(?<![\w/.-]){word}s?(?![\w/.-])" if word.isascii() else word
+                    found += [f"{word}: {cell.strip()}"] if re.search(own, cell, flags=re.ASCII) else []
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in EVERY if p.stem.endswith("_zh")], ids=name)
+def test_words_do_not_drift(path: Path) -> None:
+    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # where words of the code stand
+        assert drifting(text(path)) == []
+
+
+def test_a_refused_word_is_found() -> None:
+    assert len(refused()) > 20
+    assert len(drifting("各 rank 比较散列。\n\n`rank` 在代码里\n\n| ranks | 每个 token |\n")) == 3
+
+
+def test_the_reference_is_that_of_the_code() -> None:
+    if version("deepspeed") != re.search(r"deepspeed==(\S+)", text(ROOT / "requirements.txt"))[1]:  # type: ignore[index]
+        pytest.skip("its keys are those of the DeepSpeed of requirements.txt")
+    stale = [name(path) for path, made in reference.pages().items() if path.read_text(encoding="utf-8") != made]
+    assert stale == [], "python -m docs.site.reference writes them"
+
+
+@cache
+def sentences() -> list[str]:
+    """Words of the code that could be of an error: parts of its strings between what is put into them, with one space."""
+    found = set()
+    for package in ("megatron", "tds", "data_utils"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value.strip(" (;:,"))
+    for path in (ROOT / "scripts").glob("*.sh"):
+        found |= {part.strip() for part in re.split(r"\$\{?\w+\}?|\"|\{[^}]*\}", path.read_text(encoding="utf-8"))}
+    return sorted((each for each in found if 6 <= len(each) <= 300), key=len, reverse=True)
+
+
+def test_errors_of_the_faq_are_those_of_the_code() -> None:
+    shown = blocks(ROOT / "docs" / "faq.md", "text")
+    assert len(shown) >= 20
+    for error in shown:
+        rest = error.strip().partition(": ")[2]
+        for sentence in sentences():
+            rest = rest.replace(sentence, "")
+        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # besides numbers and names
+        assert not words, f"nothing in the code says this any more: {rest}"
+
+
+def test_console_commands_have_flags_that_there_are() -> None:
+    """Blocks that need a GPU, several machines or files of a user are not run; their flags are looked at."""
+    from megatron.config.command_line import build_parser
+
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    tools = text(reference.FOLDER / "tools.md")
+    variables = {line.split()[0] for line in text(ROOT / "scripts" / "variables.txt").splitlines()}
+    for path in PAIRS:
+        for line in "\n".join(blocks(path, "console")).replace("\\\n", " ").splitlines():
+            for variable in (
+                re.findall(r"(?:^| )([A-Z_]+)=", line.split("bash scripts/run_")[0]) if "scripts/run_" in line else ()
+            ):
+                assert variable in variables, line
+            script = re.search(r"(?:pretrain_\w+\.py|run_\w+\.sh)(.*)", line.split("#")[0])
+            for flag in re.findall(r"(--[a-z][\w-]*)", script[1]) if script and "launch.py" not in line else ():
+                assert flag in known, line
+            tool = re.match(r"python tools/(\w+)\.py(.*)", line.split(" #")[0])
+            if tool and tool[1] != "launch":
+                own = re.search(rf"^## tools/{tool[1]}\.py$(.*?)(?=^## |\Z)", tools, flags=re.MULTILINE | re.DOTALL)
+                assert own, line
+                allowed = set(re.findall(r"`(--[\w-]+)`", own[1])) | (
+                    known if tool[1] in ("doctor", "plan", "verify_layout") else set()
+                )
+                for flag in re.findall(r"(?<= )(--[a-z][\w-]*)", tool[2]):
+                    assert flag in allowed | {"--debug", "--help"}, line
+
+
+def test_both_trees_of_the_site_are_whole(tmp_path: Path) -> None:
+    """Laid out without MkDocs: the same pages in both languages, whose links lead to pages and pictures of the tree."""
+    pages.main(tmp_path / "staged", tmp_path / "site")
+    trees = [{p.relative_to(tmp_path / "staged" / lang) for p in (tmp_path / "staged" / lang).rglob("*.md")} for lang in pages.LANGUAGES]  # fmt: skip
+    own = [{p for p in tree if p.parts[0] != "source"} for tree in trees]
+    assert own[0] == own[1] and len(own[0]) >= len(PAIRS)
+    for tree, lang in zip(trees, pages.LANGUAGES, strict=True):
+        for page in tree:
+            file = tmp_path / "staged" / lang / page
+            for line, prose in pages.outside_fences(file.read_text(encoding="utf-8")):
+                for _, _, target in pages.LINK.findall(line) if prose else ():
+                    if not re.match(r"[a-z]+:|#", target):
+                        assert (file.parent / target.partition("#")[0]).exists(), f"{page}: {target}"
