@@ -44,7 +44,7 @@ install_torch() {
         pip "torch==$pin,!=$pin+cpu"
     elif ! try_pip "torch==$pin+cpu"; then # most indexes have the builds for CPUs elsewhere
         case "$(uname -sm)" in
-            "Linux x86_64") echo "setup.sh: this package index has no build of torch for CPUs only: what comes holds CUDA, too, 2.5 GB to download and 5 GB on disk; TORCH_INDEX_URL= names another index" ;;
+            "Linux x86_64") echo "setup.sh: this package index has no build of torch for CPUs only: what comes holds CUDA, too, 2.7 GB to download and 4.7 GB on disk; TORCH_INDEX_URL= names another index" ;;
         esac
         pip "torch==$pin"
     fi
@@ -55,7 +55,7 @@ build_that_fits() {
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         echo "the build of TORCH_INDEX_URL"
     elif has_nvidia; then
-        echo "for the NVIDIA GPU that is here: 2.5 GB to download, 5 GB on disk (TORCH_INDEX_URL= names an index of other builds)"
+        echo "for the NVIDIA GPU that is here: 2.7 GB to download, 4.7 GB on disk (TORCH_INDEX_URL= names an index of other builds)"
     elif [ -e /dev/kfd ]; then
         echo "for CPUs: the AMD GPU that is here needs TORCH_INDEX_URL=, an index of builds for ROCm"
     else
