@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -34,21 +35,18 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
-            known = [each for each in self._known() if each.startswith("--")]
+            known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
             problems = [f"unknown argument {name}{instead(name, known)}" for name in names]
             many = f"{len(problems)} things cannot be taken as they are:"
             self.error(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
         return found
 
-    def _known(self) -> list[str]:
-        """Our flags, those of commands among them."""
-        inner = [
-            parser
-            for action in self._actions
-            if isinstance(action, argparse._SubParsersAction)
-            for parser in action.choices.values()
-        ]
-        return [each for parser in (self, *inner) for action in parser._actions for each in action.option_strings]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Beside what is not known the flags that are, in `usages`: those of a command with those of the tool."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            found.usages = getattr(found, "usages", "") + self.format_usage()
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)

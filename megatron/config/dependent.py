@@ -17,6 +17,7 @@ def _replicas(config: Config, ranks: int) -> int:
 
 
 def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
+    """`total` samples of a global batch, in micro-batches of this --batch-size."""
     each, replicas = config.train.batch_size, _replicas(config, ranks)
     if total < 1 or total % (each * replicas):
         return Refused(f"it must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
@@ -24,6 +25,8 @@ def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
 
 
 def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
+    """How many iterations a number of samples is, for `setting`."""
+
     def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
         batch = config.train_batch_size(ranks)
         if samples < batch:
@@ -43,14 +46,17 @@ def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | 
 
 
 def warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
+    """The share of the decay that so many iterations are."""
     return _share_of_decay(config, rising, config.lr_decay_iters, "iterations")
 
 
 def warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
+    """The share of the decay that so many samples are."""
     return _share_of_decay(config, rising, config.lr_decay_iters * config.train_batch_size(ranks), "samples")
 
 
 def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
+    """Interleaved stretches of `layers` layers each."""
     stages, total = config.parallel.stages, config.model.num_layers
     if layers < 1 or total % (stages * layers) or total == stages * layers:
         return Refused(f"--num-layers {total} must be 2 or more times --pipe-parallel-size {stages} x {layers}")
@@ -58,6 +64,7 @@ def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
 
 
 def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
+    """A file of merges that stands where we look for it, or one that does not."""
     vocab = config.data.vocab_file
     if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
         return NoEffect("it is read where it is, next to --vocab-file")
@@ -71,6 +78,7 @@ def _merges_beside(vocab: Path) -> list[Path]:
 
 
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+    """Gradients added up in fp32, where they are."""
     if config.train.precision in ("fp32", "fp64") or (
         config.train.precision == "bf16" and (config.parallel.zero_stage or 0) <= 1
     ):
@@ -79,22 +87,26 @@ def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
 
 
 def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
+    """That of SGD, which is fixed."""
     return NoEffect("it is 0.9 here") if value == 0.9 else Refused("the momentum of --optimizer sgd is 0.9")
 
 
 def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
+    """Groups of queries, unless their number is given."""
     if config.model.num_key_value_heads is not None:
         return NoEffect("--num-key-value-heads says how many there are")
     return Means({"num_key_value_heads": 1}, "one group, as there, where nothing says how many")
 
 
 def norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
+    """Norms of queries and keys, of the kind that we have."""
     if config.model.normalization == "rmsnorm":
         return Means({"qk_norm": True})
     return Refused("norms of queries and keys are RMS norms here, take --normalization rmsnorm for all")
 
 
 def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+    """Nothing, where positions are not learned."""
     kind = config.model.position_embedding
     if kind != "learned":
         return NoEffect(f"--position-embedding {kind} has no learned ones")
@@ -102,6 +114,7 @@ def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refus
 
 
 def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
+    """`N,0` as tokens that a token sees, itself counted."""
     before, _, after = sides.strip("()").replace(" ", "").partition(",")
     if not before.isdigit() or after != "0":
         return Refused("N,0 can be taken: a token sees N others before it and none behind; leave it out for all")

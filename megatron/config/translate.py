@@ -3,6 +3,7 @@
 import argparse
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from .fields import flag
@@ -19,15 +20,19 @@ SAID = {"true": True, "false": False}  # as Hugging Face's scripts take them aft
 class _Keep(argparse.Action):
     """Into the dict `foreign`, by the name of the table."""
 
+    def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.theirs = theirs
+
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        kept, row = getattr(namespace, self.dest, {}), FLAGS[self.option_strings[0]]
+        kept, row = getattr(namespace, self.dest, {}), FLAGS[self.theirs]
         if row.takes in (None, object):
             value = True if values is None else SAID.get(values.lower(), values)
             if row.takes is None and not isinstance(value, bool):
                 parser.error(f"{option_string} takes no value, it was given {values}")
             values = value
         if values is not False:
-            setattr(namespace, self.dest, {**kept, self.option_strings[0]: values})
+            setattr(namespace, self.dest, {**kept, self.theirs: values})
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +46,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             form = {"nargs": "?"}
         elif row.takes is list:
             form = {"nargs": "*"}
-        parser.add_argument(
-            *dict.fromkeys((name, _underlined(name))), action=_Keep, dest="foreign", help=argparse.SUPPRESS, **form
-        )
+        for spelling in dict.fromkeys((name, _underlined(name))):
+            parser.add_argument(
+                spelling, action=partial(_Keep, theirs=name), dest="foreign", help=argparse.SUPPRESS, **form
+            )
 
 
 def _underlined(name: str) -> str:

@@ -59,7 +59,10 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
     assert "iteration      11/11" in more
     run("convert-checkpoint", "--load", "run", "--output", "exported")
     run("convert-checkpoint", "--from-hf", "exported", "--output", "back")
-    text = [run("megatron-generate", "--load", load, "--prompt", "春", "--max-new-tokens", "3", "--temperature", "0") for load in ("run", "back")]
+    text = [
+        run("megatron-generate", "--load", load, "--prompt", "春", "--max-new-tokens", "3", "--temperature", "0")
+        for load in ("run", "back")
+    ]
     assert text[0].startswith("春") and text[0] == text[1]
     typed = "from megatron import get_args, mpu; import data_utils, megatron, tds; from pathlib import Path as P"
     homes = "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, tds, data_utils)])"
