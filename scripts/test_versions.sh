@@ -4,7 +4,7 @@
 #     bash scripts/test_versions.sh                                      # both ends
 #     ENDS=oldest PYTHON=python3.12 bash scripts/test_versions.sh        # one, with another interpreter
 #     ENDS=newest PINS="torch==2.12.1 deepspeed==0.18.0" bash scripts/test_versions.sh
-#     ENDS=newest EXTRAS=[all] TESTS= bash scripts/test_versions.sh      # all that is optional; only from text to text
+#     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh      # all that is optional; only from text to text
 #
 # First the commands in an empty folder (tests/cli/test_installed.py), then TESTS, which depend on DeepSpeed's inside.
 # FOLDER keeps the environments; without it they are deleted. One with CUDA takes 6 GB.
@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}
 ENDS=${ENDS:-oldest newest}
-TESTS=${TESTS-tests/conformance tests/ranks/test_tds.py tests/ranks/test_faults.py}
+TESTS=${TESTS:-tests/conformance tests/ranks/test_tds.py tests/ranks/test_faults.py}
 if [ -z "${FOLDER:-}" ]; then
     FOLDER=$(mktemp -d)
     trap 'rm -rf "$FOLDER"' EXIT
@@ -59,6 +59,6 @@ EOF
     export TORCH_EXTENSIONS_DIR=$env/extensions
     INSTALLED=$env/bin "$env/bin/python" -m pytest -q -p no:cacheprovider --full tests/cli/test_installed.py -k text_to_text
     # shellcheck disable=SC2086  # several words
-    if [ -n "$TESTS" ]; then "$env/bin/python" -m pytest -q -p no:cacheprovider -n 2 $TESTS; fi
+    if [ "$TESTS" != none ]; then "$env/bin/python" -m pytest -q -p no:cacheprovider -n 2 $TESTS; fi
 done
 echo "test_versions.sh: done"

@@ -46,10 +46,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             form = {"nargs": "?"}
         elif row.takes is list:
             form = {"nargs": "*"}
+        form |= {"action": partial(_Keep, theirs=name), "dest": "foreign", "help": argparse.SUPPRESS}
         for spelling in dict.fromkeys((name, _underlined(name))):
-            parser.add_argument(
-                spelling, action=partial(_Keep, theirs=name), dest="foreign", help=argparse.SUPPRESS, **form
-            )
+            parser.add_argument(spelling, **form)
 
 
 def _underlined(name: str) -> str:
