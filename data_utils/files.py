@@ -55,6 +55,12 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
     return files
 
 
+def absent(inputs: Sequence[str]) -> list[str]:
+    """The inputs that are neither a file, nor a folder, nor a pattern, nor `-`; each may end with `@WEIGHT`."""
+    names = [_weight(given)[0] for given in inputs]
+    return [name for name in names if name != "-" and not glob.has_magic(name) and not os.path.exists(name)]
+
+
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 

@@ -37,12 +37,19 @@ def _import() -> Any:
     os.environ.setdefault("DS_LOG_LEVEL", level.lower())
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it warns when it has to find that out itself
+    wanted = getattr(logging, level, logging.ERROR)
+
+    def loud(record: logging.LogRecord) -> bool:
+        return record.levelno >= wanted
+
+    logger.addFilter(loud)  # 0.17 knows no such variable, and sets the level of its logger itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
         from deepspeed.utils import logging as ds_logging
+    logger.removeFilter(loud)
     for each in (logger, getattr(ds_logging, "logger", logger)):
-        each.setLevel(getattr(logging, level, logging.ERROR))
+        each.setLevel(wanted)
     return deepspeed
 
 

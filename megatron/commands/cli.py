@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -11,6 +12,9 @@ from typing import Any, NoReturn
 from data_utils.documents import LARGEST_DOCUMENT
 from megatron.atomic import write_text
 from megatron.config.fields import describe
+from megatron.config.translate import suggestion
+
+from .missing import MissingFiles, refuse_missing
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,9 +30,53 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """What is not known is refused, all of it in one sentence, each with what it may have been meant for."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
+            known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
+            problems = [f"unknown argument {name}{instead(name, known)}" for name in names]
+            many = f"{len(problems)} things cannot be taken as they are:"
+            self.error(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Beside what is not known the flags that are, in `usages`: those of a command with those of the tool."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            found.usages = getattr(found, "usages", "") + self.format_usage()
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
         sys.exit(2)
+
+
+# Flags of other projects' tools -> ours, or what is done instead.
+ELSEWHERE = {
+    "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
+    "--dataset-impl": "pairs of .bin and .idx are always mapped: leave it out", "--num-return-sequences": "--num-samples",
+    "--do-sample": "--temperature 0 takes the likeliest token, any other draws: leave it out", "--max-length": "--max-new-tokens",
+    "--load-dir": "--load", "--save-dir": "--output", "--output-dir": "--output", "--model-name-or-path": "--load",
+    "--target-tensor-parallel-size": "checkpoints know no layout: leave it out",
+    "--target-pipeline-parallel-size": "checkpoints know no layout: leave it out",
+}  # fmt: skip
+
+
+def instead(name: str, known: Sequence[str]) -> str:
+    """`; did you mean --x?`, or a sentence, for a flag that a tool with the flags `known` does not have."""
+    said = ELSEWHERE.get("--" + name.lstrip("-").replace("_", "-"), "")
+    if " " in said:
+        return f": {said}"
+    return f"; did you mean {said}?" if said in known else suggestion(name, known, strange=False)
+
+
+def is_number(word: str) -> bool:
+    """`-1`, which is no flag."""
+    with contextlib.suppress(ValueError):
+        return float(word) == float(word)
+    return False
 
 
 def input_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +132,7 @@ def run(
     """Run a tool: exit 0, or 1 after a sentence about what went wrong."""
     args = parser.parse_args(argv)
     try:
+        refuse_missing(args)
         main(args)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -92,5 +141,5 @@ def run(
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
             raise
-        print(f"{parser.prog}: {describe(error)}", file=sys.stderr)
+        print(f"{parser.prog}: {error if isinstance(error, MissingFiles) else describe(error)}", file=sys.stderr)
         sys.exit(1)

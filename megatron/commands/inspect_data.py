@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config.data import prefix_of, prefixes_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
@@ -134,7 +135,7 @@ def decode(args: argparse.Namespace) -> None:
 
 def merge_pairs(args: argparse.Namespace) -> None:
     """`merge`: one pair of several."""
-    prefixes = [prefix.removesuffix(".bin") for prefix in args.prefixes]
+    prefixes = [*prefixes_of(args.prefixes)]
     abouts = [sidecar(prefix) for prefix in prefixes]
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
@@ -225,20 +226,20 @@ def build_parser() -> Parser:
 
     pair = "the pair, without its ending"
     made = command("info", info, "what a pair holds")
-    made.add_argument("prefix", help=pair)
+    made.add_argument("prefix", type=prefix_of, help=pair)
     made = command("verify", verify, "check lengths, borders, checksums and ids")
-    made.add_argument("prefix", help=pair)
+    made.add_argument("prefix", type=prefix_of, help=pair)
     tokenizer_of(made, required=False)
     made = command("decode", decode, "documents as text")
-    made.add_argument("prefix", help=pair)
+    made.add_argument("prefix", type=prefix_of, help=pair)
     made.add_argument("documents", type=int, nargs="+", help="their numbers, from 0")
     made.add_argument("--ids", action="store_true", help="show token ids instead")
     tokenizer_of(made, required=True)
     made = command("merge", merge_pairs, "one pair of several, in constant memory")
-    made.add_argument("prefixes", nargs="+", help="the pairs, in this order; *.bin names them, too")
+    made.add_argument("prefixes", nargs="+", help="the pairs, in this order; x.bin and x.idx name x, too")
     made.add_argument("--output", required=True, help="the new pair, without its ending")
     made = command("split", split_pair, "pairs for training, validation and test")
-    made.add_argument("prefix", help=pair)
+    made.add_argument("prefix", type=prefix_of, help=pair)
     made.add_argument("--split", default="98,1,1", help="shares of the documents (default: 98,1,1)")
     made.add_argument("--output", help="prefix of the new pairs, which get _train, _valid and _test (default: the old)")
     made = command("sample", sample, "a sample as the run sees it")

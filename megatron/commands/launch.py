@@ -98,7 +98,7 @@ def patient(args: Any) -> Signals:
     """Put our handling of signals in the place of torch's."""
     from torch.distributed.elastic.multiprocessing import api
 
-    given = args.shutdown_timeout
+    given = getattr(args, "shutdown_timeout", None)  # torch 2.11 has the variable alone
     signals = Signals(
         float(given if given is not None else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS))
     )

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from .fields import ConfigError, OneOf, flag, types_of
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
-from .translate import Translation, add_to, flag_of, settings_for
+from .translate import Translation, add_to, flag_of, settings_for, suggestion
 
 HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
 
@@ -175,7 +175,7 @@ def _unknown(words: Sequence[str]) -> list[str]:
     """A sentence for each unknown flag among the words that the parser left over; the others are their values."""
     known = ["--config", *(flag(name) for name in HOME)]
     names = [word.split("=")[0] for word in words if word.startswith("--")] or list(words[:1])
-    return [f"unknown argument {name}{nearest(name, known)}" for name in names]
+    return [f"unknown argument {name}{suggestion(name, known)}" for name in names]
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

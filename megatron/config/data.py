@@ -1,9 +1,36 @@
 """What a run reads and learns from: the settings of its corpus and samples, next to the rest of them in `sections.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import objectives
 from .fields import ConfigError, Section, at_least, between, one_of, opt
+
+
+def prefix_of(word: str) -> str:
+    """The prefix of a pair of which one file may be given: `x` for x, x.bin and x.idx, unless the pair is x.bin.bin and x.bin.idx."""
+    path = Path(word)
+    if path.suffix in (".bin", ".idx") and not Path(f"{word}.idx").exists():
+        return word[: -len(path.suffix)]
+    return word
+
+
+def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
+    """What --data-path names, by prefixes: weights stay as they are, and both files of one pair (`data/x.*`) are one.
+
+    A word may be a list of its own, of weights and prefixes.
+    """
+    found: list[str] = []
+    for i, word in enumerate(words):
+        parts = word.split()
+        if len(parts) > 1 and parts[0].replace(".", "", 1).isdecimal():
+            found.append(" ".join(map(prefix_of, parts)))
+        elif not (
+            i and prefix_of(word) == found[-1] and {word, words[i - 1]} == {f"{found[-1]}.bin", f"{found[-1]}.idx"}
+        ):
+            found.append(prefix_of(word))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +38,8 @@ class DataConfig(Section):
     """Corpus, tokenizer and samples."""
 
     data_path: tuple[str, ...] | None = opt(
-        None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or several: 0.7 a 0.3 b"
+        None,
+        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote (or one of its files), or several: 0.7 a 0.3 b",
     )
     train_data_path: tuple[str, ...] | None = opt(None, "pairs for training only, instead of --data-path")
     valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation only")
@@ -65,6 +93,9 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            if given := getattr(self, name):
+                object.__setattr__(self, name, prefixes_of(given))
         apart = self.train_data_path or self.valid_data_path or self.test_data_path
         if apart and self.data_path:
             raise ConfigError("--data-path is shared out by --split; give it or --train-data-path, not both")

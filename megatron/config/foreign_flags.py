@@ -1,126 +1,37 @@
 """Flags of CPM-Pretrain and of Megatron-LM (1 and 2) that are not ours: what each is taken for, or why it is refused.
 
-`translate.py` goes by ROWS; docs/migration.md shows them.
+`ROWS` are they, those of Megatron Core (foreign_core.py) and those of Hugging Face and DeepSpeed (foreign_trainer.py).
+`translate.py` goes by them, what looks like one of them is suggested by them, and docs/migration.md shows them.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
-from .outcomes import ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
-from .sections import Config
+from . import foreign_core, foreign_trainer
+from .dependent import (
+    accumulation,
+    fp32_sums,
+    groups,
+    iterations,
+    merges,
+    momentum,
+    no_learned_positions,
+    norms_of_heads,
+    stretches,
+    warmup_iterations,
+    warmup_samples,
+    window,
+)
+from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
 
-# --------------------------------------------------------- what follows from other settings
-
-
-def _replicas(config: Config, ranks: int) -> int:
-    return config.parallel.data_parallel_size(ranks)
-
-
-def _accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
-    each, replicas = config.train.batch_size, _replicas(config, ranks)
-    if total < 1 or total % (each * replicas):
-        return Refused(f"it must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
-    return Means({"gas": total // (each * replicas)}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
-
-
-def _iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
-    def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
-        batch = config.train_batch_size(ranks)
-        if samples < batch:
-            return Refused(f"it is less than one global batch of {batch} samples")
-        return Means({setting: samples // batch}, f"global batches of {batch} samples")
-
-    return on
-
-
-def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
-    if not 0 <= rising <= of:
-        return Refused(f"it must lie between 0 and the {of} {unit} of the decay")
-    share = rising / of
-    if int(share * of) < int(rising):  # a quotient that was rounded down would lose an iteration
-        share = math.nextafter(share, 2.0)
-    return Means({"warmup": share}, f"{rising} of the {of} {unit} of the decay")
-
-
-def _warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
-    return _share_of_decay(config, rising, config.lr_decay_iters, "iterations")
-
-
-def _warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
-    return _share_of_decay(config, rising, config.lr_decay_iters * config.train_batch_size(ranks), "samples")
-
-
-def _stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
-    stages, total = config.parallel.stages, config.model.num_layers
-    if layers < 1 or total % (stages * layers) or total == stages * layers:
-        return Refused(f"--num-layers {total} must be 2 or more times --pipe-parallel-size {stages} x {layers}")
-    return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
-
-
-def _merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
-    vocab = config.data.vocab_file
-    if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
-        return NoEffect("it is read where it is, next to --vocab-file")
-    return Refused("merges are read from merges.txt next to --vocab-file; copy the file there")
-
-
-def _merges_beside(vocab: Path) -> list[Path]:
-    """Where merges are read from: by the name of the vocabulary, or in the folder that --vocab-file is."""
-    own = vocab.name.replace("vocab.json", "merges.txt")
-    return [vocab.with_name("merges.txt"), vocab.with_name(own), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
-
-
-def _fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
-    if config.train.precision in ("fp32", "fp64") or (
-        config.train.precision == "bf16" and (config.parallel.zero_stage or 0) <= 1
-    ):
-        return NoEffect(f"{config.train.precision} adds gradients up in fp32 or better already")
-    return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or take --precision bf16')
-
-
-def _momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
-    return NoEffect("it is 0.9 here") if value == 0.9 else Refused("the momentum of --optimizer sgd is 0.9")
-
-
-def _groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
-    if config.model.num_key_value_heads is not None:
-        return NoEffect("--num-key-value-heads says how many there are")
-    return Means({"num_key_value_heads": 1}, "one group, as there, where nothing says how many")
-
-
-def _norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
-    if config.model.normalization == "rmsnorm":
-        return Means({"qk_norm": True})
-    return Refused("norms of queries and keys are RMS norms here, take --normalization rmsnorm for all")
-
-
-def _no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
-    kind = config.model.position_embedding
-    if kind != "learned":
-        return NoEffect(f"--position-embedding {kind} has no learned ones")
-    return Refused("a model without positions is not here: see --position-embedding")
-
-
-def _window(config: Config, sides: Any, ranks: int) -> Means | Refused:
-    before, _, after = sides.strip("()").replace(" ", "").partition(",")
-    if not before.isdigit() or after != "0":
-        return Refused("N,0 can be taken: a token sees N others before it and none behind; leave it out for all")
-    return Means({"sliding_window": int(before) + 1}, "the token itself is counted here")
-
-
-# ------------------------------------------------------------------------------- the tables
-
-_SAME_LOSS = NoEffect("the loss is the same here; torch's attention is one kernel, --compile fuses what else can be")
 _IN_FP32 = NoEffect("attention's kernels add up in fp32 as they are")
 _EVENTS = NoEffect("metrics.jsonl and TensorBoard get what there is, once every --log-interval")
 _WHOLE_LAYERS = Means({"checkpoint_activations": True})
 _SELECTIVE = Means({"checkpoint_attention": True})
+_ALWAYS = NoEffect("every run is DeepSpeed's")
 _REALM = Refused("there is no retrieval here")
 _ROPE = Means({"position_embedding": "rope"})
 
-ROWS = (
+MEGATRON = (
     # layout and batch
     Row("--tensor-model-parallel-size", same("model_parallel_size"), int),
     Row(
@@ -129,11 +40,11 @@ ROWS = (
         int,
     ),
     Row("--micro-batch-size", same("batch_size"), int),
-    Row("--global-batch-size", Depends(_accumulation, "--gas, by --batch-size and the replicas"), int),
+    Row("--global-batch-size", Depends(accumulation, "--gas, by --batch-size and the replicas"), int),
     Row("--rampup-batch-size", Refused("the batch size is the same from beginning to end"), list),
     Row(
         "--num-layers-per-virtual-pipeline-stage",
-        Depends(_stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, by --num-layers"),
+        Depends(stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, by --num-layers"),
         int,
     ),
     Row("--pipeline-model-parallel-split-rank", Refused("--partition-method says where the layers are cut"), int),
@@ -151,12 +62,13 @@ ROWS = (
         "--no-scatter-gather-tensors-in-pipeline",
         NoEffect("the loss is the same; ranks carry a share of a message each"),
     ),
-    Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", _SAME_LOSS),
+    Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", SAME_LOSS),
     Row("--empty-unused-memory-level", NoEffect("freed memory stays with the process"), int),
     Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval says when garbage is collected")),
     Row("--lazy-mpu-init", Refused("groups are made when the ranks are there; leave it out"), str),
     Row("--use-cpu-initialization", NoEffect("initial weights follow from --seed and their names on any device")),
-    Row("--deepspeed --deepscale", NoEffect("every run is DeepSpeed's")),
+    Row("--deepscale", _ALWAYS),
+    Row("--deepspeed", ByValue({"True": _ALWAYS}, same("deepspeed_config")), object),
     Row("--deepspeed_config --deepscale_config", same("deepspeed_config"), str),
     Row("--deepspeed_mpi", Refused("start the ranks with tools/launch.py, torchrun or deepspeed")),
     # model
@@ -175,17 +87,17 @@ ROWS = (
     Row("--bert-no-binary-head", Refused("there is no BERT here")),
     Row("--onnx-safe", Refused("tools/convert_checkpoint.py writes for Hugging Face, which exports to ONNX"), str),
     Row("--init-method-xavier-uniform --data-parallel-random-init", Refused("weights are normal: --init-method-std")),
-    Row("--use-flash-attn --no-rope-fusion --no-bias-swiglu-fusion", _SAME_LOSS),
-    Row("--attention-backend", _SAME_LOSS, str),
+    Row("--use-flash-attn --no-rope-fusion --no-bias-swiglu-fusion", SAME_LOSS),
+    Row("--attention-backend", SAME_LOSS, str),
     Row("--use-mcore-models", NoEffect("there is one form of each model")),
     Row("--transformer-impl", NoEffect("there is one form of each model"), str),
     # Llama's
     Row("--num-query-groups", same("num_key_value_heads"), int),
-    Row("--group-query-attention", Depends(_groups, "no effect with --num-key-value-heads, else one of them")),
+    Row("--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else one of them")),
     Row("--swiglu", Means({"activation": "swiglu"})),
     Row("--squared-relu --quick-geglu", Refused("--activation says which there are")),
     Row("--apply-layernorm-1p", Refused("norms multiply by their weight itself")),
-    Row("--qk-layernorm", Depends(_norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
+    Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
     Row("--qk-l2-norm", Refused("--qk-norm has a weight")),
     Row("--add-qkv-bias", Means({"qkv_bias": True})),
     Row("--use-rotary-position-embeddings", _ROPE),
@@ -204,7 +116,7 @@ ROWS = (
     ),
     Row(
         "--no-position-embedding",
-        Depends(_no_learned_positions, "no effect with --position-embedding rope, refused otherwise"),
+        Depends(no_learned_positions, "no effect with --position-embedding rope, refused otherwise"),
     ),
     Row("--rotary-base", same("rope_theta"), int),
     Row(
@@ -215,7 +127,7 @@ ROWS = (
         "--use-rope-scaling",
         Means({"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_length": 8192}),
     ),
-    Row("--window-size", Depends(_window, "--sliding-window N + 1, for N,0"), str),
+    Row("--window-size", Depends(window, "--sliding-window N + 1, for N,0"), str),
     Row("--window-attn-skip-freq", Refused("all layers have one --sliding-window"), str),
     Row("--multi-latent-attention", Refused("--num-key-value-heads is what makes keys and values smaller")),
     # memory
@@ -255,7 +167,7 @@ ROWS = (
     Row("--hysteresis", in_json("fp16", "hysteresis"), int),
     Row(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
-        Depends(_fp32_sums, "no effect in fp32 and bf16, where it is so; refused in fp16"),
+        Depends(fp32_sums, "no effect in fp32 and bf16, where it is so; refused in fp16"),
     ),
     Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
     Row("--fp16-lm-cross-entropy", Refused("the loss is computed in fp32")),
@@ -263,14 +175,14 @@ ROWS = (
     Row(
         "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "
         "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion",
-        _SAME_LOSS,
+        SAME_LOSS,
     ),
     # length of the run and learning rate
-    Row("--train-samples", Depends(_iterations("train_iters"), "--train-iters, by the global batch"), int),
-    Row("--lr-decay-samples", Depends(_iterations("lr_decay_iters"), "--lr-decay-iters, by the global batch"), int),
+    Row("--train-samples", Depends(iterations("train_iters"), "--train-iters, by the global batch"), int),
+    Row("--lr-decay-samples", Depends(iterations("lr_decay_iters"), "--lr-decay-iters, by the global batch"), int),
     Row("--lr-warmup-fraction", same("warmup"), float),
-    Row("--lr-warmup-iters", Depends(_warmup_iterations, "--warmup, by the iterations of the decay"), int),
-    Row("--lr-warmup-samples", Depends(_warmup_samples, "--warmup, by the samples of the decay"), int),
+    Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, by the iterations of the decay"), int),
+    Row("--lr-warmup-samples", Depends(warmup_samples, "--warmup, by the samples of the decay"), int),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
     Row(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
@@ -278,14 +190,14 @@ ROWS = (
     ),
     Row("--iterations-to-skip", same("skip_iterations"), list),
     Row("--check-weight-hash-across-dp-replicas-interval", same("check_replicas"), int),
-    Row("--sgd-momentum", Depends(_momentum, "no effect if 0.9, refused otherwise"), float),
+    Row("--sgd-momentum", Depends(momentum, "no effect if 0.9, refused otherwise"), float),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is the same from beginning to end"), float),
     Row("--weight-decay-incr-style", Refused("--weight-decay is the same from beginning to end"), str),
     # data
     Row("--encoder-seq-length", same("enc_seq_length"), int),
     Row("--decoder-seq-length", same("dec_seq_length"), int),
     Row("--tokenizer-model", same("vocab_file"), str),
-    Row("--merge-file", Depends(_merges, "no effect if it is merges.txt next to --vocab-file, refused elsewhere"), str),
+    Row("--merge-file", Depends(merges, "no effect if it is merges.txt next to --vocab-file, refused elsewhere"), str),
     Row("--vocab-extra-ids", same("num_sentinels"), int),
     Row("--mask-prob", same("noise_density"), float),
     Row("--short-seq-prob", Refused("all samples are full"), float),
@@ -330,6 +242,7 @@ ROWS = (
     Row("--report-topk-accuracies", _REALM, list),
 )
 
+ROWS = (*MEGATRON, *foreign_core.ROWS, *foreign_trainer.ROWS)
 FLAGS = {name: row for row in ROWS for name in row.names.split()}
 
 # Values of our own flags as they are written elsewhere.
@@ -338,6 +251,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "GPT2BPETokenizer": "auto",
         "T5Tokenizer": "auto",
         "SentencePieceTokenizer": "sentencepiece",
+        "GPTSentencePieceTokenizer": "sentencepiece",
+        "Llama2Tokenizer": "sentencepiece",
         "HuggingFaceTokenizer": "hf",
     },
     "normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},

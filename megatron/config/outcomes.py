@@ -36,9 +36,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class ByValue:
-    """Another outcome for each value."""
+    """Another outcome for each value. other: of all that are not named; they are refused without one."""
 
     values: "Mapping[str, Means | NoEffect | Refused]"
+    other: "Means | Refused | None" = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ Outcome = Means | NoEffect | Refused | ByValue | Depends
 
 @dataclass(frozen=True)
 class Row:
-    """names: the flags, a space between two. takes: the type of their value, None for none, list for several words."""
+    """names: the flags, a space between two. takes: the type of their value, None for none, list for several words, object for one or none."""
 
     names: str
     outcome: Outcome
@@ -69,3 +70,6 @@ def same(setting: str, but: str = "") -> Means:
 def in_json(section: str, key: str) -> Refused:
     """What DeepSpeed's JSON says."""
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
+
+
+SAME_LOSS = NoEffect("the loss is the same here; torch's attention is one kernel, --compile fuses what else can be")

@@ -1,7 +1,9 @@
 """A command line with flags of other projects brought to settings of ours, by the tables of foreign_flags.py."""
 
 import argparse
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from .fields import flag
@@ -12,26 +14,90 @@ from .sections import Config
 Change = Callable[[Config, Mapping[str, Any]], Config]
 
 
+SAID = {"true": True, "false": False}  # as Hugging Face's scripts take them after a flag
+
+
 class _Keep(argparse.Action):
+    """Into the dict `foreign`, by the name of the table."""
+
+    def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.theirs = theirs
+
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        kept = getattr(namespace, self.dest, {})
-        setattr(namespace, self.dest, {**kept, option_string: True if values == [] else values})
+        kept, row = getattr(namespace, self.dest, {}), FLAGS[self.theirs]
+        if row.takes in (None, object):
+            value = True if values is None else SAID.get(values.lower(), values)
+            if row.takes is None and not isinstance(value, bool):
+                parser.error(f"{option_string} takes no value, it was given {values}")
+            values = value
+        if values is not False:
+            setattr(namespace, self.dest, {**kept, self.theirs: values})
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` take the flags of other projects, unseen in its help, into a dict `foreign`: value by flag."""
+    """Let `parser` take the flags of other projects, unseen in its help, into a dict `foreign`: value by flag.
+
+    Each may be written with `_` for `-`, as the Trainer's are.
+    """
     for name, row in FLAGS.items():
         form: dict[str, Any] = {"type": row.takes}
-        if row.takes is None:
-            form = {"nargs": 0}
+        if row.takes in (None, object):
+            form = {"nargs": "?"}
         elif row.takes is list:
             form = {"nargs": "*"}
-        parser.add_argument(name, action=_Keep, dest="foreign", help=argparse.SUPPRESS, **form)
+        form |= {"action": partial(_Keep, theirs=name), "dest": "foreign", "help": argparse.SUPPRESS}
+        for spelling in dict.fromkeys((name, _underlined(name))):
+            parser.add_argument(spelling, **form)
+
+
+def _underlined(name: str) -> str:
+    return "--" + name[2:].replace("-", "_")
 
 
 def flag_of(key: str) -> str | None:
     """The flag of another project that a key of a JSON file is the name of."""
-    return next((name for name in FLAGS if key == name[2:].replace("-", "_")), None)
+    return next((name for name in FLAGS if key == _underlined(name)[2:]), None)
+
+
+def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
+    """`; did you mean --x?` for a flag that nobody knows, by our flags `ours` and by those of other projects.
+
+    What looks more like one of theirs is answered with what takes its place here. strange: also where nothing among `ours` does.
+    """
+    dashed = "--" + name.lstrip("-").replace("_", "-")
+    ours = list(ours)
+    if dashed in ours:
+        return f"; did you mean {dashed}?"
+    begun = [each for each in ours if each.startswith(f"{dashed}-")]
+    if len(begun) == 1:
+        return f"; did you mean {begun[0]}?"
+    theirs = [each for each in FLAGS if each not in ours and (strange or _flags_for(each) <= set(ours))]
+    close = difflib.get_close_matches(dashed, [*ours, *theirs], n=1, cutoff=0.7)
+    if not close:
+        return ""
+    return (
+        f"; did you mean {close[0]}?" if close[0] in ours else f"; did you mean {_in_place_of(close[0], ours, dashed)}"
+    )
+
+
+def _flags_for(theirs: str) -> set[str]:
+    """Ours that a flag of another project is taken for; a name that no tool has, where it is taken for none."""
+    return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
+
+
+def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
+    """What a sentence says of a flag of another project: `--x?` of ours, or its own name with what comes of it."""
+    outcome = FLAGS[theirs].outcome
+    if isinstance(outcome, ByValue):
+        found = [each for each in [*outcome.values.values(), outcome.other] if isinstance(each, Means)]
+        outcome = found[0] if found else Refused(f"it may be {', '.join(outcome.values)}")
+    if isinstance(outcome, Means) and (flags := [flag(setting) for setting in outcome.settings]):
+        elsewhere = f" ({theirs} elsewhere)" if theirs != given else ""
+        return f"{' and '.join(flags)}{elsewhere}?" if set(flags) <= set(ours) else f"{theirs}?"
+    if isinstance(outcome, Refused):
+        return f"{theirs}? It is not taken: {outcome.advice}"
+    return f"{theirs}?"
 
 
 def settings_for(key: str) -> list[str]:
@@ -90,7 +156,8 @@ class Translation:
     def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
         said = written(name, value)
         if isinstance(outcome, ByValue):
-            outcome = outcome.values.get(str(value)) or Refused(f"it may be {', '.join(outcome.values)}")
+            refused = outcome.other or Refused(f"it may be {', '.join(outcome.values)}")
+            outcome = outcome.values.get(str(value), refused)
         if isinstance(outcome, Refused):
             self.problems.append(f"{said} is not taken: {outcome.advice}")
         elif isinstance(outcome, NoEffect):

@@ -18,7 +18,7 @@ END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP
 
 
 def library() -> Any:
-    """The package tokenizers, which is optional."""
+    """The package tokenizers, imported when it is needed."""
     try:
         import tokenizers
     except ImportError:

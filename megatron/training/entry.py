@@ -19,6 +19,7 @@ from ..ranks import device as device_module
 from ..ranks.errors import RunError, complaint, exit_now
 from ..ranks.initialize import world_size
 from ..ranks.signals import INTERRUPTED, signals_as_before
+from .inputs import MissingInputs, refuse_missing
 from .loop import train
 from .setup import set_up
 from .task import Task, check_task
@@ -37,6 +38,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
         try:
             check_task(task, "datasets", "model", "batch")
             config = parse(argv, task.defaults, world_size(), _tell)
+            refuse_missing(task, config)
             resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
             code = 1
             with set_up(task, config, resolved) as ready:
@@ -46,7 +48,9 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
             bug = isinstance(error, RuntimeError) and not isinstance(error, RunError) and not out_of_memory(error)
             if bug or not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
-            _complain(error, everywhere=code == 2 or isinstance(error, (RunError, KeyboardInterrupt)))
+            if isinstance(error, MissingInputs):
+                code = 1
+            _complain(error, everywhere=code == 2 or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)))
             exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
         gc.collect()  # ends worker processes that read data
         dist.barrier()

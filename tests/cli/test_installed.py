@@ -17,7 +17,12 @@ LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bin/ of an environment of its own, in which this one's packages are found after what is installed there."""
+    """bin/ of an environment of its own, in which this one's packages are found after what is installed there.
+
+    Or $INSTALLED, where scripts/test_versions.sh installed this checkout.
+    """
+    if there := os.environ.get("INSTALLED"):
+        return Path(there)
     folder = tmp_path_factory.mktemp("installed")
     shutil.copytree(ROOT, folder / "source", ignore=LEFT_OUT)
     venv.create(folder / "env")
@@ -31,7 +36,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
-    """Each step by its command: tokenizer, corpus, two pipeline stages, one process that goes on, and text from the checkpoint."""
+    """Each step by its command: tokenizer, corpus, two pipeline stages, one process that goes on, Hugging Face's form, text."""
     shutil.copy(ROOT / "corpus/sample.jsonl", tmp_path / "text.jsonl")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -48,10 +53,20 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
     model = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
     given = ["--data-path", "data_text_document", "--vocab-file", "tokenizer.model", "--run-dir", "run"]
     ranks = ["--standalone", "--nproc-per-node", "2", "-m", "pretrain_gpt2", "--pipe-parallel-size", "2"]
-    said = run("megatron-launch", *ranks, *model, *given, "--train-iters", "2", "--eval-iters", "1")
-    assert "saved run/checkpoints/iter_0000002" in said
-    assert "iteration       3/3" in run("pretrain-gpt2", *model, *given, "--train-iters", "3", "--log-interval", "1")
-    assert run("megatron-generate", "--load", "run", "--prompt", "春", "--max-new-tokens", "3").startswith("春")
+    said = run("megatron-launch", *ranks, *model, *given, "--train-iters", "10", "--eval-iters", "1")
+    assert "saved run/checkpoints/iter_0000010" in said
+    more = run("pretrain-gpt2", *model, *given, "--train-iters", "11", "--log-interval", "1", "--eval-iters", "1")
+    assert "iteration      11/11" in more
+    run("convert-checkpoint", "--load", "run", "--output", "exported")
+    run("convert-checkpoint", "--from-hf", "exported", "--output", "back")
+    text = [
+        run("megatron-generate", "--load", load, "--prompt", "春", "--max-new-tokens", "3", "--temperature", "0")
+        for load in ("run", "back")
+    ]
+    assert text[0].startswith("春") and text[0] == text[1]
+    typed = "from megatron import get_args, mpu; import data_utils, megatron, tds; from pathlib import Path as P"
+    homes = "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, tds, data_utils)])"
+    assert "[True, True, True]" in run("python", "-c", f"{typed}; {homes}")
     files = {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("[a-z]*.py")} - {"result-table"}
     there = {path.name.removeprefix("megatron-") for path in commands.iterdir()}
     assert files | {"pretrain-gpt2", "pretrain-t5"} <= there

@@ -135,13 +135,13 @@ def test_the_whole_transcript_is_what_the_script_prints(name: str, tmp_path: Pat
 
 def test_the_script_refuses_a_wrong_python_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
-    for name in ("scripts/setup.sh", "requirements.txt"):
+    for name in ("scripts/setup.sh", "scripts/_torch.sh", "requirements.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     old = tmp_path / "python"
     old.write_text('#!/bin/sh\ncase "$1" in -V) echo "Python 3.8.1";; *) exit 1;; esac\n')
     old.chmod(0o755)
     for python, message in (
-        (str(old), "Python 3.8.1, but Python 3.11 to 3.13 is needed"),
+        (str(old), "Python 3.8.1, but Python 3.11 to 3.14 is needed"),
         ("nopython", "no Python found"),
     ):
         done = command("bash", str(tmp_path / "scripts" / "setup.sh"), env={"PYTHON": python})

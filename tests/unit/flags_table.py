@@ -1,11 +1,12 @@
 """The tables of docs/migration.md and docs/migration_zh.md: `python -m tests.unit.flags_table` prints them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from megatron.config import foreign_core, foreign_trainer
 from megatron.config.fields import flag
-from megatron.config.foreign_flags import ROWS, VALUES
-from megatron.config.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, given
+from megatron.config.foreign_flags import MEGATRON, VALUES
+from megatron.config.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
 from megatron.config.translate import written
 
 
@@ -20,16 +21,17 @@ def _outcome(outcome: Outcome) -> str:
     if isinstance(outcome, Means):
         return f"`{_ours(outcome.settings)}`" + (f"; {outcome.but}" if outcome.but else "")
     if isinstance(outcome, ByValue):
-        return "; ".join(f"{value}: {_outcome(each)}" for value, each in outcome.values.items())
+        others = [f"else: {_outcome(outcome.other)}"] if outcome.other else []
+        return "; ".join([*(f"{value}: {_outcome(each)}" for value, each in outcome.values.items()), *others])
     if isinstance(outcome, Depends):
         return outcome.says
     return outcome.why if isinstance(outcome, NoEffect) else outcome.advice
 
 
-def _rows(kinds: tuple[type, ...]) -> dict[str, list[str]]:
+def _rows(kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS)) -> dict[str, list[str]]:
     """Flags by what they come to, in the order of the table."""
     found: dict[str, list[str]] = {}
-    for row in ROWS:
+    for row in of:
         if isinstance(row.outcome, kinds):
             found.setdefault(_outcome(row.outcome), []).extend(row.names.split())
     return found
@@ -58,12 +60,14 @@ def english() -> list[str]:
         _table("flag", "taken for", _rows((Means, ByValue, Depends)) | _values()),
         _table("flag", "has no effect, because", _rows((NoEffect,))),
         _table("flag", "is refused with this advice", _rows((Refused,))),
+        _table("name", "here", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_trainer.ROWS)),
     ]
 
 
-def chinese() -> list[str]:
+def _taken(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """What is taken for settings of ours, in Chinese."""
     taken: dict[str, list[str]] = {}
-    for row in ROWS:
+    for row in rows:
         if isinstance(row.outcome, Means):
             taken.setdefault(f"`{_ours(row.outcome.settings)}`", []).extend(row.names.split())
         elif isinstance(row.outcome, (ByValue, Depends)):
@@ -72,8 +76,19 @@ def chinese() -> list[str]:
             taken.setdefault(f"{text}：{'、'.join(f'`{name}`' for name in ours)}" if ours else text, []).extend(
                 row.names.split()
             )
-    lists = [[name for names in _rows((kind,)).values() for name in names] for kind in (NoEffect, Refused)]
-    return [_table("参数", "当作", taken | _values()), *(_names(names) for names in lists)]
+    return taken
+
+
+def chinese() -> list[str]:
+    ours = (*MEGATRON, *foreign_core.ROWS)
+    lists = [
+        _names([name for names in _rows((kind,), rows).values() for name in names])
+        for rows in (ours, foreign_trainer.ROWS)
+        for kind in (NoEffect, Refused)
+    ]
+    return [
+        _table("参数", "当作", _taken(ours) | _values()), *lists[:2], _table("名称", "这里", _taken(foreign_trainer.ROWS)), *lists[2:],
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

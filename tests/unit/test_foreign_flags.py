@@ -229,12 +229,13 @@ def test_defaults_of_a_script_may_use_the_names_too() -> None:
 
 
 VALUE = {int: "12", float: "0.9", str: "full", list: "1 2", None: ""}
+FITS = {"--cp-size": "1", "--n-positions": "2048", "--n-ctx": "2048"}
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_row_does_what_it_says(name: str) -> None:
     row = FLAGS[name]
-    values = list(row.outcome.values) if isinstance(row.outcome, ByValue) else [VALUE[row.takes]]
+    values = list(row.outcome.values) if isinstance(row.outcome, ByValue) else [FITS.get(name, VALUE[row.takes])]
     for value in values:
         outcome = row.outcome.values[value] if isinstance(row.outcome, ByValue) else row.outcome
         notes: list[str] = []
@@ -267,6 +268,8 @@ def test_what_the_table_says_names_our_own_flags() -> None:
     assert {name for name in re.findall(r"--[a-z][a-z0-9-]+", text)} - known <= {
         "--no-hidden-bias",
         "--no-tie-embeddings",
+        "--no-save-at-end",
+        "--no-tensorboard",
     }
 
 

@@ -1,0 +1,30 @@
+"""What a command line names and is not there, all of it at once; each tool says the rest itself when it opens a file."""
+
+import argparse
+from pathlib import Path
+
+from data_utils.files import absent
+from megatron.tokenizer.base import TokenizerError
+from megatron.tokenizer.load import file_of
+
+
+def refuse_missing(args: argparse.Namespace) -> None:
+    """Raise ValueError with a line for each, if --input, --vocab-file and --load name two or more things that are not there."""
+    given = vars(args)
+    words = given.get("input")
+    problems = [
+        f"there is no file {name}" for name in absent(words if isinstance(words, list) else [words] if words else [])
+    ]
+    if isinstance(given.get("vocab_file"), str):
+        try:
+            file_of(given["vocab_file"])
+        except TokenizerError as error:
+            problems.append(str(error))
+    if isinstance(given.get("load"), str) and not Path(given["load"]).exists():
+        problems.append(f"--load {given['load']} holds no checkpoint: there is no such folder")
+    if len(problems) > 1:
+        raise MissingFiles("\n  ".join([f"{len(problems)} things are missing:", *problems]))
+
+
+class MissingFiles(ValueError):
+    """A line for each."""

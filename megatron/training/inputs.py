@@ -1,0 +1,71 @@
+"""Whether what a run reads is there: all that is missing in one message, before ranks meet and a model is built."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..config import Config
+from ..config.fields import ConfigError
+from ..data.corpora import prefixes_of
+from ..data.cpm_triples import is_triple
+from ..data.indexed_dataset import DatasetError
+from ..tokenizer.base import TokenizerError
+from ..tokenizer.load import file_of
+from .task import Task
+
+
+class MissingInputs(ConfigError):
+    """Files and folders that the settings name, or leave out, are not there."""
+
+
+def refuse_missing(task: Task, config: Config) -> None:
+    """Raise MissingInputs with a line for each tokenizer, corpus, checkpoint or JSON that is not there.
+
+    Ranks of other machines may have no corpora of their own; rank 0 always reads.
+    """
+    problems = [*_tokenizer(config)]
+    if os.environ.get("RANK", "0") == "0":
+        problems += [*_corpora(task, config)]
+    load, json = config.checkpoint.load, config.train.deepspeed_config
+    if load is not None and not Path(load).exists():
+        problems.append(f"--load {load} holds no checkpoint: there is no such folder")
+    if (
+        json is not None and not Path(json).exists() and problems
+    ):  # alone it is a mistake of the command line, and said there
+        problems.append(f"there is no {json}, which --deepspeed-config names")
+    if problems:
+        many = f"{len(problems)} things are missing:"
+        raise MissingInputs(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+
+
+def _tokenizer(config: Config) -> Iterator[str]:
+    if config.data.vocab_file is None:
+        yield "no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one"
+        return
+    try:
+        file_of(config.data.vocab_file)
+    except TokenizerError as error:
+        yield str(error)
+
+
+def _corpora(task: Task, config: Config) -> Iterator[str]:
+    """Pairs that are not there, of tasks that read pairs: datasets of a user's own may want anything."""
+    if not type(task).datasets.__module__.startswith("megatron.tasks."):
+        return
+    try:
+        prefixes = prefixes_of(config.data.paths)
+    except (ConfigError, DatasetError) as error:
+        yield str(error)
+        return
+    for prefix in prefixes:
+        files = [f"{prefix}.idx", f"{prefix}.bin"]
+        absent = [each for each in files if not Path(each).is_file()]
+        if absent and not is_triple(prefix):
+            yield f"there is no {' and no '.join(absent)}; tools/preprocess_data.py writes such pairs{_beside(prefix)}"
+
+
+def _beside(prefix: str) -> str:
+    """A pair whose name goes on where this one ends: `data/zh` for `data/zh_text_document`."""
+    path = Path(prefix)
+    found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
+    return f"; did you mean {found[0].with_suffix('')}?" if len(found) == 1 else ""
