@@ -40,6 +40,7 @@ setup(
     },  # an editable install is a folder on the path, which a namespace of megatron-core does not hide
     py_modules=["pretrain_gpt2", "pretrain_llama", "pretrain_t5"],
     packages=find_packages(include=["megatron", "megatron.*", "tds", "tds.*", "data_utils", "data_utils.*"]),
+    package_data={"megatron.reporting": ["page.css", "page.js"]},
     entry_points={
         "console_scripts": [
             "pretrain-gpt2 = pretrain_gpt2:main",

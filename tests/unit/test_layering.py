@@ -95,6 +95,7 @@ MAY_IMPORT = {
         "megatron.training",
     },
     "megatron.utils": {"megatron.mpu"},
+    "megatron.reporting": {"tds", "megatron.config", "megatron.checkpointing"},
     "megatron.verification": {
         "tds",
         "megatron.atomic",
@@ -130,6 +131,7 @@ MAY_IMPORT = {
         "megatron.convert",
         "megatron.inference",
         "megatron.planning",
+        "megatron.reporting",
         "megatron.tasks",
         "megatron.tasks.synthetic",
         "megatron.utils",
@@ -157,6 +159,7 @@ OUTSIDE = {
     "megatron.inference": {"torch", "lm_eval"},
     "megatron.training": {"torch", "tqdm", "tensorboard"},
     "megatron.planning": set(),
+    "megatron.reporting": set(),
     "megatron.tasks": {"torch"},
     "megatron.verification": {"torch"},
     "megatron.checks": {"torch", "numpy"},
