@@ -30,6 +30,7 @@ from ..ranks.signals import StopSignal, StopSignals
 from ..ranks.stragglers import straggler
 from ..tokenizer import Tokenizer
 from . import culprit
+from .console import TimeLeft, training_line
 from .engine import Engine, Step
 from .garbage import Garbage
 from .gradient_watch import GradientWatch
@@ -203,6 +204,7 @@ class _Window:
         least = zero_state.least_loss_scale(run.engine.deepspeed)
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
+        self.left = TimeLeft()
         self.forget()
         self.restart()
 
@@ -297,13 +299,9 @@ class _Window:
         behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
         row |= {"straggler": behind._asdict()} if behind else {}
         waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
-        scale = "" if self.loss_scale is None else f" | loss scale {self.loss_scale:g}"
-        skipped = f" | {self.skipped} not applied" if self.skipped else ""
-        apart = "" if z_loss is None else f" | z loss {z_loss:.2e}"
-        print_rank_0(
-            f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f}{apart} | lr {lr:.2e} | "
-            f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms{waits}"
-        )
+        last = config.train.train_iters
+        left = self.left.after(run.state.iteration, last, seconds)
+        print_rank_0(training_line(row, last, seconds, left, run.resolved.log_interval) + waits)
         if run.resolved.wall_clock_breakdown and self.timed:
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in (timed | run.engine.times()).items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
