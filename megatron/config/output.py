@@ -46,7 +46,10 @@ class LogConfig(Section):
         False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
     )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
-    tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
+    tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, where tensorboard is installed")
+    wandb: bool = opt(False, "write to Weights & Biases (WANDB_MODE, WANDB_PROJECT and the like are read by wandb)")
+    mlflow: bool = opt(False, "write to MLflow: in mlflow/ of the run directory, or where MLFLOW_TRACKING_URI says")
+    csv: bool = opt(False, "write metrics.csv in the run directory, too")
     trace: bool = opt(
         False,
         "every rank keeps a timeline of passes, messages and collectives, in the folder trace of the run directory (Chrome trace, for "

@@ -157,7 +157,7 @@ OUTSIDE = {
     "megatron.checkpointing": {"torch", "safetensors"},
     "megatron.convert": {"torch", "transformers", "sentencepiece", "tokenizers"},
     "megatron.inference": {"torch", "lm_eval"},
-    "megatron.training": {"torch", "tqdm", "tensorboard"},
+    "megatron.training": {"torch", "tqdm", "tensorboard", "wandb", "mlflow"},
     "megatron.planning": set(),
     "megatron.reporting": set(),
     "megatron.tasks": {"torch"},
