@@ -64,7 +64,7 @@ def training_line(
         f"{short(row['consumed_tokens']):>5} tokens",
         f"{row['tokens_per_second']:9,.0f} tokens/s",
         f"{seconds * 1e3:6.0f} ms",
-        f"{row['tflops']:6.3g} TFLOP/s",
+        f"{row['tflops']:8.3g} TFLOP/s",
         *([] if row["mfu"] is None else [f"MFU {row['mfu']:5.1%}"]),
         f"{row['memory_mb'] / 1e3:6.2f} GB",
         f"{duration(left):>7} left",

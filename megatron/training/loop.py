@@ -40,7 +40,7 @@ from .reading import lengths_of, read
 from .run_folder import release
 from .run_lock import RunLock
 from .task import Datasets
-from .timeline import traced
+from .timeline import recorded
 
 
 @dataclass
@@ -94,11 +94,16 @@ def train(run: Run) -> None:
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
     signals_of = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)
-    with traced(config, run.run_dir, run.engine.deepspeed) as recorder, bar, garbage, signals_of as signals:
+    with (
+        recorded(config, run.run_dir, run.engine.deepspeed, state.iteration) as recorder,
+        bar,
+        garbage,
+        signals_of as signals,
+    ):
         asked = StopSignal.NOTHING
         while state.iteration < last and asked is not StopSignal.SAVE_AND_STOP:
-            if recorder:
-                recorder.iteration(state.iteration + 1)
+            if recorder and recorder.iteration(state.iteration + 1):
+                window.restart()
             if passed_over and passed_over(state.consumed_samples):
                 window.pass_over(_advance(run))
             else:

@@ -17,7 +17,7 @@ def test_the_line_has_what_a_run_is_watched_by() -> None:
     line = training_line(ROW, 500, 0.503, 246.4, 10, when=0)
     assert line.split(" | ", 1)[1].split(" | ") == [
         "  2.0%", "iteration      10/500", "loss  8.0849", "lr 2.00e-04", "grad norm   1.352", " 0 not applied", "20.5K tokens",
-        "    4,074 tokens/s", "   503 ms", "0.0173 TFLOP/s", "  0.46 GB", "   4:06 left",
+        "    4,074 tokens/s", "   503 ms", "  0.0173 TFLOP/s", "  0.46 GB", "   4:06 left",
     ]  # fmt: skip
     other = ROW | {"loss_scale": 65536.0, "mfu": 0.412, "z_loss": 1e-4, "grad_norm": None}
     columns = training_line(other, 500, 0.503, 246.4, 10).split(" | ")
