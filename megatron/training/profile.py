@@ -63,7 +63,6 @@ class Profile:
         self._tracer = trace.Tracer(self._device, self._folder / name, self._about, self._first, self._last)
         self._tracer.clock.append(distance(self._device))
         trace.start(self._tracer)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it says on stderr when it starts and stops
         self._profiler = profile(activities=kinds, record_shapes=True, acc_events=True)
         self._profiler.start()
         self._tell_clock()
