@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from data_utils.dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
 from data_utils.documents import Chunk, chunks, documents
@@ -21,6 +19,7 @@ from data_utils.streams import BadLine, InputError
 from megatron.atomic import whole_file
 
 from .cli import Parser, input_flags, largest, refused, run, worker_flags
+from .progress import Progress
 
 EXAMPLES = """\
   python tools/clean_corpus.py --input raw/ --output clean.jsonl
@@ -139,7 +138,7 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
         "key": args.json_key, "rules": rules, "limits": limits, "seed": args.seed, "largest": largest(args),
         "exact": exact is not None, "near": near is not None,
     }  # fmt: skip
-    progress = tqdm(unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
+    progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
         for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, (worker,), args.ray):
             for bad in done.bad:

@@ -1,14 +1,12 @@
 """Draw a pipeline schedule as the engine would run it, with its bubble and its memory, or as a run with --trace really did: as text, and as SVG."""
 
 import argparse
-import statistics
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.atomic import write_text
+from megatron.reporting.timetable import plan_of, timetable_of
 from tds import timeline
-from tds.schedule import NAMES, Plan, schedule_of
-from tds.simulator import Costs, simulate
+from tds.schedule import NAMES
 from tds.timetable import Span, bubble, check, most_in_flight, times
 
 from .cli import Parser, run
@@ -33,12 +31,6 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
         label = f"{kind}{span.micro}".ljust(wide * (until - at) - 1, "-") + " "
         rows[span.stage] = rows[span.stage].ljust(wide * at) + label
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))
-
-
-def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
-    """The instructions of every stage."""
-    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
-    return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 
 
 def as_svg(spans: list[Span], stages: int) -> str:
@@ -84,51 +76,15 @@ def draw_run(args: argparse.Namespace) -> None:
     folder = Path(args.run) / timeline.FOLDER
     ranks = timeline.read(folder)
     merged = timeline.merge(folder, ranks)
-    found = timeline.iterations(ranks)
-    if not found:
-        raise ValueError(f"{folder} holds no iteration that all stages have kept whole")
-    usual = statistics.median(each.seconds for each in found)
-    chosen = min(found, key=lambda each: abs(each.seconds - usual))
-    if args.iteration is not None:
-        chosen = next((each for each in found if each.number == args.iteration), None)  # type: ignore[assignment]
-        if chosen is None:
-            raise ValueError(f"--iteration {args.iteration} is not there: {found[0].number} to {found[-1].number} are")
-    about = ranks[0].about
-    stages, spans = about["stages"], chosen.spans
-    ideal = _ideal(about, spans)
-    end = max(span.end for span in ideal)
-    real = max(span.end for span in spans)
-    lines = {
-        f"ideal {about['schedule']} of the same passes: {end * 1e3:.1f} ms, bubble {bubble(ideal):.1%}": ideal,
-        f"iteration {chosen.number}: {real * 1e3:.1f} ms, bubble {chosen.bubble:.1%}": spans,
-    }
+    table = timetable_of(ranks, args.iteration)
+    lines = table.rows()
     print("\n".join(lines))
-    print(f"the whole step took {chosen.seconds * 1e3:.1f} ms, the median of {len(found)} is {usual * 1e3:.1f} ms")
+    print(
+        f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} is {table.usual * 1e3:.1f} ms"
+    )
     print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; all of them in {merged.path}")
     if args.svg:
-        write_text(args.svg, beside(lines, stages))
-
-
-def _ideal(about: dict[str, object], spans: list[Span]) -> list[Span]:
-    """The schedule with stages that wait for nothing but inputs, and passes as long as the median of those that were."""
-    stages, chunks = int(about["stages"]), int(about["chunks"])  # type: ignore[call-overload]
-    chunks = chunks if stages > 1 else 1
-    plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))  # type: ignore[call-overload]
-
-    def usual(kind: str, stage: int, chunk: int) -> float:
-        took = [s.end - s.begin for s in spans if (s.kind, s.stage, s.chunk) == (kind, stage, chunk)]
-        return statistics.median(took) if took else 0.0
-
-    def weight(stage: int, chunk: int) -> float:
-        return usual("W", stage, chunk)
-
-    def backward(stage: int, chunk: int) -> float:
-        return usual("B", stage, chunk) + weight(stage, chunk)
-
-    costs = Costs(lambda stage, chunk: usual("F", stage, chunk), backward, weight)
-    found = simulate(plan, costs, steps=1).spans
-    zero = min(span.begin for span in found)
-    return [replace(span, begin=span.begin - zero, end=span.end - zero) for span in found]
+        write_text(args.svg, beside(lines, table.stages))
 
 
 def main(args: argparse.Namespace) -> None:

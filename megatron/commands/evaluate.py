@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from data_utils.documents import texts
 from megatron import mpu
@@ -23,6 +22,7 @@ from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
 
 from .cli import Parser, run
+from .progress import Progress
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
@@ -84,7 +84,7 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     score, tokenizer = Score(), subject.tokenizer
     longest = subject.longest + 1  # the last token of a window is only a target
     stride = args.stride or max(subject.longest // 2, 1)
-    for text in tqdm(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
+    for text in Progress(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
         ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
         nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
         score += Score(sum(nats), len(nats), len(text), len(text.encode()))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from data_utils.documents import CHUNK_BYTES, Chunk, chunks, documents
 from data_utils.files import Source, find_files, is_compressed, kind
@@ -33,6 +32,7 @@ from megatron.tokenizer.load import KINDS
 from . import chats
 from .cli import Parser, input_flags, largest, refused, run, worker_flags, write_json
 from .journal import Journal
+from .progress import Progress
 
 EXAMPLES = """\
   python tools/preprocess_data.py --input corpus.jsonl --vocab-file tokenizer.model --output-prefix data/corpus
@@ -200,12 +200,12 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
     pending = itertools.islice((c for source in sources for c in chunks(source, largest=largest(args))), done, None)
     any_stream = any(is_compressed(source.path) or kind(source.path) == ".parquet" for source in sources)
     total = None if any_stream else sum(os.path.getsize(source.path) for source in sources)
-    progress = tqdm(
+    progress = Progress[bytes](
         total=total, initial=output.count["source_bytes"], unit="B", unit_scale=True, desc="tokenizing",
         disable=args.quiet,
     )  # fmt: skip
     if done:
-        progress.write(f"going on after {output.count['documents']} documents", file=None)
+        print(f"going on after {output.count['documents']} documents")
     begin, saved = output.count["tokens"], time.monotonic()
     with progress:
         for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,), args.ray):
@@ -213,8 +213,8 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
                 raise refused(tokens.bad[0])
             output.add(tokens)
             progress.update(tokens.source_bytes)
-            elapsed = max(progress.format_dict["elapsed"], 1e-9)
-            progress.set_postfix_str(f"{(output.count['tokens'] - begin) / elapsed / 1e3:.0f}k tokens/s")
+            elapsed = max(progress.elapsed, 1e-9)
+            progress.told(f"{(output.count['tokens'] - begin) / elapsed / 1e3:.0f}k tokens/s")
             if time.monotonic() - saved > JOURNAL_SECONDS:
                 output.save(journal)
                 saved = time.monotonic()

@@ -1,33 +1,35 @@
-"""A page about a run: loss curve, perplexity and unigram baselines, as report.html and loss.png in its folder."""
+"""A page about runs: curves, timetables, what they write, settings and how they differ; as one file, or live while they go on."""
 
 import argparse
-import base64
-import html
-import json
-import math
+import contextlib
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.atomic import write_text
 from megatron.checkpointing.nearby import relocated
+from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.config.fields import describe
+from megatron.planning.sizes import parameters
+from megatron.reporting import facts, serve
+from megatron.reporting.page import body, page
+from megatron.reporting.runs import RunRead, names_of, read_run
+from megatron.reporting.timetable import Timetable, read_timetable
+from tds import timeline
 
 from .cli import Parser, run
 from .unigram import of_targets, of_text
 
 EXAMPLES = """\
-  python tools/report.py --run-dir runs/gpt2"""
+  python tools/report.py runs/gpt2                        report.html and loss.png in its folder
+  python tools/report.py runs/a runs/b --output both.html
+  python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with what each kept checkpoint writes
+  python tools/report.py runs/gpt2 --serve                live, at http://127.0.0.1:8765/ while it goes on"""
+PORT = 8765
 Row = dict[str, Any]
-
-
-def read_metrics(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl, with nan where it has null. Raises ValueError where it is missing."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
-    rows: list[Row] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null says nan
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
@@ -46,7 +48,7 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
     return {} if both is None else {"targets": both.targets, "masked text": both.text}
 
 
-def draw(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
+def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
     """The loss curves as a picture. Raises ValueError without matplotlib."""
     try:
         import matplotlib
@@ -77,60 +79,110 @@ def draw(rows: list[Row], baselines: dict[str, float], path: Path) -> None:
     plt.close(figure)
 
 
-def page(run_dir: Path, facts: list[tuple[str, str]], picture: Path) -> str:
-    """The report as HTML that needs no other file."""
-    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts)
-    data = base64.b64encode(picture.read_bytes()).decode()
-    return (
-        "<!doctype html><meta charset=utf-8><title>Run</title>"
-        "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
-        "td{padding:.15rem 1.5rem .15rem 0}img{max-width:100%}</style>"
-        f"<h1>{html.escape(run_dir.name)}</h1><img alt='loss curve' src='data:image/png;base64,{data}'><table>{rows}</table>"
-    )
+class Reader:
+    """The runs of a page, read again as often as it is asked for; what is dear is computed once, or when its files change."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders, self.names = list(folders), names_of(folders)
+        self._baselines: dict[Path, dict[str, float]] = {}
+        self._timetables: dict[Path, tuple[float, Timetable | None]] = {}
+
+    def runs(self) -> list[RunRead]:
+        """As they are now. Raises ValueError for a folder that holds no run."""
+        return [self._run(folder, name) for folder, name in zip(self.folders, self.names, strict=True)]
+
+    def _run(self, folder: Path, name: str) -> RunRead:
+        found = read_run(folder, name)
+        known = self._baselines.get(folder)
+        if known is None:
+            known = baselines_of(folder, found.config.to_dict(), found.part("train"))
+            if known or found.part("train"):
+                self._baselines[folder] = known
+        return replace(found, baselines=known)
+
+    def timetables(self) -> dict[int, Timetable]:
+        """Of the runs that kept timelines of a pipeline, by number."""
+        found = {}
+        for i, folder in enumerate(self.folders):
+            changed = max((p.stat().st_mtime for p in (folder / timeline.FOLDER).glob("rank_*.json")), default=0.0)
+            if self._timetables.get(folder, (-1.0, None))[0] != changed:
+                self._timetables[folder] = changed, read_timetable(folder) if changed else None
+            if table := self._timetables[folder][1]:
+                found[i] = table
+        return found
+
+    def whole(self, live: bool = False) -> str:
+        """The page."""
+        runs = self.runs()
+        return page(runs, [_parameters(each.config) for each in runs], self.timetables(), live)
+
+    def body(self) -> str:
+        """What changes of it."""
+        runs = self.runs()
+        return body(runs, [_parameters(each.config) for each in runs], self.timetables())
+
+
+def _parameters(config: Config) -> int | None:
+    """Of a model of ours; None of others."""
+    if config.model.family is None or not config.model.vocab_size:
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return parameters(config)
+    return None
 
 
 def main(args: argparse.Namespace) -> None:
-    run_dir = Path(args.run_dir)
-    rows = read_metrics(run_dir)
-    config = relocated(from_file(str(run_dir / "config.json")), run_dir).to_dict()
-    train = [row for row in rows if row.get("split") == "train"]
-    valid = [row for row in rows if row.get("split") == "valid"]
-    baselines = baselines_of(run_dir, config, train)
-    facts = [("iterations", str(max((row["iteration"] for row in rows), default=0)))]
-    if train:
-        speeds = sorted(row["tokens_per_second"] for row in train)
-        facts += [
-            ("tokens seen", f"{train[-1]['consumed_tokens']:,}"),
-            ("median speed", f"{speeds[len(speeds) // 2]:,.0f} tokens/s"),
-            ("training loss, first and last line", f"{train[0]['lm_loss']:.3f}, {train[-1]['lm_loss']:.3f} nats/token"),
-        ]
-    if valid:
-        best = min(valid, key=lambda row: float(row["lm_loss"]))
-        facts += [
-            ("validation loss, first and last", f"{valid[0]['lm_loss']:.3f}, {valid[-1]['lm_loss']:.3f} nats/token"),
-            ("best", f"{best['lm_loss']:.3f} at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"),
-        ]
-    if valid and "text_loss" in valid[-1]:
-        text = [row["text_loss"] for row in valid]
-        facts += [
-            ("masked text only, first and last", f"{text[0]:.3f}, {text[-1]:.3f} nats/token"),
-            ("masked text guessed right", f"{valid[-1]['text_accuracy']:.1%}"),
-        ]
-    for of, nats in baselines.items():
-        facts.append((f"unigram entropy of the {of}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})"))
-    width = max(len(name) for name, _ in facts)
-    for name, value in facts:
-        print(f"{name:{width}}  {value}")
+    given = [*args.runs, *([args.run_dir] if args.run_dir else [])]
+    if not given:
+        raise ValueError("name the folder of a run, or several")
+    reader = Reader([Path(each) for each in dict.fromkeys(given)])
+    if args.prompt:
+        from .kept_samples import write_samples  # torch, which other reports are spared
+
+        for folder in reader.folders:
+            write_samples(folder, args.prompt, args.max_new_tokens)
+    runs = reader.runs()
+    print("\n".join(facts.as_text(reader.names, [facts.results(each) for each in runs])), flush=True)
+    if args.serve:
+        _serve(reader, args.port)
+        return
+    home = Path(args.output) if args.output else reader.folders[0] / "report.html"
+    files = home.name if len(runs) > 1 or args.output else "loss.png and report.html"
     try:
-        draw(rows, baselines, run_dir / "loss.png")
-        (run_dir / "report.html").write_text(page(run_dir, facts, run_dir / "loss.png"), encoding="utf-8")
+        if len(runs) == 1 and not args.output:
+            draw(runs[0].rows, dict(runs[0].baselines), home.with_name("loss.png"))
+        home.parent.mkdir(parents=True, exist_ok=True)
+        write_text(home, reader.whole())
     except (ValueError, OSError) as error:
-        print(f"report.py: loss.png and report.html were not written in {run_dir}: {describe(error)}", file=sys.stderr)
+        print(f"report.py: {files} were not written in {home.parent}: {describe(error)}", file=sys.stderr)
+        return
+    if len(runs) > 1 or args.output:
+        print(f"-> {home}")
+
+
+def _serve(reader: Reader, port: int) -> None:
+    """Until Ctrl-C."""
+    try:
+        there = serve.server(lambda: reader.whole(live=True), reader.body, port)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--port {port} cannot be had ({error}); another one can, or 0 for any") from None
+    print(f"live at http://{serve.HOST}:{there.server_address[1]}/ until Ctrl-C", flush=True)
+    with there, contextlib.suppress(KeyboardInterrupt):
+        there.serve_forever()
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--run-dir", required=True, help="the folder of a run")
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="folders of runs")
+    add("--run-dir", help="the folder of a run, as other tools name it")
+    add("--output", help="the page (default: report.html in the folder of the first run)")
+    add(
+        "--prompt", action="append", help="show what each kept checkpoint writes after this; may be given several times"
+    )
+    add("--max-new-tokens", type=int, default=48, help="of --prompt: how long that is (default: 48)")
+    add("--serve", action="store_true", help="show the page to browsers of this machine, and keep it up to date")
+    add("--port", type=int, default=PORT, help=f"of --serve; 0 for one that is free (default: {PORT})")
     return parser
 
 

@@ -14,9 +14,9 @@ import torch
 
 from megatron.atomic import write_text
 from megatron.ranks import device
+from megatron.reporting.runs import read_metrics
 
 from .cli import Parser, run
-from .report import read_metrics
 
 EXAMPLES = """\
   python tools/result_table.py --run-dir runs/full_345M --params 345M --ranks 8"""

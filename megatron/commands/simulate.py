@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.reporting.timetable import plan_of
 from tds.queues import Rules
 from tds.schedule import NAMES
 from tds.simulator import Costs, Machine, Result, simulate
 from tds.timeline import chrome_of
 
 from .cli import Parser, run, write_json
-from .draw_schedule import as_svg, plan_of
+from .draw_schedule import as_svg
 
 EXAMPLES = """\
   python tools/simulate.py --stages 4 --micros 8

@@ -4,8 +4,6 @@ import argparse
 import random
 from collections.abc import Iterator
 
-from tqdm import tqdm
-
 from data_utils.documents import texts
 from data_utils.files import find_files, refuse_as_outputs
 from data_utils.streams import BadLine, InputError
@@ -14,6 +12,7 @@ from megatron.tokenizer.segment import SEGMENTERS
 from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 
 from .cli import Parser, input_flags, largest, refused, run
+from .progress import Progress
 
 EXAMPLES = """\
   python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8000 --output tokenizer.model
@@ -31,7 +30,7 @@ def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> 
     """Some of the documents, at most about `max_bytes`, every one as likely (reservoir by size)."""
     kept: list[str] = []
     rng, size = random.Random(seed), 0
-    for seen, text in enumerate(tqdm(documents, desc="reading", unit=" documents", disable=quiet), start=1):
+    for seen, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet), start=1):
         if size < max_bytes:
             kept.append(text)
             size += len(text.encode())
@@ -64,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
         raise InputError(f"no text in {', '.join(args.input)}")
 
     def watched() -> Iterator[str]:
-        yield from tqdm(corpus, desc="training tokenizer", unit=" documents", disable=args.quiet)
+        yield from Progress(corpus, desc="training tokenizer", unit=" documents", disable=args.quiet)
 
     if kind == "sentencepiece":
         train_sentencepiece(

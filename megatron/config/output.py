@@ -46,7 +46,10 @@ class LogConfig(Section):
         False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
     )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
-    tensorboard: bool = opt(True, "write TensorBoard events where tensorboard is installed")
+    tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, where tensorboard is installed")
+    wandb: bool = opt(False, "write to Weights & Biases (WANDB_MODE, WANDB_PROJECT and the like are read by wandb)")
+    mlflow: bool = opt(False, "write to MLflow: in mlflow/ of the run directory, or where MLFLOW_TRACKING_URI says")
+    csv: bool = opt(False, "write metrics.csv in the run directory, too")
     trace: bool = opt(
         False,
         "every rank keeps a timeline of passes, messages and collectives, in the folder trace of the run directory (Chrome trace, for "
@@ -57,16 +60,40 @@ class LogConfig(Section):
         "with --trace: the iterations that are kept, e.g. 41-50",
         lambda value: None if is_range(value) else "is no number and no range as 10-12",
     )
+    profile: bool = opt(
+        False,
+        "a few iterations as torch's profiler sees them, every operator and kernel of all ranks in profile/merged.json.gz of the run "
+        "directory (Chrome trace, for Perfetto), with what --trace keeps above them; --trace costs next to nothing and can stay on, this "
+        "slows the iterations it looks at",
+    )
+    profile_iterations: str | None = opt(
+        None,
+        "with --profile: the iterations, e.g. 41-43; if not given, three after the first five of this start",
+        lambda value: None if is_range(value) else "is no number and no range as 10-12",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trace_iterations and not self.trace:
             raise ConfigError("--trace-iterations needs --trace")
+        if self.profile_iterations and not self.profile:
+            raise ConfigError("--profile-iterations needs --profile")
+        if self.profile and self.trace:
+            raise ConfigError("--profile keeps what --trace keeps, of its iterations; leave one of them out")
 
     @property
     def traced(self) -> tuple[int, int] | None:
         """The first and the last iteration that --trace-iterations names."""
-        if self.trace_iterations is None:
-            return None
-        first, _, last = self.trace_iterations.partition("-")
-        return int(first), int(last or first)
+        return _ends(self.trace_iterations)
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last iteration that --profile-iterations names."""
+        return _ends(self.profile_iterations)
+
+
+def _ends(words: str | None) -> tuple[int, int] | None:
+    if words is None:
+        return None
+    first, _, last = words.partition("-")
+    return int(first), int(last or first)

@@ -1,11 +1,12 @@
 """What a run will need, said before the first weight is drawn; a machine that cannot even hold the weights is told so at once."""
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from megatron.planning.memory import rank_memory
+from megatron.planning.memory import Memory, rank_memory
 from megatron.planning.sizes import parameters, stages_of
 
 from ..config import Config
@@ -31,7 +32,7 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
         return []
     most = max(found, key=lambda memory: memory.total)
     lines = [
-        f"estimate: {whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the fullest rank"
+        f"estimate: {whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the fullest rank ({_parts(most)})"
     ]
     room = device_module.memory(device)
     if room is None or _offloads(resolved):
@@ -50,6 +51,12 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
             f"warning: {here} may need {total / 1e9:,.1f} GB of {room / 1e9:,.1f} GB; {KNOBS}, or --checkpoint-activations"
         )
     return lines
+
+
+def _parts(memory: Memory) -> str:
+    """What they are of, the most first; what is next to nothing is left out."""
+    sizes = sorted(asdict(memory).items(), key=lambda each: -each[1])
+    return ", ".join(f"{name} {size / 1e9:.2g}" for name, size in sizes if size >= 0.01 * memory.total)
 
 
 def _offloads(resolved: Resolved) -> bool:

@@ -30,6 +30,7 @@ from ..ranks.signals import StopSignal, StopSignals
 from ..ranks.stragglers import straggler
 from ..tokenizer import Tokenizer
 from . import culprit
+from .console import TimeLeft, training_line
 from .engine import Engine, Step
 from .garbage import Garbage
 from .gradient_watch import GradientWatch
@@ -39,7 +40,7 @@ from .reading import lengths_of, read
 from .run_folder import release
 from .run_lock import RunLock
 from .task import Datasets
-from .timeline import traced
+from .timeline import recorded
 
 
 @dataclass
@@ -93,11 +94,16 @@ def train(run: Run) -> None:
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
     signals_of = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)
-    with traced(config, run.run_dir, run.engine.deepspeed) as recorder, bar, garbage, signals_of as signals:
+    with (
+        recorded(config, run.run_dir, run.engine.deepspeed, state.iteration) as recorder,
+        bar,
+        garbage,
+        signals_of as signals,
+    ):
         asked = StopSignal.NOTHING
         while state.iteration < last and asked is not StopSignal.SAVE_AND_STOP:
-            if recorder:
-                recorder.iteration(state.iteration + 1)
+            if recorder and recorder.iteration(state.iteration + 1):
+                window.restart()
             if passed_over and passed_over(state.consumed_samples):
                 window.pass_over(_advance(run))
             else:
@@ -203,6 +209,7 @@ class _Window:
         least = zero_state.least_loss_scale(run.engine.deepspeed)
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
+        self.left = TimeLeft()
         self.forget()
         self.restart()
 
@@ -297,13 +304,9 @@ class _Window:
         behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
         row |= {"straggler": behind._asdict()} if behind else {}
         waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
-        scale = "" if self.loss_scale is None else f" | loss scale {self.loss_scale:g}"
-        skipped = f" | {self.skipped} not applied" if self.skipped else ""
-        apart = "" if z_loss is None else f" | z loss {z_loss:.2e}"
-        print_rank_0(
-            f"iteration {run.state.iteration:7d}/{config.train.train_iters} | loss {loss:.4f}{apart} | lr {lr:.2e} | "
-            f"grad norm {self.grad_norm:.3f}{scale}{skipped} | {tokens_per_second:,.0f} tokens/s | {seconds * 1e3:.0f} ms{waits}"
-        )
+        last = config.train.train_iters
+        left = self.left.after(run.state.iteration, last, seconds)
+        print_rank_0(training_line(row, last, seconds, left, run.resolved.log_interval) + waits)
         if run.resolved.wall_clock_breakdown and self.timed:
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in (timed | run.engine.times()).items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))

@@ -1,4 +1,4 @@
-"""What a run measures: timers, the lines people read, `metrics.jsonl` and TensorBoard."""
+"""What a run measures: timers, floating-point operations, and `metrics.jsonl`."""
 
 import errno
 import json
@@ -18,6 +18,7 @@ from tds import trace
 from ..atomic import write_text
 from ..config import Config
 from ..model.work import block_work
+from .writers import Writer
 
 
 class Timer:
@@ -151,27 +152,19 @@ def _plain(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` and TensorBoard on rank 0; does nothing elsewhere.
+    """Appends rows to `metrics.jsonl`, and tells `others` of their numbers, on rank 0; does nothing elsewhere.
 
     A resumed run first drops the rows that lie after the iteration it resumes from, so that
     every iteration stands in the file once.
     """
 
-    def __init__(self, run_dir: str, iteration: int, active: bool, tensorboard: bool) -> None:
+    def __init__(self, run_dir: str, iteration: int, active: bool, others: Sequence[Writer] = ()) -> None:
         self._path: Path | None = None
-        self._board = None
+        self._others = list(others)
         self._waiting: list[str] = []  # lines that could not be written yet
-        if not active:
-            return
-        path = Path(run_dir) / "metrics.jsonl"
-        self._forget_after(path, iteration)
-        self._path = path
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                return
-            self._board = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
+        if active:
+            self._path = Path(run_dir) / "metrics.jsonl"
+            self._forget_after(self._path, iteration)
 
     @staticmethod
     def _forget_after(path: Path, iteration: int) -> None:
@@ -194,18 +187,17 @@ class MetricsWriter:
         if self._path is not None:
             self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
             self._append(self._path)
-        if self._board is None:
-            return
-        split = row.get("split", "train")
-        try:
-            for name, value in row.items():
-                if isinstance(value, (int, float)) and name != "iteration":
-                    self._board.add_scalar(f"{split}/{name}", value, row["iteration"])  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever its own thread met
-            self._board = None
-            tqdm.write(
-                f"note: TensorBoard's events are not written any more from iteration {row['iteration']} on: {error}"
-            )
+        numbers = {
+            name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "iteration"
+        }
+        for other in list(self._others):
+            try:
+                other.write(row.get("split", "train"), row["iteration"], numbers)
+            except Exception as error:  # whatever a thread or a server of its own met
+                self._others.remove(other)
+                tqdm.write(
+                    f"note: nothing is written to {other.name} any more from iteration {row['iteration']} on: {error}"
+                )
 
     def _append(self, path: Path) -> None:
         late = len(self._waiting) > 1
@@ -228,8 +220,11 @@ class MetricsWriter:
             self._append(self._path)
         if self._waiting:
             tqdm.write(f"note: the last {len(self._waiting)} lines of {self._path} were not written")
-        if self._board is not None:
-            self._board.close()  # type: ignore[no-untyped-call]
+        for other in self._others:
+            try:
+                other.close()
+            except Exception as error:  # as above
+                tqdm.write(f"note: {other.name} could not be closed: {error}")
 
 
 def append_whole(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from ..ranks.errors import on_all_ranks
 from ..ranks.initialize import initialize_megatron, steps_begin
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..tokenizer import Tokenizer, load_tokenizer
-from . import run_folder
+from . import run_folder, writers
 from .build import build_engine, build_model
 from .estimate import estimate
 from .global_vars import publish
@@ -44,6 +44,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     config, tokenizer, run_dir = on_all_ranks(lambda: _prepare(task, config, default_run_dir))
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
+    on_all_ranks(lambda: writers.check(config.log) if is_rank_0() else None)
     locks = on_all_ranks(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
     try:
         _say_what_runs(config, resolved, device, locks)
@@ -94,7 +95,8 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
             print_rank_0(f"note: {note}")
         for each in locks:
             each.keep()
-    return MetricsWriter(str(run_dir), iteration, is_rank_0(), config.log.tensorboard)
+    others = writers.writers(config, run_dir, iteration) if is_rank_0() else []
+    return MetricsWriter(str(run_dir), iteration, is_rank_0(), others)
 
 
 def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:

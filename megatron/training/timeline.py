@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -13,6 +13,7 @@ from tds.align import distance
 from .. import mpu
 from ..config import Config
 from ..ranks.rank_0 import is_rank_0, print_rank_0
+from . import profile
 
 MOST_MERGED = 64  # ranks; more are a matter of hundreds of megabytes, and of tools/draw_schedule.py
 
@@ -31,6 +32,40 @@ def about(config: Config, engine: Any) -> dict[str, Any]:
     found |= {"micros": config.train.gas, "device": engine.device.type}
     place = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
     return found | {"name": f"rank {rank} ({place})"}
+
+
+class Recorder(Protocol):
+    """What is told of every iteration before it begins."""
+
+    def iteration(self, number: int) -> bool | None:
+        """True if that took time which is no part of an iteration."""
+
+
+@contextmanager
+def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder | None]:
+    """Around the iterations of a run that follow `iteration`: what --trace or --profile asks for. Collective where one of them does."""
+    if not config.log.profile:
+        with traced(config, run_dir, engine) as tracer:
+            yield tracer
+        return
+    folder = run_dir / profile.FOLDER
+    first, last = config.log.profiled or (iteration + profile.AFTER + 1, iteration + profile.AFTER + profile.COUNT)
+    if is_rank_0() and folder.is_dir():
+        for old in [
+            *folder.glob("rank_*.json"),
+            *folder.glob("torch_*.json.gz"),
+        ]:  # of an earlier start, perhaps with other ranks
+            old.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = profile.Profile(engine.device, folder, about(config, engine), first, last)
+    try:
+        yield recorder
+    except BaseException:
+        recorder.stop()
+        raise
+    recorder.finish()
+    if not recorder.done:
+        print_rank_0(f"warning: --profile saw nothing: iterations {first} to {last} were no part of this start")
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def test_a_line_of_megatrons_trains_as_ours_and_says_so_once(tmp_path: Path, fla
     assert len(notes) == len(set(notes)) == theirs.count("--")
     assert "note: --global-batch-size 4 taken for --gas 2 (4 = --batch-size 2 x 1 replicas x --gas)" in notes
     expected = losses(train_gpt2(2, tmp_path / "ours", *flags, *ours.split()))
-    shown = [line.split("loss ")[1].split(" ")[0] for line in done.stdout.splitlines() if "/3 | loss" in line]
+    shown = [line.split("loss ")[1].split()[0] for line in done.stdout.splitlines() if "/3 | loss" in line]
     assert shown == [f"{loss:.4f}" for loss in expected] and len(shown) == 3
 
 

@@ -18,7 +18,7 @@ from megatron.training.metrics import MetricsWriter
 def test_metrics_wait_for_a_disk_with_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writer, honest, full = MetricsWriter(str(tmp_path), 0, True, False), metrics.append_whole, [False]
+    writer, honest, full = MetricsWriter(str(tmp_path), 0, True), metrics.append_whole, [False]
 
     def append(path: Path, text: str) -> None:
         if full[0]:

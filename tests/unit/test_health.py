@@ -75,7 +75,7 @@ def test_jumps_are_named_and_noise_is_not() -> None:
 
 
 def test_metrics_stay_json(tmp_path: Path) -> None:
-    writer = MetricsWriter(str(tmp_path), 0, True, False)
+    writer = MetricsWriter(str(tmp_path), 0, True)
     writer.write({"iteration": 1, "lm_loss": NAN, "spikes": [{"a": INF}], "b": {"c": (-INF, 1.0)}})
     writer.close()
     assert (tmp_path / "metrics.jsonl").read_text() == (

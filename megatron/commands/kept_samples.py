@@ -1,0 +1,43 @@
+"""What each checkpoint that a run has kept writes after some prompts: how a model learned to write, read off its own words."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.atomic import write_text
+from megatron.config.command_line import from_file
+from megatron.reporting.runs import SAMPLES, read_lines
+from megatron.training.run_folder import save_dir_of
+
+from .generate import answers, load
+from .generate import build_parser as generate_parser
+
+
+def checkpoints_of(run_dir: Path) -> list[tuple[int, Path]]:
+    """(iteration, folder) of those that a run has kept, in order."""
+    folder = save_dir_of(from_file(str(run_dir / "config.json")), run_dir)
+    there = folder if folder.is_dir() else run_dir / "checkpoints"
+    return sorted((int(path.name[5:]), path) for path in there.glob("iter_*") if path.name[5:].isdigit())
+
+
+def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
+    """Add to samples.jsonl what is not there yet: a line for each checkpoint and prompt, drawn as tools/generate.py does by default.
+
+    Checkpoints know no layout, so any run is read by one process. Raises ValueError where none is left.
+    """
+    path = run_dir / SAMPLES
+    rows = read_lines(path) if path.is_file() else []
+    known = {(row["iteration"], row["prompt"], row["tokens"]) for row in rows}
+    found = checkpoints_of(run_dir)
+    if not found:
+        raise ValueError(f"{run_dir} keeps no checkpoint that could write after --prompt")
+    for iteration, checkpoint in found:
+        asked = [prompt for prompt in prompts if (iteration, prompt, longest) not in known]
+        if not asked:
+            continue
+        flags = ["--load", str(checkpoint), "--max-new-tokens", str(longest)]
+        args = generate_parser().parse_args(flags)
+        writer = load(args)
+        for prompt, (_, (text,)) in zip(asked, answers(writer, asked, args, 1), strict=True):
+            rows.append({"iteration": iteration, "prompt": prompt, "tokens": longest, "text": text})
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -1,0 +1,71 @@
+"""How far a tool is: a bar on a terminal; elsewhere, as in a log file, a line now and then that ends like any other."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from tqdm import tqdm
+
+EVERY = 30.0  # seconds between two lines where there is no terminal
+
+
+T = TypeVar("T")
+
+
+class Progress(Generic[T]):
+    """Around an iterable, or told by `update`. total: units of all the work, if known; initial: those done before. disable: say nothing."""
+
+    def __init__(
+        self,
+        items: Iterable[T] = (),
+        *,
+        desc: str,
+        unit: str,
+        total: int | None = None,
+        initial: int = 0,
+        unit_scale: bool = False,
+        disable: bool = False,
+    ) -> None:
+        bars = sys.stderr.isatty()
+        self._items, self._desc, self._unit, self._total, self._done = items, desc, unit, total, initial
+        self._plain, self._postfix = not bars and not disable, ""
+        self._begun = self._told = time.monotonic()
+        self._bar: Any = tqdm(
+            total=total, initial=initial, desc=desc, unit=unit, unit_scale=unit_scale, disable=disable or not bars
+        )
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._begun
+
+    def update(self, count: int = 1) -> None:
+        """So many units more are done."""
+        self._done += count
+        self._bar.update(count)
+        if self._plain and time.monotonic() - self._told >= EVERY:
+            self._told = time.monotonic()
+            of = f" of {tqdm.format_sizeof(self._total)} ({self._done / self._total:.0%})" if self._total else ""
+            more = f", {self._postfix}" if self._postfix else ""
+            words = (
+                f"{self._desc}: {tqdm.format_sizeof(self._done)}{of} {self._unit.strip()} in {self.elapsed:.0f} s{more}"
+            )
+            print(words, file=sys.stderr, flush=True)
+
+    def told(self, words: str) -> None:
+        """What stands beside it."""
+        self._postfix = words
+        self._bar.set_postfix_str(words)
+
+    def __iter__(self) -> Iterator[T]:
+        with self:
+            for item in self._items:
+                yield item
+                self.update()
+
+    def __enter__(self) -> "Progress[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

@@ -1,0 +1,1 @@
+"""What runs have left in their folders, as one page: curves, timetables, samples, settings and how they differ."""

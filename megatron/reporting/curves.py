@@ -1,0 +1,152 @@
+"""The charts of a page, as data: what is drawn over the iterations, for which run, in which unit. page.js draws them."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .runs import Row, RunRead
+
+MOST = 1500  # points of a line; more are told by the least and the greatest of each stretch
+
+
+class Chart(NamedTuple):
+    """One chart. lines: see `line`. levels: horizontal lines, what a value is compared with. marks: iterations that stand out."""
+
+    name: str
+    title: str
+    unit: str
+    log: bool
+    lines: list[dict[str, Any]]
+    levels: list[dict[str, Any]]
+    marks: list[dict[str, Any]]
+    zero: bool = False  # the scale begins there
+
+
+def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
+    """At most about `most` of the points, in order: of each stretch the first, the last, the least and the greatest."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(4 * len(points) / most)
+    kept = []
+    for begin in range(0, len(points), size):
+        stretch = range(begin, min(begin + size, len(points)))
+        known = [i for i in stretch if points[i][1] is not None]
+        ends = {stretch[0], stretch[-1]}
+        if known:
+            ends |= {min(known, key=lambda i: points[i][1] or 0.0), max(known, key=lambda i: points[i][1] or 0.0)}
+        kept += [points[i] for i in sorted(ends)]
+    return kept
+
+
+def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
+    """A line of a chart. kind: raw (many points, thin), dots (few, with a dot each) or plain; a value that is none is a gap."""
+    finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
+    kept = thinned(finite)
+    y = [None if value is None else float(f"{value:.6g}") for _, value in kept]
+    return {"run": run, "label": label, "kind": kind, "x": [x for x, _ in kept], "y": y}
+
+
+def _of(rows: Sequence[Row], key: str, scale: Callable[[float], float] = float) -> list[tuple[float, float | None]]:
+    return [(row["iteration"], None if row[key] is None else scale(row[key])) for row in rows if key in row]
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan
+
+
+def _learning(runs: Sequence[RunRead]) -> list[Chart]:
+    loss: list[dict[str, Any]] = []
+    ppl: list[dict[str, Any]] = []
+    right: list[dict[str, Any]] = []
+    levels: list[dict[str, Any]] = []
+    marks = []
+    for i, run in enumerate(runs):
+        train, valid, test = (run.part(split) for split in ("train", "valid", "test"))
+        loss += [
+            line(i, "training", "raw", _of(train, "lm_loss")),
+            line(i, "validation", "dots", _of(valid, "lm_loss")),
+        ]
+        loss += [
+            line(i, "masked text only", "dashed", _of(valid, "text_loss")),
+            line(i, "test", "dots", _of(test, "lm_loss")),
+        ]
+        ppl += [line(i, "training", "raw", _of(train, "lm_loss", _perplexity))]
+        ppl += [line(i, "validation", "dots", _of(valid, "lm_loss", _perplexity))]
+        right.append(line(i, "guessed right", "dots", _of(valid, "text_accuracy", lambda share: 100 * share)))
+        for of, nats in run.baselines.items():
+            levels.append({"run": i, "label": f"unigram entropy of the {of}", "y": round(nats, 4)})
+        for row in train:
+            marks += [
+                {"run": i, "x": spike["iteration"], "label": f"the loss jumped to {spike['lm_loss']:.3f}"}
+                for spike in row.get("spikes", [])
+                if spike.get("lm_loss") is not None
+            ]
+    shared = _once(levels, len(runs))
+    of_ppl = [{**level, "y": float(f"{math.exp(level['y']):.5g}")} for level in shared]
+    return [
+        Chart("loss", "Loss", "nats per token", False, loss, shared, marks),
+        Chart("ppl", "Perplexity", "", True, ppl, of_ppl, []),
+        Chart("accuracy", "Masked text guessed right", "%", False, right, [], [], True),
+    ]
+
+
+def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
+    """What is the same for all runs stands there once, and belongs to none."""
+    alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for level in levels:
+        alike.setdefault((level["label"], level["y"]), []).append(level)
+    found: list[dict[str, Any]] = []
+    for same in alike.values():
+        found += [{**same[0], "run": None}] if len(same) == runs > 1 else same
+    return found
+
+
+# Of lines of training: key, title, unit, whether the scale is logarithmic, factor.
+OF_TRAINING = (
+    ("lr", "Learning rate", "", False, 1.0),
+    ("grad_norm", "Gradient norm", "", True, 1.0),
+    ("tokens_per_second", "Speed", "tokens/s", False, 1.0),
+    ("tflops", "Work of a rank", "TFLOP/s", False, 1.0),
+    ("mfu", "Model FLOPs utilisation", "%", False, 100.0),
+    ("memory_mb", "Memory of rank 0", "GB", False, 1e-3),
+    ("loss_scale", "Loss scale", "", True, 1.0),
+    ("skipped_steps", "Steps not applied", "", False, 1.0),
+    ("z_loss", "z loss", "", True, 1.0),
+)
+SHOWN_AT_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
+
+
+def _training(runs: Sequence[RunRead]) -> list[Chart]:
+    found = []
+    for key, title, unit, log, factor in OF_TRAINING:
+        lines = [
+            line(i, title.lower(), "plain", _of(run.part("train"), key, lambda value, f=factor: f * value))  # type: ignore[misc]
+            for i, run in enumerate(runs)
+        ]
+        if key in SHOWN_AT_ZERO or any(value for each in lines for value in each["y"]):
+            found.append(Chart(key, title, unit, log, lines, [], [], not log))
+    return found
+
+
+def _timers(runs: Sequence[RunRead]) -> list[Chart]:
+    """Where the time of an iteration goes, a chart a run that was told to measure it."""
+    found = []
+    for i, run in enumerate(runs):
+        rows = [row for row in run.part("train") if "timers_ms" in row]
+        names = sorted({name for row in rows for name in row["timers_ms"]})
+        lines = [
+            line(i, name, "parts", [(row["iteration"], row["timers_ms"].get(name)) for row in rows]) for name in names
+        ]
+        title = "Parts of an iteration" + (f": {run.name}" if len(runs) > 1 else "")
+        found.append(Chart(f"timers{i}", title, "ms", False, lines, [], [], True))
+    return found
+
+
+def charts(runs: Sequence[RunRead]) -> list[Chart]:
+    """All that have something to show."""
+    found = []
+    for chart in [*_learning(runs), *_training(runs), *_timers(runs)]:
+        lines = [each for each in chart.lines if any(y is not None for y in each["y"])]
+        if lines:
+            found.append(chart._replace(lines=lines))
+    return found

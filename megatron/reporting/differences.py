@@ -1,0 +1,45 @@
+"""Settings of runs side by side: those that differ, those that are not the defaults, all of them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron.config import Config
+from megatron.config.fields import flag
+
+APART = {"run_dir", "save", "load"}  # paths that name the run itself
+
+
+class Setting(NamedTuple):
+    """One setting of all runs. differs: between runs; changed: some run has another value than the default."""
+
+    section: str
+    flag: str
+    values: list[str]
+    differs: bool
+    changed: bool
+
+
+def settings(configs: Sequence[Config]) -> list[Setting]:
+    """Every setting, in the order of `--help`."""
+    dicts: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
+    defaults = Config().to_dict()
+    found = []
+    for section, names in defaults.items():
+        for name, default in names.items():
+            values = [each[section][name] for each in dicts]
+            differs = any(value != values[0] for value in values) and name not in APART
+            changed = any(value != default for value in values)
+            found.append(Setting(section, flag(name), [_word(value) for value in values], differs, changed))
+    return found
+
+
+def _word(value: Any) -> str:
+    """As short as a person would write it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,103 @@
+"""What a run came to, in a few lines: for the terminal, and as the table at the top of a page."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from .runs import Row, RunRead
+
+Facts = list[tuple[str, str]]
+
+
+def results(run: RunRead) -> Facts:
+    """What was learned and how fast, each with its name."""
+    train, valid = run.part("train"), run.part("valid")
+    facts = [("iterations", str(run.iteration))]
+    if train:
+        speeds = sorted(row["tokens_per_second"] for row in train)
+        facts += [
+            ("tokens seen", f"{train[-1]['consumed_tokens']:,}"),
+            ("median speed", f"{speeds[len(speeds) // 2]:,.0f} tokens/s"),
+            ("training loss, first and last line", f"{train[0]['lm_loss']:.3f}, {train[-1]['lm_loss']:.3f} nats/token"),
+        ]
+    if valid:
+        best = min(valid, key=lambda row: float(row["lm_loss"]))
+        facts += [
+            ("validation loss, first and last", f"{valid[0]['lm_loss']:.3f}, {valid[-1]['lm_loss']:.3f} nats/token"),
+            ("best", f"{best['lm_loss']:.3f} at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"),
+        ]
+    if valid and "text_loss" in valid[-1]:
+        text = [row["text_loss"] for row in valid]
+        facts += [
+            ("masked text only, first and last", f"{text[0]:.3f}, {text[-1]:.3f} nats/token"),
+            ("masked text guessed right", f"{valid[-1]['text_accuracy']:.1%}"),
+        ]
+    for of, nats in run.baselines.items():
+        facts.append((f"unigram entropy of the {of}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})"))
+    return facts
+
+
+def machine(run: RunRead, parameters: int | None) -> Facts:
+    """How large the model is, how the run is laid out, and what it takes."""
+    p, train = run.config.parallel, run.part("train")
+    facts = []
+    if parameters is not None:
+        facts.append(("parameters", f"{parameters / 1e6:,.2f} million"))
+    facts.append(("layout", layout(run)))
+    if train:
+        rows = train[1:] or train
+        memory = max(row.get("memory_mb") or 0.0 for row in train)
+        facts.append(("memory of rank 0, most", f"{memory / 1e3:,.2f} GB"))
+        speed = f"{statistics.median(row.get('tflops') or 0.0 for row in rows):.3g} TFLOP/s"
+        shares = [row["mfu"] for row in rows if row.get("mfu")]
+        facts.append(("of each rank", speed + (f", MFU {statistics.median(shares):.1%}" if shares else "")))
+        if skipped := sum(row.get("skipped_steps") or 0 for row in train):
+            facts.append(("steps not applied", str(skipped)))
+    if p.pipe_parallel_size:
+        schedule = p.pipeline_schedule + (f", {p.virtual_pipeline_size} chunks" if p.virtual_pipeline_size > 1 else "")
+        facts.append(("schedule", schedule))
+    return facts
+
+
+def layout(run: RunRead) -> str:
+    """Ranks on each axis; how many replicas there are follows from the samples of an iteration."""
+    p, t = run.config.parallel, run.config.train
+    words = [f"pipe {p.pipe_parallel_size}"] if p.pipe_parallel_size else ["no pipeline"]
+    if run.global_batch:
+        words.append(f"data {max(run.global_batch // (t.batch_size * t.gas), 1)}")
+    words.append(f"model {p.model_parallel_size}")
+    if p.context_parallel_size > 1:
+        words.append(f"context {p.context_parallel_size}")
+    return " x ".join(words)
+
+
+def progress(run: RunRead, now: float | None = None) -> tuple[str, float]:
+    """(its state in words, the share of --train-iters that is done)."""
+    whole = run.config.train.train_iters
+    share = min(run.iteration / whole, 1.0) if whole else 1.0
+    return f"{run.state(now)} · iteration {run.iteration:,} of {whole:,}", share
+
+
+def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
+    """A row a name, a column a run; empty where a run has no such fact. Names in the order of the first run that has them."""
+    names: dict[str, None] = {}
+    for facts in runs:
+        names |= dict.fromkeys(name for name, _ in facts)
+    columns = [dict(facts) for facts in runs]
+    return [(name, [column.get(name, "") for column in columns]) for name in names]
+
+
+def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
+    """The lines for a terminal; of one run without its name above."""
+    rows = table(runs)
+    if len(runs) > 1:
+        rows = [("", list(names)), *rows]
+    width = max(len(name) for name, _ in rows)
+    widths = [max(len(values[i]) for _, values in rows) for i in range(len(runs))]
+    return [
+        f"{name:{width}}  {'  '.join(value.ljust(w) for value, w in zip(values, widths, strict=True))}".rstrip()
+        for name, values in rows
+    ]
+
+
+__all__ = ["Facts", "Row", "as_text", "layout", "machine", "progress", "results", "table"]

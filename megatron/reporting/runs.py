@@ -1,0 +1,125 @@
+"""A run as it is read back from its folder: settings, metrics, samples of text; whole or while it goes on."""
+
+import json
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing.nearby import relocated
+from megatron.config import Config
+from megatron.config.command_line import from_file
+
+Row = dict[str, Any]
+SAMPLES = "samples.jsonl"
+QUIET = 300.0  # seconds without a line after which an unfinished run is no longer said to go on
+
+
+def read_lines(path: Path) -> list[Row]:
+    """JSON lines; one that is still being written is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            found.append(row)
+    return found
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """The rows of metrics.jsonl, with nan where it has null. Raises ValueError where it is missing."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
+    rows = read_lines(path)
+    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null says nan
+
+
+@dataclass(frozen=True)
+class RunRead:
+    """One run. given: its settings as it wrote them; config: with paths that lead to where its folder is now.
+
+    baselines: unigram entropies in nats per token, by what they are of.
+    """
+
+    name: str
+    folder: Path
+    config: Config
+    given: Config
+    rows: Sequence[Row]
+    samples: Sequence[Row] = ()
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    written: float = 0.0  # when its newest line was, in seconds since the epoch
+
+    def part(self, split: str) -> list[Row]:
+        """The lines of train, valid or test."""
+        return [row for row in self.rows if row.get("split") == split]
+
+    @property
+    def iteration(self) -> int:
+        """The newest one that a line tells of."""
+        return max((row["iteration"] for row in self.rows), default=0)
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of an iteration; None before the first line."""
+        train = self.part("train")
+        return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
+
+    def state(self, now: float | None = None) -> str:
+        """finished, running, or stopped, as far as its lines tell."""
+        if self.iteration >= self.config.train.train_iters:
+            return "finished"
+        silence = (time.time() if now is None else now) - self.written
+        return "running" if silence < QUIET else "stopped"
+
+    def axes(self, most: int = 400) -> dict[str, list[float]]:
+        """Where iterations lie in tokens and in hours of training (without evaluations and saves): points of lines."""
+        at: dict[str, list[float]] = {"iteration": [0.0], "tokens": [0.0], "hours": [0.0]}
+        for row in self.part("train"):
+            tokens, speed = float(row["consumed_tokens"]), row.get("tokens_per_second")
+            spent = (tokens - at["tokens"][-1]) / speed / 3600 if speed else 0.0
+            for name, value in (
+                ("iteration", row["iteration"]),
+                ("tokens", tokens),
+                ("hours", at["hours"][-1] + spent),
+            ):
+                at[name].append(value)
+        step = max(1, math.ceil(len(at["iteration"]) / most))
+        last = len(at["iteration"]) - 1
+        kept = sorted({*range(0, last + 1, step), last})
+        return {name: [values[i] for i in kept] for name, values in at.items()}
+
+
+def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
+    """Tokens seen after an iteration, between the points of `RunRead.axes` on a straight line."""
+    x, y = axes["iteration"], axes["tokens"]
+    i = min(max(bisect_left(x, iteration), 1), len(x) - 1)
+    if len(x) == 1 or x[i] == x[i - 1]:
+        return y[-1]
+    return y[i - 1] + (y[i] - y[i - 1]) * (iteration - x[i - 1]) / (x[i] - x[i - 1])
+
+
+def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, float] | None = None) -> RunRead:
+    """The run in `folder`. Raises ValueError where it holds none."""
+    rows = read_metrics(folder)
+    given = from_file(str(folder / "config.json"))
+    config = relocated(given, folder)
+    samples = read_lines(folder / SAMPLES) if (folder / SAMPLES).is_file() else []
+    written = (folder / "metrics.jsonl").stat().st_mtime
+    return RunRead(name or folder.resolve().name, folder, config, given, rows, samples, baselines or {}, written)
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Short names that tell folders apart: the last parts of their paths, as many as it takes."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]

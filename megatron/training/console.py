@@ -1,0 +1,72 @@
+"""The line that people read: what an iteration came to, in columns that stand below each other from line to line."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def short(number: float) -> str:
+    """Three digits and a letter: 20.5K, 1.02M, 3.4T; six characters at most."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if number >= 0.9995 * size:
+            value = number / size
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{letter}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """4:05, 3:04:05 or 2d 03:04:05."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class TimeLeft:
+    """How long a run still takes, from the time between its lines: evaluations and saves are in it, the start is not."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def after(self, iteration: int, last: int, seconds: float, now: float | None = None) -> float:
+        """Seconds. seconds: of an iteration since the line before, by which the first line goes. now: on a clock that only rises."""
+        now = time.monotonic() if now is None else now
+        if self._first is None:
+            self._first = iteration, now
+        begun, since = self._first
+        each = (now - since) / (iteration - begun) if iteration > begun else seconds
+        return (last - iteration) * each
+
+
+def training_line(
+    row: Mapping[str, Any], last: int, seconds: float, left: float, interval: int, when: float | None = None
+) -> str:
+    """row: what metrics.jsonl gets. last: --train-iters. seconds: of an iteration. left: of the run. interval: of lines, in iterations.
+
+    Columns for what a run does not have (a loss scale, a share of the device's peak) are not there in any of its lines.
+    """
+    iteration = row["iteration"]
+    norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
+    columns = [
+        time.strftime("%m-%d %H:%M:%S", time.localtime(when)),
+        f"{100 * iteration / max(last, 1):5.1f}%",
+        f"iteration {iteration:7d}/{last}",
+        f"loss {row['lm_loss']:7.4f}",
+        *([f"z loss {row['z_loss']:.2e}"] if "z_loss" in row else []),
+        f"lr {row['lr']:.2e}",
+        f"grad norm {norm:7.3f}",
+        *([] if row["loss_scale"] is None else [f"loss scale {row['loss_scale']:8g}"]),
+        f"{row['skipped_steps']:{len(str(interval))}d} not applied",
+        f"{short(row['consumed_tokens']):>5} tokens",
+        f"{row['tokens_per_second']:9,.0f} tokens/s",
+        f"{seconds * 1e3:6.0f} ms",
+        f"{row['tflops']:8.3g} TFLOP/s",
+        *([] if row["mfu"] is None else [f"MFU {row['mfu']:5.1%}"]),
+        f"{row['memory_mb'] / 1e3:6.2f} GB",
+        f"{duration(left):>7} left",
+    ]
+    return " | ".join(columns)

@@ -1,0 +1,167 @@
+"""`--profile`: a few iterations as torch's profiler sees them, of all ranks, in one Chrome trace.
+
+`--trace` says what the ranks did: passes, messages, collectives, for hundreds of nanoseconds each, so it can stay on. This says
+what they computed: every operator and every kernel, which slows a run and fills a disk. The timeline of `--trace` is in it, too.
+"""
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tds import timeline, trace
+from tds.align import distance
+
+from ..atomic import whole_file
+from ..ranks.rank_0 import is_rank_0, print_rank_0
+
+FOLDER, MERGED = "profile", "merged.json.gz"
+MOST_MERGED = 64  # ranks
+AFTER, COUNT = 5, 3  # without --profile-iterations: so many iterations of a start are not looked at, so many are
+CLOCK = "perf_counter "  # begins the name of the event that says what our clock is at that time of the profiler's
+
+
+class Profile:
+    """The profiler of one rank, told of every iteration before it begins. All that starts, ends or writes is collective.
+
+    first, last: the iterations. about: see `tds.trace.Tracer`.
+    """
+
+    def __init__(self, device: torch.device, folder: Path, about: dict[str, Any], first: int, last: int) -> None:
+        self._device, self._folder, self._about = device, folder, about
+        self._first, self._last = first, last
+        self._profiler: profile | None = None
+        self._tracer: trace.Tracer | None = None
+        self.done = False
+
+    def iteration(self, number: int) -> bool:
+        """What follows belongs to this one. True if something was started or written, which is no part of its time."""
+        if self._profiler is None and not self.done and self._first <= number <= self._last:
+            self._start()
+        elif self._profiler is not None and number > self._last:
+            self.finish()
+        else:
+            if self._tracer:
+                self._tracer.iteration(number)
+            return False
+        if self._tracer:
+            self._tracer.iteration(number)
+        return True
+
+    def _start(self) -> None:
+        kinds = [ProfilerActivity.CPU]
+        if self._device.type != "cpu":
+            kinds += [k for k in torch.profiler.supported_activities() if k != ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
+        name = timeline.name_of(dist.get_rank())
+        self._tracer = trace.Tracer(self._device, self._folder / name, self._about, self._first, self._last)
+        self._tracer.clock.append(distance(self._device))
+        trace.start(self._tracer)
+        self._profiler = profile(activities=kinds, record_shapes=True, acc_events=True)
+        self._profiler.start()
+        self._tell_clock()
+
+    @staticmethod
+    def _tell_clock() -> None:
+        with record_function(f"{CLOCK}{time.perf_counter_ns()}"):
+            pass
+
+    def finish(self) -> None:
+        """Stop, write, and let rank 0 merge. Nothing that goes wrong with files ends a run."""
+        if self._profiler is None or self._tracer is None:
+            return
+        self._tell_clock()
+        self.stop()
+        self._tracer.clock.append(distance(self._device))
+        self._tracer.try_to_write()
+        path = self._folder / _name_of(dist.get_rank())
+        try:
+            with whole_file(path, path.with_name(f"{os.getpid()}.tmp.json.gz")) as there:
+                self._profiler.export_chrome_trace(str(there))
+        except (OSError, RuntimeError, MemoryError) as error:
+            print(f"warning: the profile {path} cannot be written: {error}", flush=True)
+        self._profiler, self._tracer = None, None
+        dist.barrier()
+        if is_rank_0() and dist.get_world_size() <= MOST_MERGED:
+            try:
+                merge(self._folder)
+                print_rank_0(f"profile of {dist.get_world_size()} ranks in {self._folder / MERGED}")
+            except (OSError, ValueError, KeyError, MemoryError) as error:
+                print_rank_0(f"warning: the profiles cannot be merged: {error}")
+
+    def stop(self) -> None:
+        """Look no more; what was seen is there until `finish`."""
+        if self._profiler and not self.done:
+            self.done = True
+            self._profiler.stop()
+            trace.stop()
+
+
+def _name_of(rank: int) -> str:
+    return f"torch_{rank:05d}.json.gz"
+
+
+def merge(folder: Path) -> Path:
+    """One file of all ranks on the clock of rank 0: torch's events, one rank after the other, and above them what the ranks did.
+
+    Raises ValueError where there is none.
+    """
+    ranks = timeline.read(folder)
+    zero = min((e["ts"] for rank in ranks for e in rank.events), default=0.0)
+    path = folder / MERGED
+    with whole_file(path) as there, gzip.open(there, "wt", encoding="utf-8", compresslevel=4) as file:
+        file.write('{"traceEvents":[\n')
+        separator = ""
+        for rank in ranks:
+            for event in _events(folder, rank, zero):
+                file.write(separator + json.dumps(event, separators=(",", ":")))
+                separator = ",\n"
+        file.write("\n]}\n")
+    return path
+
+
+def _events(folder: Path, rank: timeline.RankTrace, zero: float) -> Iterator[dict[str, Any]]:
+    """Of one rank. Its processes get numbers of their own, as the profiler calls the first GPU of any rank process 0."""
+    number = rank.about["rank"]
+    base = 1000 * number
+    yield {"ph": "M", "name": "process_name", "pid": base, "args": {"name": rank.about["name"]}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": base, "args": {"sort_index": base}}
+    yield from ({**e, "pid": base, "ts": round(e["ts"] - zero, 3)} for e in rank.events)
+    path = folder / _name_of(number)
+    if not path.is_file():
+        return
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        seen = json.load(file)["traceEvents"]
+    shift = _shift(seen, rank) - zero
+    pids: dict[Any, int] = {}
+    for event in seen:
+        pid = pids.setdefault(event.get("pid"), base + 1 + len(pids))
+        event = {**event, "pid": pid}
+        if "ts" in event:
+            event["ts"] = round(event["ts"] + shift, 3)
+        if "id" in event:
+            event["id"] = f"{number}-{event['id']}"
+        if event.get("name") in ("process_sort_index", "process_name", "process_labels"):
+            event["args"] = _labelled(event, number, pid)
+        yield event
+
+
+def _labelled(event: dict[str, Any], rank: int, pid: int) -> dict[str, Any]:
+    if event["name"] == "process_sort_index":
+        return {"sort_index": pid}
+    return {key: f"rank {rank}: {value}" if key == "name" else value for key, value in event["args"].items()}
+
+
+def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
+    """What to add to the profiler's times (microseconds) of a rank to have them on rank 0's clock. Raises ValueError without a mark."""
+    marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
+    if not marks:
+        raise ValueError(f"the profile of rank {rank.about['rank']} has no mark of its clock")
+    own: float = int(marks[0]["name"].removeprefix(CLOCK)) / 1e3 - marks[0]["ts"]
+    return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)

@@ -1,0 +1,194 @@
+"""Where a run's metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV. Each by one flag, each imported when asked for."""
+
+import csv
+import importlib.util
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..atomic import write_text
+from ..config import Config
+from ..config.output import LogConfig
+
+PROJECT = "pretraining"  # for Weights & Biases and MLflow, where WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME names no other
+# Of metrics.csv, in order; a split has some of them.
+COLUMNS = (
+    "split", "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm", "loss_scale",
+    "skipped_steps", "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu", "memory_mb",
+)  # fmt: skip
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+}  # flag -> what it needs, and pip calls it
+
+
+class Writer(Protocol):
+    """One place. `name` is what people call it."""
+
+    name: str
+
+    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of a line."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+def check(config: LogConfig) -> None:
+    """Raise ValueError for a flag whose package is not there."""
+    for name, package in PACKAGES.items():
+        if getattr(config, name) and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"--{name} needs the package {package}: pip install {package}; --no-{name} goes on without it"
+            )
+
+
+def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
+    """Those that the flags ask for, about to be told of what follows `iteration`. Raises ValueError where one cannot begin."""
+    log, found = config.log, list[Writer]()
+    if log.tensorboard or (log.tensorboard is None and importlib.util.find_spec("tensorboard")):
+        found.append(_begun("TensorBoard", lambda: TensorBoard(run_dir, iteration)))
+    if log.wandb:
+        found.append(_begun("Weights & Biases", lambda: WeightsAndBiases(config, run_dir, iteration)))
+    if log.mlflow:
+        found.append(_begun("MLflow", lambda: MLflow(config, run_dir, iteration)))
+    if log.csv:
+        found.append(_begun("CSV", lambda: CSV(run_dir, iteration)))
+    return found
+
+
+def _begun(name: str, begin: Callable[[], Writer]) -> Writer:
+    try:
+        return begin()
+    except Exception as error:  # whatever a package raises: a server that is not reached, a key that is missing
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{name} cannot begin: {words}; without --{name.lower() if name != 'Weights & Biases' else 'wandb'} the run goes on"
+        ) from error
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Settings by name; names are unique over the sections."""
+    return {name: value for section in config.to_dict().values() for name, value in section.items()}
+
+
+def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
+    """The name by which a service knows this run: kept in the run's folder, and another one when the run begins anew."""
+    if iteration and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    name = new()
+    write_text(path, name + "\n")
+    return name
+
+
+class TensorBoard:
+    """Event files in tensorboard/ of the run directory. A resumed run hides what lies after the iteration it resumes from."""
+
+    name = "TensorBoard"
+
+    def __init__(self, run_dir: Path, iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
+
+    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+        """A scalar a number, such as train/lm_loss."""
+        for name, value in numbers.items():
+            self._board.add_scalar(f"{split}/{name}", value, iteration)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Flush."""
+        self._board.close()  # type: ignore[no-untyped-call]
+
+
+class WeightsAndBiases:
+    """A run of wandb, continued when ours is. WANDB_MODE=offline keeps it on this disk, WANDB_PROJECT and the like are wandb's own."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", run_dir.resolve().name),
+            id=_identity(run_dir / "wandb_id", iteration, lambda: uuid.uuid4().hex[:12]),
+            resume="allow",
+            dir=str(run_dir),
+            config=flat(config),
+        )
+        # The iteration is an axis of ours: wandb's own steps never go back, and a resumed run may.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+        """One call a line."""
+        self._run.log({f"{split}/{name}": value for name, value in numbers.items()} | {"iteration": iteration})
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, continued when ours is; in mlflow/ of the run directory where MLFLOW_TRACKING_URI names no other place."""
+
+    name = "MLflow"
+
+    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
+        import mlflow
+
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer ones ask before they write plain files
+            mlflow.set_tracking_uri((run_dir.resolve() / "mlflow").as_uri())
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        self._mlflow, path = mlflow, run_dir / "mlflow_run"
+        known = path.read_text(encoding="utf-8").strip() if iteration and path.is_file() else None
+        run = mlflow.start_run(run_id=known, run_name=None if known else run_dir.resolve().name)
+        if known is None:
+            write_text(path, run.info.run_id + "\n")
+            settings = [(name, str(value)[:500]) for name, value in flat(config).items()]
+            for begin in range(0, len(settings), 100):  # as many as it takes at once
+                mlflow.log_params(dict(settings[begin : begin + 100]))
+
+    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+        """One call a line."""
+        self._mlflow.log_metrics({f"{split}/{name}": value for name, value in numbers.items()}, step=iteration)
+
+    def close(self) -> None:
+        """The run is over for MLflow, too."""
+        self._mlflow.end_run()
+
+
+class CSV:
+    """metrics.csv in the run directory, all lines with the same columns; a resumed run drops those after the iteration it resumes from."""
+
+    name = "CSV"
+
+    def __init__(self, run_dir: Path, iteration: int) -> None:
+        self._path = run_dir / "metrics.csv"
+        kept = []
+        if iteration and self._path.is_file():
+            with open(self._path, newline="", encoding="utf-8") as file:
+                kept = [
+                    row
+                    for row in csv.DictReader(file)
+                    if (row.get("iteration") or "").isdigit() and int(row["iteration"]) <= iteration
+                ]
+        write_text(self._path, ",".join(COLUMNS) + "\n")
+        for row in kept:
+            self._append(row)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        with open(self._path, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n").writerow(row)
+
+    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+        """One row a line."""
+        self._append({**numbers, "split": split, "iteration": iteration})
+
+    def close(self) -> None:
+        """Every row is there already."""

@@ -1,0 +1,157 @@
+"""The page about runs: what it says is what the runs wrote, it needs no other file, and nobody else can read it while it is served."""
+
+import http.client
+import json
+import math
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.commands import report
+from megatron.config.command_line import parse
+from megatron.reporting.curves import charts, thinned
+from megatron.reporting.differences import settings
+from megatron.reporting.facts import as_text, layout, progress, results
+from megatron.reporting.page import as_data
+from megatron.reporting.runs import names_of, read_run, tokens_at
+from megatron.reporting.serve import server
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 2 --gas 2 --train-iters 40"
+)
+
+
+def made(folder: Path, flags: str = "", **more: Any) -> Path:
+    """A folder as a run of two replicas leaves it after 20 iterations."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps(parse([*FLAGS.split(), *flags.split()], {"family": "gpt2"}, 4).to_dict())
+    )
+    rows: list[dict[str, Any]] = []
+    for i in (10, 20):
+        rows.append(
+            {"split": "train", "iteration": i, "consumed_samples": 8 * i, "consumed_tokens": 1000 * i, "lm_loss": 8 - i / 10, "lr": 1e-3,
+             "grad_norm": None if i == 20 else 1.5, "loss_scale": None, "skipped_steps": i // 20, "tokens_per_second": 500.0, "tflops": 0.25,
+             "mfu": None, "memory_mb": 300.0, **more}
+        )  # fmt: skip
+        rows.append({"split": "valid", "iteration": i, "lm_loss": 7.0, "ppl": math.exp(7.0)})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"split": "train", "iter')
+    return folder
+
+
+def page_of(folders: list[Path], *flags: str) -> str:
+    output = folders[0] / "page.html"
+    report.main(report.build_parser().parse_args([*map(str, folders), "--output", str(output), *flags]))
+    return output.read_text(encoding="utf-8")
+
+
+def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
+    run = read_run(made(tmp_path / "a"))
+    assert run.part("train")[-1]["iteration"] == 20, "a line that is still being written is left out"
+    assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples an iteration = 2 x 2 x replicas
+    assert progress(run, run.written + 10) == ("running · iteration 20 of 40", 0.5)
+    assert progress(run, run.written + 10_000)[0].startswith("stopped")
+    assert ("training loss, first and last line", "7.000, 6.000 nats/token") in results(run)
+    assert as_text(["a", "b"], [[("x", "1"), ("y", "2")], [("y", "3")]]) == ["   a  b", "x  1", "y  2  3"]
+    axes = run.axes()
+    assert (axes["iteration"], axes["tokens"]) == ([0, 10, 20], [0, 10_000, 20_000])
+    assert axes["hours"] == pytest.approx([0, 20 / 3600, 40 / 3600])
+    assert tokens_at(axes, 15) == 15_000
+
+
+def test_curves_have_the_values_with_gaps_where_there_are_none(tmp_path: Path) -> None:
+    spike = {"iteration": 7, "lm_loss": 9.5}
+    run = replace(read_run(made(tmp_path / "a", "", spikes=[spike])), baselines={"text": 7.3})
+    found = {chart.name: chart for chart in charts([run])}
+    assert [(line["label"], line["y"]) for line in found["loss"].lines] == [
+        ("training", [7, 6]),
+        ("validation", [7, 7]),
+    ]
+    assert found["loss"].levels == [{"run": 0, "label": "unigram entropy of the text", "y": 7.3}]
+    assert found["loss"].marks[0]["x"] == 7
+    assert found["ppl"].lines[1]["y"] == pytest.approx([math.exp(7)] * 2, rel=1e-5)
+    assert found["grad_norm"].lines[0]["y"] == [1.5, None]
+    assert found["memory_mb"].lines[0]["y"] == [0.3, 0.3]
+    assert not {"mfu", "loss_scale", "accuracy"} & found.keys(), "charts of nothing are left out"
+    both = {chart.name: chart for chart in charts([run, run])}
+    assert [level["run"] for level in both["loss"].levels] == [None], "what all runs share is drawn once"
+
+
+def test_long_lines_keep_their_ends_and_their_peaks() -> None:
+    points: list[tuple[float, float | None]] = [(float(i), math.sin(i / 50)) for i in range(100_000)]
+    points[54_321] = (54_321.0, 9.0)
+    points[54_329] = (54_329.0, None)
+    kept = thinned(points)
+    assert len(kept) <= 1600
+    assert kept[0] == points[0] and kept[-1] == points[-1] and points[54_321] in kept
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+def test_settings_that_differ_are_told_apart_from_folders(tmp_path: Path) -> None:
+    runs = [read_run(made(tmp_path / name, flags)) for name, flags in (("a", "--lr 1e-3"), ("b", "--lr 2e-3"))]
+    found = settings([run.given for run in runs])
+    assert [(row.flag, row.values) for row in found if row.differs] == [("--lr", ["0.001", "0.002"])]
+    assert {"--num-layers", "--gas"} <= {row.flag for row in found if row.changed}
+    assert names_of([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+
+
+def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    runs = [made(tmp_path / "a"), made(tmp_path / "b<i>")]
+    (runs[0] / "samples.jsonl").write_text(
+        json.dumps({"iteration": 10, "prompt": evil, "text": evil + " and on", "tokens": 4}) + "\n"
+    )
+    text = page_of(runs)
+    assert evil not in text and "<i>" not in text.replace('<i class="dot"', "")
+    assert "</script" not in as_data({"x": evil})
+    assert not re.search(r"""<[^>]*\s(?:src|href)=|@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg")""", text)
+    assert text.count("<script>") == 1
+    data = [json.loads(each) for each in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.S)]
+    assert data[0]["names"] == ["a", "b<i>"]
+    assert {"loss", "ppl", "lr", "grad_norm", "tokens_per_second", "memory_mb"} <= {chart["name"] for chart in data[1:]}
+    assert "and on" in text and "Settings that differ" not in text and "No setting differs" in text
+
+
+def test_a_served_page_follows_the_run_and_answers_this_machine_only(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    reader = report.Reader([folder])
+    there = server(lambda: reader.whole(live=True), reader.body, 0)
+    thread = threading.Thread(target=there.serve_forever)
+    thread.start()
+
+    def ask(path: str, **headers: str) -> tuple[int, str, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", there.server_address[1], timeout=20)
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.headers.get("ETag", "")
+
+    try:
+        assert there.server_address[0] == "127.0.0.1"
+        status, text, _ = ask("/")
+        assert (status, 'data-live="1"' in text) == (200, True)
+        status, text, version = ask("/live")
+        assert status == 200 and "<!doctype" not in text and "iteration 20 of 40" in text
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('\n{"split": "valid", "iteration": 30, "lm_loss": 6.5, "ppl": 665.1}\n')
+        status, text, newer = ask("/live", **{"If-None-Match": version})
+        assert (status, "iteration 30 of 40" in text) == (200, True)
+        assert ask("/live", **{"If-None-Match": newer})[0] == 304
+        assert ask("/live", Host="evil.example")[0] == 403
+        assert ask("/../../etc/passwd")[0] == ask("/config.json")[0] == 404
+    finally:
+        there.shutdown()
+        there.server_close()
+        thread.join()
+
+
+def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path} is not the folder of a run"):
+        page_of([tmp_path])
+    with pytest.raises(ValueError, match="name the folder of a run"):
+        report.main(report.build_parser().parse_args([]))
+    with pytest.raises(ValueError, match="keeps no checkpoint"):
+        page_of([made(tmp_path / "a")], "--prompt", "x")

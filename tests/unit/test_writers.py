@@ -1,0 +1,139 @@
+"""TensorBoard, Weights & Biases, MLflow and CSV: each gets the numbers of a line, and a resumed run goes on where it was."""
+
+import csv
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.config.command_line import parse
+from megatron.training import writers
+from megatron.training.metrics import MetricsWriter
+
+ROW = {"split": "train", "iteration": 10, "lm_loss": 7.5, "lr": 0.001, "loss_scale": None, "spikes": [{"iteration": 3}]}
+
+
+class Said(list[Any]):
+    """A stand-in for a module: what it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            self.append((name, args, kwargs))
+            return SimpleNamespace(
+                info=SimpleNamespace(run_id="r1"), log=self.log, define_metric=self.define_metric, finish=self.finish
+            )
+
+        return asked
+
+    def named(self, name: str) -> list[Any]:
+        return [(args, kwargs) for asked, args, kwargs in self if asked == name]
+
+
+def config(*flags: str) -> Any:
+    return parse(["--no-tensorboard", *flags], {"family": "gpt2"})
+
+
+def told(run_dir: Path, iteration: int, *flags: str, rows: tuple[dict[str, Any], ...] = (ROW,)) -> None:
+    writer = MetricsWriter(str(run_dir), iteration, True, writers.writers(config(*flags), run_dir, iteration))
+    for row in rows:
+        writer.write(row)
+    writer.close()
+
+
+def test_wandb_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Said()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    for iteration in (0, 10, 0):
+        told(tmp_path, iteration, "--wandb", "--lr", "0.25")
+    first, second, third = (kwargs for _, kwargs in wandb.named("init"))
+    assert (first["name"], first["config"]["lr"], first["resume"]) == (tmp_path.name, 0.25, "allow")
+    assert first["id"] == second["id"] != third["id"], "a run that begins anew is another one"
+    assert wandb.named("log")[0][0] == ({"train/lm_loss": 7.5, "train/lr": 0.001, "iteration": 10},)
+    assert len(wandb.named("finish")) == 3
+
+
+def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = Said()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    told(tmp_path, 0, "--mlflow")
+    told(tmp_path, 10, "--mlflow")
+    assert mlflow.named("set_tracking_uri")[0][0] == ((tmp_path / "mlflow").as_uri(),)
+    assert [kwargs["run_id"] for _, kwargs in mlflow.named("start_run")] == [None, "r1"]
+    logged = [params for (params,), _ in mlflow.named("log_params")]
+    assert max(map(len, logged)) <= 100
+    assert {**logged[0], **logged[1]}.keys() <= writers.flat(config()).keys()
+    assert mlflow.named("log_metrics")[0] == (({"train/lm_loss": 7.5, "train/lr": 0.001},), {"step": 10})
+
+
+def test_csv_has_the_same_columns_in_every_row(tmp_path: Path) -> None:
+    valid = {"split": "valid", "iteration": 20, "lm_loss": 7.0, "ppl": 1096.6}
+    told(tmp_path, 0, "--csv", rows=(ROW, valid, ROW | {"iteration": 30}))
+    told(tmp_path, 20, "--csv", rows=(ROW | {"iteration": 30, "lm_loss": 6.0},))
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [(row["split"], row["iteration"], row["lm_loss"]) for row in rows] == [
+        ("train", "10", "7.5"), ("valid", "20", "7.0"), ("train", "30", "6.0"),
+    ]  # fmt: skip
+    assert tuple(rows[0]) == writers.COLUMNS
+    assert (rows[1]["lr"], rows[1]["ppl"]) == ("", "1096.6")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError) as error:
+        writers.check(parse([f"--{name}"]).log)
+    assert str(error.value) == f"--{name} needs the package {name}: pip install {name}; --no-{name} goes on without it"
+    writers.check(parse([]).log)  # tensorboard is written where it is installed
+
+
+def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("api_key not configured\n(no-tty)")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^Weights & Biases cannot begin: api_key not configured \(no-tty\); without --wandb"
+    ):
+        writers.writers(config("--wandb"), tmp_path, 0)
+
+
+def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        name = "MLflow"
+
+        def write(self, *_: Any) -> None:
+            raise ConnectionError("gone")
+
+        def close(self) -> None:
+            raise AssertionError("it was left out")
+
+    writer = MetricsWriter(str(tmp_path), 0, True, [Broken()])
+    writer.write(ROW)
+    writer.write(ROW)
+    writer.close()
+    assert capsys.readouterr().out == "note: nothing is written to MLflow any more from iteration 10 on: gone\n"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("flags", [["--wandb"], ["--mlflow"], ["--tensorboard"]])
+def test_the_real_packages_offline(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are installed."""
+    pytest.importorskip(flags[0][2:])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for iteration in (0, 10):
+        told(tmp_path, iteration, *flags, rows=(ROW | {"iteration": iteration + 10},))
+    if flags == ["--mlflow"]:
+        (kept,) = tmp_path.glob("mlflow/*/*/metrics/train/lm_loss")
+        assert [line.split()[1:] for line in kept.read_text().splitlines()] == [["7.5", "10"], ["7.5", "20"]]
+    elif flags == ["--wandb"]:
+        assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 2
+    else:
+        assert len(list(tmp_path.glob("tensorboard/events*"))) == 2
