@@ -118,7 +118,7 @@ def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(
     argv = [*SMALL.split(), *LENGTH[name].split(), "--train-iters", "60", "--lr-decay-iters", "60"]
     env = {"NNODES": "2", "DATA_PATH": tiny_data, "VOCAB_FILE": vocab_file, "RUN_DIR": str(tmp_path / "run"), "GPUS_PER_NODE": str(each)}
     words = ["--nodes", "2", *(["--ntasks-per-node", str(each)] if name == "t5" else []), "scripts/run_slurm.sh", name, *argv]
-    code, log, _ = submit(tmp_path, ROOT, *words, FAKE_SLURM_LIMIT=r"iteration +4/60", SAMPLING="--greedy", **env)
+    code, log, _ = submit(tmp_path, ROOT, *words, FAKE_SLURM_LIMIT=r"iteration +4/60", **env)
     assert code == 0, log
     stopped = int(re.findall(r"resumed at iteration (\d+)", log)[0])
     assert 4 <= stopped < 60 and "start 1" in log
