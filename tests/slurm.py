@@ -53,7 +53,11 @@ def _processes(step: bool) -> list[int]:
                 known = (folder / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if wanted in known and f"SLURM_JOB_ID={JOB}".encode() in known and (not step or b"SLURM_STEP_ID=0" in known):
+            if (
+                wanted in known
+                and f"SLURM_JOB_ID={JOB}".encode() in known
+                and (not step or b"SLURM_STEP_ID=0" in known)
+            ):
                 found.append(int(folder.name))
     return found
 
@@ -124,7 +128,13 @@ def srun(words: list[str]) -> int:
         raise ValueError("tasks that end later would be killed")
     running = []
     for rank in range(tasks):
-        own = {"SLURM_PROCID": rank, "SLURM_NODEID": rank // each, "SLURM_LOCALID": rank % each, "SLURM_STEP_ID": 0, "SLURM_NTASKS": tasks}
+        own = {
+            "SLURM_PROCID": rank,
+            "SLURM_NODEID": rank // each,
+            "SLURM_LOCALID": rank % each,
+            "SLURM_STEP_ID": 0,
+            "SLURM_NTASKS": tasks,
+        }
         env = {**os.environ, **{name: str(value) for name, value in own.items()}}
         running.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
     signal.signal(signal.SIGTERM, lambda *_: _tell(signal.SIGKILL, step=True))

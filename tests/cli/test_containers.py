@@ -53,7 +53,9 @@ def test_the_job_of_kubernetes_gives_flags_that_our_scripts_take(tmp_path: Path)
     script = pod["args"][1]
     assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
     for tool, rest in re.findall(r"python tools/(\w+)\.py (.*)", script):
-        known = subprocess.run([sys.executable, ROOT / "tools" / f"{tool}.py", "--help"], capture_output=True, text=True)
+        known = subprocess.run(
+            [sys.executable, ROOT / "tools" / f"{tool}.py", "--help"], capture_output=True, text=True
+        )
         assert all(flag in known.stdout for flag in re.findall(r"--[a-z-]+", rest))
     replicas = train["spec"]["pytorchReplicaSpecs"]
     ranks = int(train["spec"]["nprocPerNode"]) * sum(spec["replicas"] for spec in replicas.values())

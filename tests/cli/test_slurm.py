@@ -55,8 +55,21 @@ def submit(folder: Path, where: Path, *words: str, **env: str) -> tuple[int, str
 def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, tmp_path: Path) -> None:
     per_rank = "rank" in kind
     here = checkout(tmp_path / "checkout")
-    words = ["--nodes", "2", *(["--ntasks-per-node", "2"] if per_rank else []), "scripts/run_slurm.sh", "gpt2", "--lr", "0.01"]
-    env = {"GPUS_PER_NODE": "2", "DATA_PATH": "data", "VOCAB_FILE": "vocab", "FAKE_SLURM_LIMIT": r"(trains\s+){4}" if per_rank else r"(trains\s+){2}"}
+    words = [
+        "--nodes",
+        "2",
+        *(["--ntasks-per-node", "2"] if per_rank else []),
+        "scripts/run_slurm.sh",
+        "gpt2",
+        "--lr",
+        "0.01",
+    ]
+    env = {
+        "GPUS_PER_NODE": "2",
+        "DATA_PATH": "data",
+        "VOCAB_FILE": "vocab",
+        "FAKE_SLURM_LIMIT": r"(trains\s+){4}" if per_rank else r"(trains\s+){2}",
+    }
     code, log, said = submit(tmp_path, here, *words, RUN_DIR=str(tmp_path / "run"), **env)
     assert (code, said.splitlines()[-1]) == (0, f"job {JOB} ended with 0 after 1 requeues"), log
     state = tmp_path / "slurm"
@@ -101,7 +114,9 @@ def test_without_slurm_it_says_how_it_is_used() -> None:
     done = subprocess.run(["bash", "scripts/run_slurm.sh", "gpt2"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "this is for sbatch" in done.stderr
-    shown = subprocess.run(["bash", "scripts/run_slurm.sh", "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
+    shown = subprocess.run(
+        ["bash", "scripts/run_slurm.sh", "--help"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert shown.returncode == 0 and "sbatch --nodes 4" in shown.stdout and "GPUS_PER_NODE" in shown.stdout
 
 
@@ -116,8 +131,21 @@ def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(
 ) -> None:
     """gpt2: a launcher on each of two nodes; llama: the same with two ranks each; t5: a task for each rank."""
     argv = [*SMALL.split(), *LENGTH[name].split(), "--train-iters", "60", "--lr-decay-iters", "60"]
-    env = {"NNODES": "2", "DATA_PATH": tiny_data, "VOCAB_FILE": vocab_file, "RUN_DIR": str(tmp_path / "run"), "GPUS_PER_NODE": str(each)}
-    words = ["--nodes", "2", *(["--ntasks-per-node", str(each)] if name == "t5" else []), "scripts/run_slurm.sh", name, *argv]
+    env = {
+        "NNODES": "2",
+        "DATA_PATH": tiny_data,
+        "VOCAB_FILE": vocab_file,
+        "RUN_DIR": str(tmp_path / "run"),
+        "GPUS_PER_NODE": str(each),
+    }
+    words = [
+        "--nodes",
+        "2",
+        *(["--ntasks-per-node", str(each)] if name == "t5" else []),
+        "scripts/run_slurm.sh",
+        name,
+        *argv,
+    ]
     code, log, _ = submit(tmp_path, ROOT, *words, FAKE_SLURM_LIMIT=r"iteration +4/60", **env)
     assert code == 0, log
     stopped = int(re.findall(r"resumed at iteration (\d+)", log)[0])
