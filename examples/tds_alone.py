@@ -17,8 +17,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a copy of the folder tds/ beside your script will do
 
 import tds as deepspeed
-from deepspeed.pipe import LayerSpec
-from tds.pipe import PipelineModule, seeded_layers
+from tds.pipe import LayerSpec, PipelineModule, seeded_layers
 
 STEPS, MICROS, ROWS = 60, 4, 32
 

@@ -6,6 +6,7 @@ gets SIGTERM kills its tasks; a job that is requeued is killed and started again
 Nodes are loopback addresses, 127.0.0.1 and so on. `install(folder)` gives the PATH that has the four commands.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -64,10 +65,8 @@ def _processes(step: bool) -> list[int]:
 
 def _tell(number: int, step: bool) -> None:
     for pid in _processes(step):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def sbatch(words: list[str]) -> int:

@@ -1,6 +1,7 @@
 """docker/: no image is built here, but what a parser can tell is checked, and the flags are those of our scripts."""
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -92,8 +93,6 @@ def test_the_launcher_reads_the_variables_of_the_operator(monkeypatch: pytest.Mo
 
 @FULL
 def test_two_pods(tmp_path: Path) -> None:
-    import os
-
     rank = tmp_path / "rank.py"
     rank.write_text("import os\nprint(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))\n")
     with socket.socket() as probe:
