@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(1)
 sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=128, **sizes)).save_pretrained(sys.argv[1])
+LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=128, bos_token_id=0, eos_token_id=0, **sizes)).save_pretrained(sys.argv[1])
 PY
 fi
 
