@@ -1,10 +1,10 @@
 """Pretrain GPT-2. `bash scripts/run_gpt2.sh` calls this; `python pretrain_gpt2.py --help` lists every setting."""
 
-from megatron.config.help import help_if_asked
+from megatron.config.check import first_look
 
 
 def main() -> None:
-    help_if_asked("gpt2")
+    first_look("gpt2")
     from megatron.tasks import GPT2
     from megatron.training import run
 

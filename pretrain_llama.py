@@ -1,10 +1,10 @@
 """Pretrain Llama, Qwen or Mistral. `bash scripts/run_llama.sh` calls this; `python pretrain_llama.py --help` lists every setting."""
 
-from megatron.config.help import help_if_asked
+from megatron.config.check import first_look
 
 
 def main() -> None:
-    help_if_asked("llama")
+    first_look("llama")
     from megatron.tasks import Llama
     from megatron.training import run
 

@@ -1,10 +1,10 @@
 """Pretrain T5. `bash scripts/run_t5.sh` calls this; `python pretrain_t5.py --help` lists every setting."""
 
-from megatron.config.help import help_if_asked
+from megatron.config.check import first_look
 
 
 def main() -> None:
-    help_if_asked("t5")
+    first_look("t5")
     from megatron.tasks import T5
     from megatron.training import run
 

@@ -13,11 +13,12 @@ is_prepared() {
 
 # Wait for whoever prepares, here or on another node, as long as he does.
 wait_for_turn() {
-    local turn=$1 host pid said=
+    local turn=$1 host pid job said=
     while [ -d "$turn" ]; do
-        host="" pid=""
-        read -r host pid 2>/dev/null <"$turn/by" || true
-        if [ "$host" = "$(uname -n)" ] && [ -n "$pid" ] && ! kill -0 "$pid" 2>/dev/null; then
+        host="" pid="" job=""
+        read -r host pid job 2>/dev/null <"$turn/by" || true
+        # Of a SLURM job that was started again the start before has ended, wherever it ran.
+        if [ "$host" = "$(uname -n)" ] && [ -n "$pid" ] && ! kill -0 "$pid" 2>/dev/null || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
             echo "run_$NAME.sh: process $pid, which prepared $RUN_DIR/data, has ended; it is prepared again"
             rm -rf "$turn"
             return
@@ -45,7 +46,7 @@ prepare_corpus() {
     is_prepared && return
     until mkdir "$turn" 2>/dev/null; do wait_for_turn "$turn"; done
     trap 'rm -rf "$RUN_DIR/data/preparing"' EXIT
-    echo "$(uname -n) $$" >"$turn/by"
+    echo "$(uname -n) $$ ${SLURM_START:+${SLURM_JOB_ID:-}}" >"$turn/by"
     if [ ! -e "$VOCAB_FILE" ]; then
         python "${AT}tools/train_tokenizer.py" --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
     fi

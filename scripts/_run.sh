@@ -12,7 +12,7 @@ AT=$ROOT/
 if [ "$PWD" = "$ROOT" ]; then AT=; fi
 
 # ---- machines: ranks on each, and where rank 0 is
-GPUS=$(PYTHONPATH=$ROOT python -c 'from megatron.ranks import device; import torch; print(torch.accelerator.device_count() if device.available() else 0)')
+GPUS=$(PYTHONPATH=$ROOT python -m megatron.ranks.accelerators)
 GPUS_PER_NODE=${GPUS_PER_NODE:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 2)}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
@@ -39,19 +39,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG
 # shellcheck disable=SC1091
 source "$ROOT/scripts/_prepare.sh"
 
-# Start all ranks of the command that is given.
-launch() {
-    if [ -n "$HOSTFILE" ]; then
-        deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} "$@"
-    elif [ "$NNODES" -gt 1 ]; then
-        python "${AT}tools/launch.py" --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
-            --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" "$@"
-    else
-        # Without MASTER_PORT a free one is found, so that several runs can share a machine.
-        if [ -n "$MASTER_PORT" ]; then rendezvous=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"); else rendezvous=(--standalone); fi
-        python "${AT}tools/launch.py" "${rendezvous[@]}" --nproc-per-node "$GPUS_PER_NODE" "$@"
-    fi
-}
+# shellcheck disable=SC1091
+source "$ROOT/scripts/_launch.sh"
 
 # The path of the preset $1_$2.json; ends the script, and says which sizes there are, if that is not one.
 preset_of() {
@@ -64,10 +53,9 @@ preset_of() {
     model=(--config "${AT}configs/models/$1_$2.json")
 }
 
-settings=()
-# A wrong flag is found before a tokenizer is trained and a corpus prepared.
-check_flags() {
-    settings=(
+# Train with these settings. A wrong flag is found before a tokenizer is trained and a corpus prepared.
+train() {
+    local settings=(
         --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE" --split 90,10,0
         --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"
         --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS"
@@ -76,11 +64,7 @@ check_flags() {
         --deepspeed-config "$CONFIG_JSON" "$@"
     )
     PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} python -m megatron.config.check "$NAME" "$WORLD_SIZE" "${settings[@]}"
-}
-
-# Train with what has been checked, or is given here.
-train() {
-    [ ${#settings[@]} -gt 0 ] || check_flags "$@"
+    prepare_corpus
     launch "${AT}pretrain_$NAME.py" --data-path "$DATA_PATH" "${settings[@]}"
 }
 

@@ -47,7 +47,6 @@ if [ -n "$data_path" ]; then
         DATA_PATH=$data_path
     fi
 fi
-prepare_corpus
 
 model=(--config "${AT}configs/models/gpt2_$preset.json")
 [ -n "${SEQ_LENGTH:-}" ] && model+=(--seq-length "$SEQ_LENGTH")

@@ -29,7 +29,5 @@ fi
 [ -n "$NHEADS" ] && model+=(--num-attention-heads "$NHEADS")
 [ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
 
-check_flags "$@"
-prepare_corpus
-train
+train "$@"
 if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天" "老人" "The river"; fi

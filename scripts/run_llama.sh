@@ -33,7 +33,5 @@ fi
 [ -n "$NKVHEADS" ] && model+=(--num-key-value-heads "$NKVHEADS")
 [ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
 
-check_flags "$@"
-prepare_corpus
-train
+train "$@"
 if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天" "老人" "The river"; fi

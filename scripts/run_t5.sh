@@ -31,9 +31,7 @@ fi
 [ -n "$NHEADS" ] && model+=(--num-attention-heads "$NHEADS")
 [ -n "$ENC_SEQ_LENGTH" ] && model+=(--enc-seq-length "$ENC_SEQ_LENGTH")
 
-check_flags "$@"
-prepare_corpus
-train
+train "$@"
 # The end of a gap is one token, what may stand in it thousands: drawn more sharply, a young model would leave most gaps empty.
 # So what it has learned is shown, too: the tokens that it puts first in a gap more often than their share of the text would.
 SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --favoured 5}

@@ -189,6 +189,18 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
 
 
 NAMES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+_ADDED: dict[str, Schedule] = {}
+
+
+def register(name: str, schedule: Schedule) -> None:
+    """Let `"pipeline": {"schedule": name}` of a ds_config mean a schedule of one's own, for one chunk a stage; before `initialize`.
+
+    schedule: (stage, stages, micros) -> instructions, messages included (`with_messages` puts them in). It is checked as ours
+    are before the first step. Raises ValueError for a name of ours.
+    """
+    if name in NAMES:
+        raise ValueError(f"{name!r} is a schedule of tds: give yours another name")
+    _ADDED[name] = schedule
 
 
 def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
@@ -198,12 +210,14 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     Raises ValueError for an unknown name, or for what the schedule has no use for.
     """
     name, extra = settings.get("schedule", "1f1b"), settings.get("extra_warmup", 0)
-    if name not in NAMES:
-        raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join(NAMES)}")
+    if name not in NAMES and name not in _ADDED:
+        raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join([*NAMES, *_ADDED])}")
     if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):
         raise ValueError(f"extra_warmup {extra!r} does not fit the schedule {name}: 1f1b takes 0, 1, 2 ..., others 0")
     if name == "interleaved":
         return partial(interleaved, chunks=chunks)
     if chunks > 1:
         raise ValueError(f"a model with {chunks} chunks a stage needs the schedule interleaved, not {name}")
-    return {"gpipe": gpipe, "zb-h1": zero_bubble}.get(name) or partial(one_forward_one_backward, extra_warmup=extra)
+    return {"gpipe": gpipe, "zb-h1": zero_bubble, **_ADDED}.get(name) or partial(
+        one_forward_one_backward, extra_warmup=extra
+    )

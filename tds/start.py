@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .queues import POSTED_AHEAD, Rules, one_hardware_queue
-from .schedule import Schedule, ScheduleError, forward_only, schedule_of
+from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 
 
@@ -39,8 +39,11 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     rules = Rules(ahead=0 if narrow else POSTED_AHEAD, one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
     stages, micros = engine.num_stages, engine.micro_batches
     for each in (schedule, partial(forward_only, chunks=chunks)):
+        plan = [list(each(stage, stages, micros)) for stage in range(stages)]
+        if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):
+            raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
         try:
-            check([list(each(stage, stages, micros)) for stage in range(stages)], micros, rules)
+            check(plan, micros, rules)
         except ScheduleError as error:
             if not narrow:
                 raise

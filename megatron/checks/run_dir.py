@@ -30,7 +30,7 @@ def writable(run_dir: Path) -> Iterator[Finding]:
 
 def lock(run_dir: Path) -> Iterator[Finding]:
     """Who holds it."""
-    from ..training.run_lock import NAME, holder_of
+    from ..training.run_lock import NAME, Holder, holder_of
 
     path = run_dir / NAME
     if not path.exists():
@@ -39,7 +39,7 @@ def lock(run_dir: Path) -> Iterator[Finding]:
     holder = holder_of(path)
     if holder is None:
         yield failed("run lock", f"{path} is damaged", "delete it if no run uses the directory")
-    elif holder.is_gone():
+    elif holder.is_gone(Holder.here()):
         yield warning(
             "run lock", f"{path} was left by {holder}, which has ended", "nothing: the next run takes it over"
         )

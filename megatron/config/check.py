@@ -1,13 +1,31 @@
 """Whether a training script will take its flags, in a moment: `python -m megatron.config.check gpt2 RANKS FLAGS...`
 
-Nothing is imported but settings, so that scripts can ask before they prepare a corpus.
+Nothing is imported but settings, so that scripts can ask before they prepare a corpus, and training scripts before they import torch.
 """
 
+import os
 import sys
+from pathlib import Path
 
 from .command_line import parse
 from .defaults import DEFAULTS
 from .fields import ConfigError
+from .help import help_if_asked
+
+
+def first_look(family: str) -> None:
+    """What a training script does first: show its settings if asked to, and end with code 2 and a sentence at flags that it will not take.
+
+    Of several ranks the first one speaks, and the others go on to where all of them end.
+    """
+    help_if_asked(family)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        parse(sys.argv[1:], DEFAULTS[family], int(os.environ.get("WORLD_SIZE", "1")))
+    except ConfigError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main() -> None:

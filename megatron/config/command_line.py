@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .fields import ConfigError, OneOf, flag, types_of
@@ -90,13 +91,20 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _there_are(path: str) -> str:
+    """The files of the same kind beside one that is not there: other sizes of a model."""
+    wanted = Path(path)
+    beside = sorted(wanted.parent.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []
+    return f"; there are {', '.join(each.name for each in beside)}" if beside and not wanted.exists() else ""
+
+
 def read_json(path: str) -> dict[str, Any]:
     """The JSON object in `path`. Raises ConfigError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=partial(_once, path))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}{_there_are(path)}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
     if not isinstance(content, dict):

@@ -31,21 +31,24 @@ class Holder:
     pid: int
     started: str  # see tds.launched.started
     since: str  # for people
+    job: str = ""  # of SLURM, and which of its starts
 
     @classmethod
     def here(cls) -> "Holder":
         """This process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, started(pid) or "", time.strftime("%Y-%m-%d %H:%M:%S"))
+        job = os.environ.get("SLURM_JOB_ID", "")
+        job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
+        return cls(socket.gethostname(), pid, started(pid) or "", time.strftime("%Y-%m-%d %H:%M:%S"), job)
 
     def same_process(self, other: "Holder") -> bool:
         """Whether both are one process."""
         return (self.host, self.pid, self.started) == (other.host, other.pid, other.started)
 
-    def is_gone(self) -> bool:
-        """Whether this machine can tell that the process has ended."""
-        if self.host != socket.gethostname():
-            return False
+    def is_gone(self, me: "Holder") -> bool:
+        """Whether I can tell that the process has ended: on this machine, or in an earlier start of this SLURM job."""
+        if self.host != me.host:
+            return bool(self.job and self.job != me.job and self.job.split()[0] == me.job.partition(" ")[0])
         now = started(self.pid)
         return now is None or bool(now and self.started and now != self.started)
 
@@ -90,11 +93,11 @@ class RunLock:
             if holder is None or holder.same_process(self._me):
                 if holder is not None:
                     return
-            elif holder.is_gone() or (override and holder.host != self._me.host):
+            elif holder.is_gone(self._me) or (override and holder.host != self._me.host):
                 if self._remove(text):
                     gone = (
                         "has ended without a word"
-                        if holder.is_gone()
+                        if holder.is_gone(self._me)
                         else "may live, as --override-lock says it does not"
                     )
                     self.notes.append(f"took over {self.path.parent} from {holder}, which {gone}")

@@ -78,6 +78,18 @@ def test_of_another_machine_nobody_knows(tmp_path: Path) -> None:
     assert "as --override-lock says" in RunLock(tmp_path, override=True).notes[0]
 
 
+def test_an_earlier_start_of_this_slurm_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whichever node it was; another job, or the same start, is somebody else."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for job in ("", "7 start 0", "771 start 0", "77 start 1"):
+        held_by(tmp_path, host="elsewhere", pid=1, job=job)
+        with pytest.raises(RunLockedError, match="process 1 on elsewhere"):
+            RunLock(tmp_path)
+    held_by(tmp_path, host="elsewhere", pid=1, job="77 start 0")
+    assert "took over" in RunLock(tmp_path).notes[0]
+
+
 def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / run_lock.NAME).write_text("{")
     with pytest.raises(RunLockedError, match=r"run.lock is damaged; delete it if no run uses"):

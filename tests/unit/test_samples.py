@@ -299,3 +299,16 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
             seen += [n for it in iterators for _ in range(gas) for n in next(it)]
         at += 2 * ranks * batch * gas
     assert seen == list(range(start, at))
+
+
+def test_no_signal_reaches_the_processes_that_read() -> None:
+    """Python starts a process of its own with the first of these semaphores, and lets signals through again after that."""
+    code = (
+        "import multiprocessing, signal\n"
+        "from megatron.data.workers import sheltered\n"
+        "with sheltered():\n"
+        "    multiprocessing.get_context('spawn').Semaphore()\n"
+        "    print(*sorted(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])))\n"
+        "print(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))\n"
+    )
+    assert command("python", "-c", code).stdout.split() == ["SIGINT", "SIGTERM", "SIGUSR1", "0"]

@@ -1,0 +1,72 @@
+"""Text to training data on a Ray cluster if there is Ray, on the processes of this machine if not: the bytes are the same.
+
+    python examples/prepare_on_ray.py --input corpus/sample.jsonl --output runs/prepared --vocab-size 4000
+
+It shows the whole way: clean, train a tokenizer, tokenize, with `--ray` for the two steps that take long. It prints what each step
+prints, where the work was done, and the SHA-256 of the tokens.
+"""
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def cluster():
+    """What --ray of the tools takes: RAY_ADDRESS, the cluster of this machine, or None without Ray."""
+    try:
+        import ray  # an optional package: pip install ray
+    except ImportError:
+        return None
+    del ray
+    return os.environ.get(
+        "RAY_ADDRESS", "local"
+    )  # local starts one here; `ray start --head` makes a cluster, then: auto
+
+
+def tool(name, *words):
+    subprocess.run([sys.executable, ROOT / "tools" / f"{name}.py", *words], check=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, help="what tools/clean_corpus.py takes")
+    parser.add_argument("--output", type=Path, required=True, help="a folder; on a cluster one that all machines see")
+    parser.add_argument("--vocab-size", default="30000")
+    parser.add_argument("--workers", default=str(min(os.cpu_count() or 1, 8)))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    address = cluster()
+    workers = ["--workers", args.workers, *(["--ray", address] if address else [])]
+    clean, model = str(args.output / "clean.jsonl"), str(args.output / "tokenizer.model")
+
+    tool("clean_corpus", "--input", *args.input, "--output", clean, *workers)
+    tool("train_tokenizer", "--input", clean, "--vocab-size", args.vocab_size, "--output", model)
+    tool(
+        "preprocess_data",
+        "--input",
+        clean,
+        "--vocab-file",
+        model,
+        "--output-prefix",
+        str(args.output / "data"),
+        "--quiet",
+        *workers,
+    )
+
+    print(
+        f"{args.workers} workers",
+        f"of the Ray cluster {address}" if address else "on this machine: there is no Ray here",
+    )
+    print("sha256", hashlib.sha256((args.output / "data_text_document.bin").read_bytes()).hexdigest())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)  # the tool has said why

@@ -1,0 +1,85 @@
+"""docs/launching.md: both languages say the same commands, what they name exists, and what is marked `bash` runs."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import FULL, ROOT
+
+PAGES = ("launching.md", "launching_zh.md")
+SMALL = {"NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "2", "SEQ_LENGTH": "32", "VOCAB_SIZE": "3000"}
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_both_languages_are_one_page() -> None:
+    ours, theirs = (page(name) for name in PAGES)
+    fenced = r"```.*?```"
+    blocks = [re.findall(fenced, text, flags=re.DOTALL) for text in (ours, theirs)]
+    assert blocks[0] == blocks[1] and len(blocks[0]) == 6
+    spans = [set(re.findall(r"`([^`]+)`", re.sub(fenced, "", text, flags=re.DOTALL))) for text in (ours, theirs)]
+    assert spans[0] == spans[1]
+    counts = [
+        [len(re.findall(rf"^{mark}", text, flags=re.MULTILINE)) for mark in ("#", "- ", "[|]")]
+        for text in (ours, theirs)
+    ]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_it_names_exists(name: str) -> None:
+    text = page(name)
+    assert all((ROOT / "docs" / target).exists() for target in re.findall(r"\]\(([^)#]+)", text))
+    assert all((ROOT / path).exists() for path in re.findall(r"\b(?:scripts|docker|tools|tests)/[\w/]+\.\w+", text))
+    listed = (ROOT / "scripts" / "variables.txt").read_text(encoding="utf-8")
+    for variable in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GPUS_PER_NODE", "HOSTFILE", "RUN_DIR"):
+        assert variable in text and f"{variable} " in listed
+    assert "--signal=B:USR1@300" in (ROOT / "scripts" / "run_slurm.sh").read_text(encoding="utf-8")
+
+
+@FULL
+def test_two_nodes_as_it_stands(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", page(PAGES[0]), flags=re.DOTALL)
+    script = block.replace("runs/two", str(tmp_path / "two"))
+    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env={**os.environ, **SMALL}, capture_output=True, text=True, timeout=380)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on cpu" in done.stdout and "iteration       5/5" in done.stdout
+
+
+RANKS = """
+set -euo pipefail
+ROOT={root} AT= HOSTFILE= NNODES=1 NODE_RANK=0 MASTER_PORT=1 MASTER_ADDR=x GPUS_PER_NODE=2
+source "$ROOT/scripts/_launch.sh"
+PATH={folder}:$PATH
+launch train.py
+echo "goes on"
+"""
+LAUNCHER = """#!/usr/bin/env bash
+for name in TERM INT HUP; do trap "echo heard $name; sleep 0.2; exit $1" $name; done
+trap "echo heard USR1" USR1
+echo ready
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGTERM, 143, 143), (signal.SIGINT, 130, 130), (signal.SIGTERM, 0, 143), (signal.SIGHUP, 1, 1)])  # fmt: skip
+def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int, tmp_path: Path) -> None:
+    """As `docker stop` does, to the shell alone; what comes after training is not begun."""
+    (tmp_path / "python").write_text(LAUNCHER.replace("$1", str(code)))
+    (tmp_path / "python").chmod(0o755)
+    script = RANKS.format(root=ROOT, folder=tmp_path)
+    shell = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True)
+    assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
+    shell.send_signal(signal.SIGUSR1)
+    assert shell.stdout.readline() == "heard USR1\n"
+    time.sleep(0.1)
+    shell.send_signal(number)
+    assert shell.communicate(timeout=20)[0] == f"heard {signal.Signals(number).name.removeprefix('SIG')}\n"
+    assert shell.returncode == left
