@@ -75,7 +75,8 @@ def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int,
     (tmp_path / "python").write_text(LAUNCHER.replace("$1", str(code)))
     (tmp_path / "python").chmod(0o755)
     script = RANKS.format(root=ROOT, folder=tmp_path)
-    shell = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True)
+    # A shell cannot trap what its parent ignores, as nohup does with SIGHUP.
+    shell = subprocess.Popen(["env", "--default-signal", "bash", "-c", script], stdout=subprocess.PIPE, text=True)
     assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
     shell.send_signal(signal.SIGUSR1)
     assert shell.stdout.readline() == "heard USR1\n"
