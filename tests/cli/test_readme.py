@@ -11,7 +11,7 @@ from tests.support import FULL, ROOT, command
 READMES = ("README.md", "README_zh.md")
 # A few iterations of a model that is smaller still, so that the commands take seconds.
 SMALL = {"TRAIN_ITERS": "4", "NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "2", "SEQ_LENGTH": "32", "VOCAB_SIZE": "3000"}
-# Pages whose blocks marked `bash` are run in this order, into one folder; of llama.md by test_pretrain_llama.py.
+# Pages whose blocks marked `bash` are run in this order, into one folder; of llama.md by test_pretrain_llama.py, of launching.md by test_launching.py.
 SHORT = ("docs/start.md", "docs/t5.md")
 LONG = (
     "docs/layouts.md",
@@ -65,7 +65,7 @@ def test_the_front_page_shows_rows_of_the_whole_table() -> None:
 
 
 def test_every_page_with_commands_is_run() -> None:
-    run_here = {"README.md", "docs/llama.md", *SHORT, *LONG}
+    run_here = {"README.md", "docs/llama.md", "docs/launching.md", *SHORT, *LONG}
     pages = {
         str(path.relative_to(ROOT))
         for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
