@@ -107,11 +107,11 @@ def as_the_page_shows_it(printed: list[str]) -> None:
     """The first ten iterations: the same lines but for speed and memory, and the same losses."""
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
-    tenth = next(i for i, line in enumerate(page) if "10/500" in line)
+    tenth = next(i for i, line in enumerate(page) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1] if line != "..."] for each in (page, lines)]
     assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it anew"
     losses = [
-        float(re.search(r"loss (\d+\.\d+)", next(x for x in each if "10/500" in x))[1])  # type: ignore[index]
+        float(re.search(r"loss +(\d+\.\d+)", next(x for x in each if " 10/500" in x))[1])  # type: ignore[index]
         for each in (page, lines)
     ]
     assert abs(losses[0] - losses[1]) < 5e-3  # CPUs round in other ways

@@ -163,6 +163,7 @@ def test_every_setting_is_read_by_something() -> None:
     )
     derived = {
         "trace_iterations": "traced",
+        "profile_iterations": "profiled",
         "kv_hidden_size": "head_size",
         "ff_hidden_size": "ff_size",
         "max_position_embeddings": "positions",
