@@ -199,9 +199,7 @@ def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
 
 def _rank(layout: Layout) -> tuple[float, float]:
     assert layout.cost is not None
-    return round(
-        -layout.cost.tokens_per_second / 10 ** (len(str(int(layout.cost.tokens_per_second))) - 3)
-    ), layout.worst.total
+    return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.worst.total
 
 
 def _too_large(wanted: Wanted, leanest: Layout) -> str:
