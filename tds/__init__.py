@@ -45,6 +45,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         _deepspeed.engine_classes(PipelineEngine, PlainEngine),
     ):
         made = _ds.initialize(*args, **kwargs)
+        _deepspeed.refuse_unknown_autocast(made[0])
     if notes and made[0].global_rank == 0:
         print("\n".join(notes), flush=True)
     return made

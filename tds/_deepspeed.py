@@ -158,6 +158,17 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
 
 
+def refuse_unknown_autocast(engine: Any) -> None:
+    """Raise ValueError where the ds_config asks for torch_autocast and this DeepSpeed, older than 0.17.2, passes over it."""
+    config = engine._config
+    asked = (getattr(config, "_param_dict", None) or {}).get("torch_autocast", {})
+    if asked.get("enabled", False) and not hasattr(config, "torch_autocast_enabled"):
+        raise ValueError(
+            f'DeepSpeed {deepspeed.__version__} does not know "torch_autocast" and would train without it: install a '
+            f'newer one, or set "bf16": {{"enabled": true}} instead'
+        )
+
+
 def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
     """What `"torch_autocast"` of the ds_config asks for, around a forward pass."""
     if not getattr(engine._config, "torch_autocast_enabled", False):

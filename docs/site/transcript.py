@@ -13,7 +13,7 @@ PAGES = {"gpt2": ("README.md", "README_zh.md"), "t5": ("docs/t5.md", "docs/t5_zh
 # Lines that are shown; what stands between two of them is "...". From the summary on all are.
 SHOWN = (
     r"documents, .* tokens ->",
-    r"ranks on ",
+    r"ranks? on ",
     r"million parameters",
     r"\b10/\d+",
     r"\b50 .*valid",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import Config
@@ -31,7 +32,10 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
         config = parse(flags, {"family": family, **_defaults(family)}, ranks)
     except ConfigError as error:
         return None, [failed("settings", str(error), "change the flags that the sentence names; --help of the script lists all")]  # fmt: skip
-    return config, [ok("settings", f"a {family}" + ("" if "--family" in flags else " (--family says another)"))]
+    words = f"a {family}" + ("" if "--family" in flags else " (--family says another)")
+    if run_config and Path(run_config).is_file():
+        words += f", of the flags given, not of {run_config} (which goes for --run-dir without flags)"
+    return config, [ok("settings", words)]
 
 
 def _defaults(family: str) -> dict[str, Any]:

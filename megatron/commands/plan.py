@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron import presets
 from megatron.config import Config
 from megatron.config.command_line import parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
@@ -46,7 +47,7 @@ def _family_of(argv: list[str]) -> str:
     finder.add_argument("--family")
     finder.add_argument("--config", action="append", default=[])
     found, _ = finder.parse_known_args(argv)
-    said = [read_json(path) for path in found.config]
+    said = [read_json(str(presets.find(path, "models"))) for path in found.config]
     inside = [content.get("family") or content.get("model", {}).get("family") for content in said]
     return str(found.family or next((family for family in reversed(inside) if family), ""))
 
@@ -150,7 +151,7 @@ def build_parser() -> Parser:
         action="append",
         default=[],
         metavar="FILE",
-        help="settings of the model, e.g. configs/models/llama_8b.json",
+        help="settings of the model, e.g. llama_8b of configs/models, or a JSON file of your own",
     )
     add("--cluster", help="a name of configs/clusters, or a JSON file like those")
     add("--devices", type=int, help="how many of them")

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .. import presets
 from .fields import ConfigError, OneOf, flag, types_of
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
@@ -52,7 +53,10 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--config", action="append", metavar="FILE", help="JSON with settings by section; may be given several times"
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="JSON with settings by section, or the name of one of configs/models; may be given several times",
     )
     groups = {name: parser.add_argument_group(name) for name in SECTIONS}
     for name, section, f in settings():
@@ -94,7 +98,8 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _there_are(path: str) -> str:
     """The files of the same kind beside one that is not there: other sizes of a model."""
     wanted = Path(path)
-    beside = sorted(wanted.parent.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []
+    folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
+    beside = sorted(folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []
     return f"; there are {', '.join(each.name for each in beside)}" if beside and not wanted.exists() else ""
 
 
@@ -154,7 +159,8 @@ def parse(
     problems, notes = _unknown(unknown), []
     values: dict[str, Any] = {}
     foreign = flags_given.pop("foreign", {})
-    sources = [(path, read_json(path)) for path in flags_given.pop("config", [])]
+    files = [str(presets.find(name, "models")) for name in flags_given.pop("config", [])]
+    sources = [(path, read_json(path)) for path in files]
     for where, content in [("args_defaults", defaults or {}), *sources]:
         source = _named(content, where)
         values |= without_t5s_objective(source.values)

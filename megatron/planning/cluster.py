@@ -2,10 +2,9 @@
 
 import json
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "clusters"
+from .. import presets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +54,9 @@ class Cluster:
 
 def load_cluster(name: str) -> Cluster:
     """The cluster of a JSON file, or of configs/clusters/NAME.json. Raises ValueError that names the file and what is wrong."""
-    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    path = presets.find(name, "clusters")
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.json")))
+        known = ", ".join(sorted(each.stem for each in presets.folder("clusters").glob("*.json")))
         raise ValueError(
             f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json"
         )

@@ -51,7 +51,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         datasets = open_datasets(task, config, tokenizer)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
-        for line in on_all_ranks(lambda: estimate(task, config, resolved, device, mpu.get_topology().world_size())):
+        said = on_all_ranks(lambda: estimate(task, config, resolved, device, mpu.get_topology().world_size()))
+        for line in said:
             print_rank_0(line)
         with mpu.undrawn() if start.path else nullcontext():
             model = build_model(task, config, resolved, tokenizer)
@@ -66,7 +67,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         raise
     publish(config, tokenizer, timers)  # once more: a resumed run has its checkpoint's schedule
     steps_begin(config)
-    print_rank_0(f"{parameters / 1e6:.2f} million parameters")
+    if not said:  # of a model that is not ours
+        print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
     patient = PatientSaver(saver, config.checkpoint.failed_saves)
     return Run(
@@ -128,7 +130,7 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     grid = mpu.get_topology()
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
-        f"{grid.world_size()} ranks on {device.type}: {grid} ({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:

@@ -64,6 +64,8 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
         for load in ("run", "back")
     ]
     assert text[0].startswith("春") and text[0] == text[1]
+    planned = ["--model", "gpt2_345M", "--cluster", "a100", "--devices", "8", "--global-batch-size", "64"]
+    assert "354,823,168 parameters" in run("megatron-plan", *planned)
     typed = "from megatron import get_args, mpu; import data_utils, megatron, tds; from pathlib import Path as P"
     homes = "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, tds, data_utils)])"
     assert "[True, True, True]" in run("python", "-c", f"{typed}; {homes}")

@@ -267,3 +267,7 @@ def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     read, found = settings.read([], str(tmp_path / "config.json"), 1)
     assert read is not None and read.model.hidden_size == 16 and found[0].state == "ok"
+    written = str(tmp_path / "config.json")
+    read, found = settings.read(MODEL, written, 1)
+    assert read is not None and f"of the flags given, not of {written}" in found[0].words
+    assert "flags given" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words

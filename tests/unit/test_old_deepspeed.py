@@ -1,0 +1,19 @@
+"""What an older DeepSpeed passes over without a word."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tds._deepspeed import refuse_unknown_autocast
+
+
+@pytest.mark.parametrize("asked", [{}, {"torch_autocast": {"enabled": False}}, {"torch_autocast": {"enabled": True}}])
+@pytest.mark.parametrize("known", [False, True])
+def test_torch_autocast_is_refused_where_it_is_not_known(asked: dict[str, Any], known: bool) -> None:
+    config = SimpleNamespace(_param_dict=asked, **({"torch_autocast_enabled": True} if known else {}))
+    if asked.get("torch_autocast", {}).get("enabled") and not known:
+        with pytest.raises(ValueError, match='does not know "torch_autocast" and would train without it'):
+            refuse_unknown_autocast(SimpleNamespace(_config=config))
+    else:
+        refuse_unknown_autocast(SimpleNamespace(_config=config))
