@@ -5,6 +5,7 @@ Flags of training describe the model (--num-layers 24 ...); those of a layout (-
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,11 @@ def main(args: argparse.Namespace) -> None:
         return
     if args.devices is None or args.cluster is None:
         raise ValueError("give --cluster and --devices: what there is to run on; --help shows examples")
-    if args.devices < 1:
-        raise ValueError(f"--devices {args.devices} must be at least 1")
+    for name in ("devices", "top"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.tokens is not None and not 1 <= args.tokens < math.inf:
+        raise ValueError(f"--tokens {args.tokens:g} must be a number of tokens, at least 1, such as 1e12")
     cluster = load_cluster(args.cluster)
     config = settings(args, cluster)
     if sum(each is not None for each in (args.global_batch_size, args.micro_batch_size, args.gas)) < 1:

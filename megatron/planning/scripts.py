@@ -14,12 +14,12 @@ from .cluster import Cluster
 from .layouts import Layout
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SCRIPTS = {"gpt2": "pretrain_gpt2.py", "llama": "pretrain_llama.py", "t5": "pretrain_t5.py"}
+FAMILIES = ("gpt2", "llama", "t5")  # which have an entry script
 
 
 def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
     """config.json, ds_config.json and run.sh in `folder`; what was written. Raises ValueError for a model of no family of ours."""
-    if layout.config.model.family not in SCRIPTS:
+    if layout.config.model.family not in FAMILIES:
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; leave --write out")
     into = Path(folder)
     into.mkdir(parents=True, exist_ok=True)
@@ -78,24 +78,40 @@ def _script(layout: Layout, cluster: Cluster) -> str:
     per_node = next(n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0)  # as many on each
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
-    launch = f'"$PYTHON" "$ROOT/tools/launch.py" --standalone --nproc-per-node {per_node}'
+    launch = f"--standalone --nproc-per-node {per_node}"
     if nodes > 1:
         launch = (
-            f'"$PYTHON" "$ROOT/tools/launch.py" --nnodes {nodes} --node-rank "${{NODE_RANK:?the number of this node, from 0}}" '
+            f'--nnodes {nodes} --node-rank "${{NODE_RANK:?the number of this node, from 0}}" '
             f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?where node 0 is}}" --master-port "${{MASTER_PORT:-29500}}"'
         )
-    size = layout.config.model.vocab_size
-    words = 4000 if size > 5000 else max(size - 200, size // 2)
+    family, in_checkout = layout.config.model.family, (CHECKOUT / "tools/launch.py").is_file()
+    start = f'"$PYTHON" "$ROOT/tools/launch.py" {launch} "$ROOT/pretrain_{family}.py"'
+    if not in_checkout:  # installed by pip: the commands are on the path, and the corpus is not there
+        start = f"megatron-launch {launch} -m pretrain_{family}"
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}. Flags that are given to this script go to the run.
-# Without DATA_PATH and VOCAB_FILE it trains on the corpus of the checkout, with a tokenizer of its own.
+{_corpus(layout.config.model.vocab_size) if in_checkout else GIVEN}
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
+{start} \\
+    --config "$HERE/config.json" --deepspeed-config "$HERE/ds_config.json" \\
+    --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 --run-dir "${{RUN_DIR:-$HERE/run}}" "$@"
+"""
+
+
+GIVEN = """set -euo pipefail
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+: "${VOCAB_FILE:?the tokenizer; train-tokenizer makes one}" "${DATA_PATH:?a corpus, without .bin; preprocess-data makes one}\""""
+
+
+def _corpus(size: int) -> str:
+    """That of the checkout where the user gives none. size: of the model's vocabulary."""
+    words = 4000 if size > 5000 else max(size - 200, size // 2)
+    return f"""# Without DATA_PATH and VOCAB_FILE it trains on the corpus of the checkout, with a tokenizer of its own.
 set -euo pipefail
 HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 ROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}
 PYTHON=${{PYTHON:-python}}
-RUN_DIR=${{RUN_DIR:-$HERE/run}}
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
-export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model
     mkdir -p "$HERE/data"
@@ -104,8 +120,4 @@ fi
 if [ -z "${{DATA_PATH:-}}" ]; then
     DATA_PATH=$HERE/data/corpus_text_document
     [ -f "$DATA_PATH.idx" ] || "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "$HERE/data/corpus"
-fi
-{launch} \\
-    "$ROOT/{SCRIPTS[layout.config.model.family]}" --config "$HERE/config.json" --deepspeed-config "$HERE/ds_config.json" \\
-    --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 --run-dir "$RUN_DIR" "$@"
-"""
+fi"""

@@ -66,6 +66,15 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
     assert text[0].startswith("春") and text[0] == text[1]
     planned = ["--model", "gpt2_345M", "--cluster", "a100", "--devices", "8", "--global-batch-size", "64"]
     assert "354,823,168 parameters" in run("megatron-plan", *planned)
+    planned = ["--family", "gpt2", *model, "--cluster", "laptop_cpu", "--devices", "2", "--global-batch-size", "8"]
+    run("megatron-plan", *planned, "--write", "plan")
+    environment |= {"PATH": f"{commands}:{os.environ['PATH']}", "DATA_PATH": str(tmp_path / "data_text_document")}
+    done = subprocess.run(["bash", "plan/run.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode and "VOCAB_FILE: the tokenizer; train-tokenizer makes one" in done.stderr
+    environment |= {"VOCAB_FILE": str(tmp_path / "tokenizer.model")}
+    subprocess.run(
+        ["bash", "plan/run.sh", "--train-iters", "2"], cwd=tmp_path, env=environment, check=True, timeout=300
+    )
     typed = "from megatron import get_args, mpu; import data_utils, megatron, tds; from pathlib import Path as P"
     homes = "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, tds, data_utils)])"
     assert "[True, True, True]" in run("python", "-c", f"{typed}; {homes}")
