@@ -1,9 +1,9 @@
-"""Draw a pipeline schedule as the engine would run it, with its bubble and its memory, or as a run with --trace really did: as text, and as SVG."""
+"""Draw a pipeline schedule as the engine would run it, with its bubble and its memory, or as a run with --trace really did: as text, and as a picture."""
 
 import argparse
 from pathlib import Path
 
-from megatron.atomic import write_text
+from megatron.reporting.drawing import write_pictures
 from megatron.reporting.timetable import plan_of, timetable_of
 from tds import timeline
 from tds.schedule import NAMES
@@ -17,7 +17,6 @@ EXAMPLES = """\
   python tools/draw_schedule.py --schedule interleaved --chunks 2 --stages 4 --micros 8 --svg interleaved.svg
   python tools/draw_schedule.py --schedule zb-h1 --stages 4 --micros 8
   python tools/draw_schedule.py --run runs/mine --svg mine.svg"""
-COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}  # even, odd chunk
 
 
 def as_text(spans: list[Span], stages: int, unit: float) -> str:
@@ -33,44 +32,6 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))
 
 
-def as_svg(spans: list[Span], stages: int) -> str:
-    """One bar a pass, blue forward, orange backward, green weight gradients; odd chunks are paler."""
-    width, height, left = 860.0, 34, 70
-    scale = (width - left - 10) / max(span.end for span in spans)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{stages * height + 10}" '
-        f'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width:.0f}" height="{stages * height + 10}" fill="white"/>',
-    ]
-    parts += [f'<text x="4" y="{s * height + 26}">stage {s}</text>' for s in range(stages)]
-    parts += [_bar(span, left, scale, span.stage * height + 8) for span in spans]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _bar(span: Span, left: float, scale: float, y: int) -> str:
-    x, w = left + span.begin * scale, (span.end - span.begin) * scale
-    number = f'<text x="{x + w / 2:.1f}" y="{y + 17}" text-anchor="middle">{span.micro}</text>' if w > 9 else ""
-    colour = COLOURS[span.kind][span.chunk % 2]
-    return f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="26" rx="3" fill="{colour}"/>{number}'
-
-
-def beside(rows: dict[str, list[Span]], stages: int) -> str:
-    """Several timetables on one scale of time, one above the other, each below its words."""
-    width, height, left = 860, 34, 70
-    scale = (width - left - 10) / max(span.end for spans in rows.values() for span in spans)
-    tall = stages * height + 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{tall * len(rows)}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{tall * len(rows)}" fill="white"/>',
-    ]
-    for row, (words, spans) in enumerate(rows.items()):
-        top = row * tall + 24
-        parts.append(f'<text x="4" y="{top - 6}" font-weight="bold">{words}</text>')
-        parts += [f'<text x="4" y="{top + s * height + 22}">stage {s}</text>' for s in range(stages)]
-        parts += [_bar(span, left, scale, top + span.stage * height + 4) for span in spans]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
 def draw_run(args: argparse.Namespace) -> None:
     """What a traced iteration became, beside the same passes in an ideal schedule."""
     folder = Path(args.run) / timeline.FOLDER
@@ -83,8 +44,7 @@ def draw_run(args: argparse.Namespace) -> None:
         f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} is {table.usual * 1e3:.1f} ms"
     )
     print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; all of them in {merged.path}")
-    if args.svg:
-        write_text(args.svg, beside(lines, table.stages))
+    write_pictures(args.svg, args.png, lines, table.stages, "ms")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -103,8 +63,9 @@ def main(args: argparse.Namespace) -> None:
     print(as_text(spans, args.stages, min(span.end - span.begin for span in spans)))
     kept = ", ".join(f"{most_in_flight(stage) / args.chunks:g}" for stage in plan)
     print(f"bubble {bubble(spans):.1%}; micro-batches kept by each stage: {kept}")
-    if args.svg:
-        Path(args.svg).write_text(as_svg(spans, args.stages), encoding="utf-8")
+    extra = f", extra warmup {args.extra_warmup}" if args.extra_warmup else ""
+    words = f"{args.schedule}{extra}: {args.stages} stages, {args.micros} micro-batches, bubble {bubble(spans):.1%}"
+    write_pictures(args.svg, args.png, {words: spans}, args.stages)
 
 
 def build_parser() -> Parser:
@@ -122,6 +83,7 @@ def build_parser() -> Parser:
     parser.add_argument("--run", metavar="DIR", help="draw what a run with --trace really did, beside the ideal")
     parser.add_argument("--iteration", type=int, help="with --run: which; if not given, the one of median time")
     parser.add_argument("--svg", help="write the picture to this file, too")
+    parser.add_argument("--png", help="write it to this file, too (needs matplotlib)")
     return parser
 
 

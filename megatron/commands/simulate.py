@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from megatron.reporting.drawing import write_pictures
 from megatron.reporting.timetable import plan_of
 from tds.queues import Rules
 from tds.schedule import NAMES
@@ -13,7 +13,6 @@ from tds.simulator import Costs, Machine, Result, simulate
 from tds.timeline import chrome_of
 
 from .cli import Parser, run, write_json
-from .draw_schedule import as_svg
 
 EXAMPLES = """\
   python tools/simulate.py --stages 4 --micros 8
@@ -99,8 +98,10 @@ def main(args: argparse.Namespace) -> None:
     found = rows[0][1]
     for stage, reasons in enumerate(found.idle):
         print(f"stage {stage} waits: " + (", ".join(f"{word} {s:.4g}" for word, s in reasons.items()) or "never"))
-    if args.svg:
-        Path(args.svg).write_text(as_svg(found.spans, args.stages), encoding="utf-8")
+    begun = min(span.begin for span in found.spans)
+    spans = [replace(span, begin=span.begin - begun, end=span.end - begun) for span in found.spans]
+    words = f"{rows[0][0]}: {found.seconds:.4g} a step, bubble {found.bubble:.1%}"
+    write_pictures(args.svg, args.png, {words: spans}, args.stages)
     if args.chrome:
         write_json(args.chrome, chrome_of(found))
 
@@ -137,6 +138,7 @@ def build_parser() -> Parser:
     add("--jitter", type=float, default=0.0, help="0.1 lets each pass take 0.9 to 1.1 times as long (default: 0)")
     add("--seed", type=int, default=0, help="of the jitter (default: 0)")
     add("--svg", help="draw the schedule as given to this file")
+    add("--png", help="draw it to this file (needs matplotlib)")
     add("--chrome", help="write it as a Chrome trace to this file")
     return parser
 

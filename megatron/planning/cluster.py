@@ -1,10 +1,13 @@
 """The machines of a plan, as their data sheets describe them: configs/clusters/*.json."""
 
 import json
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .. import presets
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # of matrix products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +64,53 @@ def load_cluster(name: str) -> Cluster:
             f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json"
         )
     try:
-        return _cluster(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    try:
+        return _cluster(found)
+    except ValueError as error:
         raise ValueError(f"{path} does not describe a cluster: {error}; configs/clusters/a100.json does") from None
 
 
-def _cluster(found: dict[str, Any]) -> Cluster:
-    names = {f.name for f in fields(Cluster)}
-    if strange := set(found) ^ names:
-        raise KeyError(f"{', '.join(sorted(strange))} stand in one of the file and the description only")
+def _cluster(found: Any) -> Cluster:
+    """Raises ValueError with what is wrong."""
+    _keys(found, Cluster, "it")
     if found["kind"] not in ("cpu", "accelerator"):
-        raise KeyError(f"kind is {found['kind']!r}, not cpu or accelerator")
-    for name in ("inside", "between"):
-        found[name] = Link(**found[name])
+        raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
+    if not isinstance(found["name"], str) or not isinstance(found["sources"], list):
+        raise ValueError("name must be a word and sources a list of sentences")
+    if type(found["devices_per_node"]) is not int:
+        raise ValueError(f"devices_per_node is {found['devices_per_node']!r}, not a whole number")
+    peaks = found["peak_tflops"]
+    if not isinstance(peaks, dict) or not peaks or not set(peaks) <= set(DTYPES):
+        raise ValueError(f"peak_tflops is {peaks!r}; it must have a number for at least one of {', '.join(DTYPES)}")
     for name in ("devices_per_node", "memory", "memory_bandwidth"):
-        if not isinstance(found[name], (int, float)) or found[name] <= 0:
-            raise KeyError(f"{name} is {found[name]!r}, not a positive number")
-    return Cluster(**{**found, "sources": tuple(found["sources"])})
+        _positive(name, found[name])
+    for dtype, peak in peaks.items():
+        _positive(f"peak_tflops.{dtype}", peak)
+    links = {}
+    for name in ("inside", "between"):
+        _keys(found[name], Link, name)
+        for each, value in found[name].items():
+            _positive(f"{name}.{each}", value)
+        links[name] = Link(**found[name])
+    return Cluster(**{**found, **links, "sources": tuple(found["sources"])})
+
+
+def _keys(found: Any, kind: type, what: str) -> None:
+    """As many as the description has, and no other."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is no JSON object")
+    names = {f.name for f in fields(kind)}
+    if missing := sorted(names - set(found)):
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+    if strange := sorted(set(found) - names):
+        raise ValueError(f"{what} has {', '.join(strange)}, which nothing reads")
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, not a positive number")

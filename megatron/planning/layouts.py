@@ -14,7 +14,7 @@ from .activations import Shapes
 from .cluster import Cluster
 from .cost import DEFAULT, Cost, Efficiency, cost_of
 from .memory import Memory, rank_memory
-from .sizes import Stage, parameters, stages_of
+from .sizes import Stage, in_words, parameters, stages_of
 
 USABLE = 0.9  # of a device's memory: the rest is its driver's, its libraries' and what an allocator cannot use
 MICROS = (1, 2, 4, 8, 16, 32)
@@ -206,8 +206,8 @@ def _too_large(wanted: Wanted, leanest: Layout) -> str:
     """One sentence: what the leanest layout needs, and on how many devices there would be one."""
     need, there = leanest.worst.total / 1e9, USABLE * wanted.cluster.memory
     start = (
-        f"{parameters(wanted.config) / 1e9:,.1f} G parameters do not fit on {wanted.devices} devices of {wanted.cluster.name}: the leanest "
-        f"layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs {need:,.1f} GB of the {there:,.1f} GB that each can give"
+        f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of {wanted.cluster.name}: the leanest "
+        f"layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs {need:,.3g} GB of the {there:,.3g} GB that each can give"
     )
     return f"{start}; take about {_devices_for(wanted, leanest):,} devices, a smaller model, shorter --seq-length or devices with more memory"
 

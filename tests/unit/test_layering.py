@@ -95,7 +95,7 @@ MAY_IMPORT = {
         "megatron.training",
     },
     "megatron.utils": {"megatron.mpu"},
-    "megatron.reporting": {"tds", "megatron.config", "megatron.checkpointing"},
+    "megatron.reporting": {"tds", "megatron.config", "megatron.checkpointing", "megatron.atomic"},
     "megatron.verification": {
         "tds",
         "megatron.atomic",
@@ -159,7 +159,7 @@ OUTSIDE = {
     "megatron.inference": {"torch", "lm_eval"},
     "megatron.training": {"torch", "tqdm", "tensorboard", "wandb", "mlflow"},
     "megatron.planning": set(),
-    "megatron.reporting": set(),
+    "megatron.reporting": {"matplotlib"},
     "megatron.tasks": {"torch"},
     "megatron.verification": {"torch"},
     "megatron.checks": {"torch", "numpy"},

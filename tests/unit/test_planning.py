@@ -1,8 +1,11 @@
 """A plan is arithmetic: counts against built models and published numbers, the batch, the search, and runs that others have published."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +198,29 @@ def test_written_settings_are_those_that_were_planned() -> None:
     assert planned.model.tie_embeddings
     written = json.loads(_settings(planned, None))["model"]
     assert (written["tie_embeddings"], written["hidden_dropout"]) == (True, 0.1)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("peak_tflops", {"fp32": 0}, "peak_tflops.fp32 is 0, not a positive number"),
+    ("peak_tflops", {"bf61": 1}, "peak_tflops is {'bf61': 1}; it must have a number for at least one of fp64, fp32"),
+    ("peak_tflops", {}, "it must have a number"),
+    ("between", {"gigabytes_per_second": -1, "latency_seconds": 1e-5}, "between.gigabytes_per_second is -1"),
+    ("inside", {"gigabytes_per_second": 1, "latency": 1e-5}, "inside lacks latency_seconds"),
+    ("inside", 3, "inside is no JSON object"),
+    ("devices_per_node", 2.5, "devices_per_node is 2.5, not a whole number"),
+    ("memory", True, "memory is True, not a positive number"),
+    ("memory", math.nan, "memory is nan, not a positive number"),
+    ("memroy", 80, "it has memroy, which nothing reads"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), WRONG, ids=str)
+def test_a_cluster_with_a_wrong_figure_is_refused(key: str, value: Any, words: str, tmp_path: Path) -> None:
+    content = json.loads((ROOT / "configs/clusters/a100.json").read_text())
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**content, key: value}))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_cluster(str(path))
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="it is no JSON object"):
+        load_cluster(str(path))

@@ -103,9 +103,12 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
     arrows = [e for e in events if e.get("cat") == "flow"]
     assert len(arrows) == 2 * 4 and {e["pid"] for e in arrows if e["ph"] == "s"} == {0}
     picture = tmp_path / "x.svg"
-    draw_run(build_parser().parse_args(["--run", str(tmp_path), "--svg", str(picture)]))
+    draw_run(
+        build_parser().parse_args(["--run", str(tmp_path), "--svg", str(picture), "--png", str(tmp_path / "x.png")])
+    )
     assert "ideal 1f1b of the same passes: 15.0 ms, bubble 20.0%" in capsys.readouterr().out
-    assert picture.read_text().count("<rect") == 1 + 2 * 16
+    assert picture.read_text().count("<rect") == 1 + 2 * 16 + 2  # the legend's
+    assert "time, ms" in picture.read_text() and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     (folder / timeline.name_of(0)).unlink()
     with pytest.raises(ValueError, match="the timeline of stage 0 is missing"):
         timeline.iterations(timeline.read(folder))
