@@ -1,5 +1,6 @@
 """A plan is arithmetic: counts against built models and published numbers, the batch, the search, and runs that others have published."""
 
+import json
 import math
 import re
 from dataclasses import replace
