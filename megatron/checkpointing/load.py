@@ -82,6 +82,9 @@ def refuse_contradictions(
     differing = _differences(there, here)
     if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
         more = "; --finetune goes on with these" if _only_reach(there, here) else ""
+        settings = Path(reader.path).parent / "settings.json"
+        if settings.is_file():
+            more += f"; --config {settings} has its settings"
         raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
         reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")

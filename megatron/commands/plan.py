@@ -53,9 +53,20 @@ def _family_of(argv: list[str]) -> str:
     return str(found.family or next((family for family in reversed(inside) if family), ""))
 
 
+def _chunks(flags: list[str]) -> int:
+    """Of --virtual-pipeline-size; 1 where training would refuse the word."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--virtual-pipeline-size", default="1")
+    size = str(finder.parse_known_args(flags)[0].virtual_pipeline_size)
+    return int(size) if size.isdecimal() else 1
+
+
 def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     """The run whose layout is asked for. Raises ConfigError for flags that training would refuse."""
     argv = [*(word for path in args.model for word in ("--config", path)), *args.flags]
+    given = {word.split("=")[0] for word in args.flags}
+    if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given:
+        argv += ["--pipeline-schedule", "interleaved"] if _chunks(args.flags) > 1 else []
     # A layout that is given must be legal together with the batch that is planned, not with the defaults of a run.
     config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, lambda note: print(f"note: {note}"))
     values: dict[str, Any] = {}

@@ -58,7 +58,7 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
     more = run("pretrain-gpt2", *model, *given, "--train-iters", "11", "--log-interval", "1", "--eval-iters", "1")
     assert "iteration      11/11" in more
     run("convert-checkpoint", "--load", "run", "--output", "exported")
-    run("convert-checkpoint", "--from-hf", "exported", "--output", "back")
+    run("convert-checkpoint", "--from-hf", "exported", "--output", "back", "--vocab-file", "tokenizer.model")
     text = [
         run("megatron-generate", "--load", load, "--prompt", "春", "--max-new-tokens", "3", "--temperature", "0")
         for load in ("run", "back")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.commands import plan
 from megatron.config import Config
 from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
@@ -225,3 +226,16 @@ def test_a_cluster_with_a_wrong_figure_is_refused(key: str, value: Any, words: s
     path.write_text("[1]")
     with pytest.raises(ValueError, match="it is no JSON object"):
         load_cluster(str(path))
+
+
+def test_virtual_stages_that_are_given_bring_their_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--family gpt2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 4000 --virtual-pipeline-size 2"
+    plan.main(
+        plan.build_parser().parse_args(
+            [*given.split(), *["--cluster", "laptop_cpu", "--devices", "2", "--gas", "8", "--micro-batch-size", "1"]]
+        )
+    )
+    printed = capsys.readouterr().out
+    # By hand: 4 layers of 12 h^2 + 13 h, the tokens' and the positions' embeddings, the last norm.
+    assert printed.startswith(f"{4 * (12 * 64**2 + 13 * 64) + 4000 * 64 + 64 * 64 + 2 * 64:,} parameters")
+    assert {tuple(row.split("|")[4:6]) for row in printed.splitlines()[3:]} == {(" 2  ", " 2  ")}
