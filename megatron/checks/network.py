@@ -103,6 +103,27 @@ def _asked(name: str, versions: Sequence[str], marker: Path | None, seconds: flo
     return found
 
 
+def launched_as() -> Iterator[Finding]:
+    """What a launcher says of this process, or a shell that exported it long ago."""
+    said = {
+        name: os.environ[name]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if name in os.environ
+    }
+    remedy = "unset it, unless a launcher starts this: launchers set it for each rank by themselves"
+    numbers = {name: int(text) for name, text in said.items() if text.isdecimal()}
+    for name, text in said.items():
+        if name not in numbers or ("WORLD" in name and numbers[name] < 1):
+            yield failed(name, f"is {text!r} in the environment, no number of ranks", remedy)
+    for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in numbers and numbers[rank] >= numbers.get(ranks, 10**9):
+            yield failed(
+                rank,
+                f"is {numbers[rank]} in the environment, and {ranks} is {numbers[ranks]}: ranks count from 0",
+                remedy,
+            )
+
+
 def port_is_free() -> Iterator[Finding]:
     """MASTER_PORT of this machine."""
     text = os.environ.get("MASTER_PORT", str(PORT))

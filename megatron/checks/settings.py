@@ -65,9 +65,15 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
     from ..ranks import device
 
     try:
+        config.parallel.data_parallel_size(ranks)
+    except ConfigError:
+        return Settled(config), []  # `layout` says it
+    try:
         found = resolve(config, ranks, device.fast_bf16(device.current()))
     except ConfigError as error:
-        return Settled(config), [failed("ds_config", str(error), "change one of the two that the sentence names")]
+        return Settled(config), [
+            failed("ds_config", str(error), "change what the sentence names: the file, or the flag that contradicts it")
+        ]
     words = f"{found.precision}, ZeRO {found.zero_stage}" + (f", of {config.train.deepspeed_config}" if config.train.deepspeed_config else "")  # fmt: skip
     return Settled(config, found), [ok("ds_config", words)]
 

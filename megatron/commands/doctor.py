@@ -60,7 +60,8 @@ class Examination:
     def ranks(self) -> int:
         """Of the run."""
         slots = sum(host.slots for host in self.hosts)
-        return int(self.args.ranks or slots or os.environ.get("WORLD_SIZE") or self._fewest)
+        said = os.environ.get("WORLD_SIZE", "")
+        return int(self.args.ranks or slots or (said.isdecimal() and int(said)) or self._fewest)
 
     @property
     def _fewest(self) -> int:
@@ -91,6 +92,7 @@ class Examination:
                 self.hosts = network.read_hostfile(self.args.hostfile)
             except (OSError, ValueError):
                 self.hosts = []
+        yield from network.launched_as()
         yield from findings_of("names", network.names)
         yield from findings_of("interface", network.interface)
         yield from findings_of("port", network.port_is_free)
@@ -196,7 +198,10 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args, flags = build_parser().parse_known_args(list(argv))
+    parser = build_parser()
+    args, flags = parser.parse_known_args(list(argv))
+    if args.ranks is not None and args.ranks < 1:
+        parser.error(f"--ranks {args.ranks} must be at least 1")
     found = list[Finding]()
     for each in Examination(args, flags).findings():
         found.append(each)

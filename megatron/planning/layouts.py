@@ -225,7 +225,7 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
 def _why(wanted: Wanted) -> str:
     """Why there is no legal layout: what the settings say of the plainest one."""
     c, replicas = wanted.config, wanted.devices
-    values: Mapping[str, Any] = {"zero_stage": None}
+    values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
     try:
         replicas = c.parallel.data_parallel_size(wanted.devices)
         batch = third(replicas, wanted.total, wanted.micro or (None if wanted.gas else 1), wanted.gas)
@@ -237,6 +237,9 @@ def _why(wanted: Wanted) -> str:
         )
     except ValueError as error:
         return str(error)
+    if not wanted.total or wanted.total % wanted.devices == 0:
+        given = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(wanted.fixed)) or "the batch"
+        return f"no layout of {wanted.devices} devices goes together with {given} and these sizes of the batch: leave one out"
     return (
         f"--global-batch-size {wanted.total} cannot be shared out over any layout of {wanted.devices} devices: make it a multiple of "
         f"{wanted.devices}"

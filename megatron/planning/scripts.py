@@ -86,11 +86,17 @@ def _script(layout: Layout, cluster: Cluster) -> str:
         )
     family, in_checkout = layout.config.model.family, (CHECKOUT / "tools/launch.py").is_file()
     start = f'"$PYTHON" "$ROOT/tools/launch.py" {launch} "$ROOT/pretrain_{family}.py"'
+    home, size = (
+        f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}",
+        layout.config.model.vocab_size,
+    )
     if not in_checkout:  # installed by pip: the commands are on the path, and the corpus is not there
-        start = f"megatron-launch {launch} -m pretrain_{family}"
+        home, start = "", f"megatron-launch {launch} -m pretrain_{family}"
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}. Flags that are given to this script go to the run.
-{_corpus(layout.config.model.vocab_size) if in_checkout else GIVEN}
+set -euo pipefail
+HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd){home}
+{_corpus(size) if in_checkout and size >= LEAST else GIVEN}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 {start} \\
     --config "$HERE/config.json" --deepspeed-config "$HERE/ds_config.json" \\
@@ -98,19 +104,14 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 """
 
 
-GIVEN = """set -euo pipefail
-HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-: "${VOCAB_FILE:?the tokenizer; train-tokenizer makes one}" "${DATA_PATH:?a corpus, without .bin; preprocess-data makes one}\""""
+LEAST = 2000  # tokens of a vocabulary in which the characters of the corpus, and T5's sentinels, have room
+GIVEN = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}" "${DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}\""""
 
 
 def _corpus(size: int) -> str:
     """That of the checkout where the user gives none. size: of the model's vocabulary."""
     words = 4000 if size > 5000 else max(size - 200, size // 2)
     return f"""# Without DATA_PATH and VOCAB_FILE it trains on the corpus of the checkout, with a tokenizer of its own.
-set -euo pipefail
-HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
-ROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}
-PYTHON=${{PYTHON:-python}}
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model

@@ -271,3 +271,28 @@ def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     read, found = settings.read(MODEL, written, 1)
     assert read is not None and f"of the flags given, not of {written}" in found[0].words
     assert "flags given" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
+
+
+@pytest.mark.parametrize(
+    ("environment", "check"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK"),
+    ],
+    ids=str,
+)
+def test_what_a_shell_exported_long_ago(
+    environment: dict[str, str], check: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.main([*MODEL, "--quick", "--json"]) == 1
+    found = {each["check"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found[check]["state"] == "failed" and "unset it" in found[check]["remedy"]
+
+
+def test_a_wrong_layout_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main([*MODEL, "--pipe-parallel-size", "2", "--ranks", "3", "--quick", "--json"])
+    states = {each["check"]: each["state"] for each in json.loads(capsys.readouterr().out)}
+    assert states["layout"] == "failed" and "ds_config" not in states

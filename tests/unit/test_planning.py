@@ -239,3 +239,24 @@ def test_virtual_stages_that_are_given_bring_their_schedule(capsys: pytest.Captu
     # By hand: 4 layers of 12 h^2 + 13 h, the tokens' and the positions' embeddings, the last norm.
     assert printed.startswith(f"{4 * (12 * 64**2 + 13 * 64) + 4000 * 64 + 64 * 64 + 2 * 64:,} parameters")
     assert {tuple(row.split("|")[4:6]) for row in printed.splitlines()[3:]} == {(" 2  ", " 2  ")}
+
+
+def test_what_cannot_be_together_is_said_by_its_rule() -> None:
+    config = replace(
+        parse(
+            [
+                "--config",
+                "configs/models/llama_8b.json",
+                "--vocab-size",
+                "128256",
+                "--precision",
+                "bf16",
+                "--zero-stage",
+                "3",
+                "--pipe-parallel-size",
+                "2",
+            ]
+        )
+    )
+    with pytest.raises(ValueError, match="ZeRO"):
+        search(Wanted(config, load_cluster("h100"), 64, 1024, fixed=frozenset({"zero_stage", "pipe_parallel_size"})))
