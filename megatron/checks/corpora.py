@@ -1,8 +1,6 @@
 """Whether the data are there, whole, of this tokenizer, and enough."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..config import Config
@@ -34,11 +32,17 @@ def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
 
 
 def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
-    about = Path(f"{prefix}.json")
-    if tokenizer is not None and about.is_file():
-        made_with = json.loads(about.read_text(encoding="utf-8")).get("fingerprint")
-        if made_with != tokenizer.fingerprint:
-            yield failed("tokenizer of the data", f"{prefix}.bin was made with the one of SHA-256 {str(made_with)[:12]}, --vocab-file {config.data.vocab_file} is {tokenizer.fingerprint[:12]}", "give the tokenizer it was made with, or preprocess again")  # fmt: skip
+    from ..data.corpora import made_with
+
+    try:
+        about = made_with(prefix)
+    except ValueError as error:
+        yield failed("data", str(error), "copy that file again, or preprocess again")
+        return
+    if tokenizer is not None and about is not None:
+        theirs = about.get("fingerprint")
+        if theirs != tokenizer.fingerprint:
+            yield failed("tokenizer of the data", f"{prefix}.bin was made with the one of SHA-256 {str(theirs)[:12]}, --vocab-file {config.data.vocab_file} is {tokenizer.fingerprint[:12]}", "give the tokenizer it was made with, or preprocess again")  # fmt: skip
             return
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
     size = config.model.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)

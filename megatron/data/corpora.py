@@ -1,5 +1,6 @@
 """From what --data-path and its sisters name to three datasets: one corpus or a blend of several for each part."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,21 @@ def _blend(members: list[tuple[str | None, Any]]) -> Any:
     datasets = [dataset for _, dataset in members]
     weights = [weight or str(dataset.samples_per_epoch) for weight, dataset in members]
     return BlendedDataset(datasets, weights)
+
+
+def made_with(prefix: str) -> dict[str, Any] | None:
+    """What tools/preprocess_data.py wrote beside a corpus; None where there is nothing. Raises ValueError naming a file that is damaged."""
+    path = Path(f"{prefix}.json")
+    if not path.is_file():
+        return None
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): copy it again, or write the corpus again with tools/preprocess_data.py"
+        ) from None
+    if not isinstance(about, dict):
+        raise ValueError(
+            f"{path} is no JSON object: copy it again, or write the corpus again with tools/preprocess_data.py"
+        )
+    return about

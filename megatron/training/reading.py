@@ -1,8 +1,6 @@
 """Which ranks read the data: the first and the last stage of each replica, one of their model-parallel ranks (of each context rank). What others would read, they do not open."""
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from .. import mpu
 from ..checkpointing.nearby import look_of
 from ..config import Config
-from ..data.corpora import prefixes_of
+from ..data.corpora import made_with, prefixes_of
 from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..ranks.agreement import same_everywhere
@@ -113,13 +111,12 @@ def _corpora(config: Config) -> list[str]:
 def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
     """Raise ValueError if a corpus was made with another tokenizer, as far as that is known."""
     for path in _corpora(config):
-        if Path(f"{path}.json").is_file():
-            about = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-            if about.get("fingerprint") != tokenizer.fingerprint:
-                raise ValueError(
-                    f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
-                    f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
-                )
+        about = made_with(path)
+        if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
+            raise ValueError(
+                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
+                f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
+            )
 
 
 def _looks(config: Config) -> dict[str, str]:

@@ -17,6 +17,7 @@ from megatron.checks import machine, memory, network, run_dir, settings
 from megatron.checks.finding import Finding
 from megatron.commands import doctor
 from megatron.config.command_line import parse
+from megatron.data.corpora import made_with
 from megatron.training.run_lock import Holder, RunLock
 
 MODEL = [
@@ -296,3 +297,11 @@ def test_a_wrong_layout_is_said_once(capsys: pytest.CaptureFixture[str]) -> None
     doctor.main([*MODEL, "--pipe-parallel-size", "2", "--ranks", "3", "--quick", "--json"])
     states = {each["check"]: each["state"] for each in json.loads(capsys.readouterr().out)}
     assert states["layout"] == "failed" and "ds_config" not in states
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(content)
+    with pytest.raises(ValueError, match=r"data\.json is (damaged|no JSON object).*: copy it again"):
+        made_with(str(tmp_path / "data"))
+    assert made_with(str(tmp_path / "other")) is None
