@@ -227,8 +227,12 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     """What DeepSpeed has against a section of a ds_config, the key first; None if nothing, or if it checks none of it."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime import precision_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        from deepspeed.runtime import precision_config
+    except ImportError:  # before 0.17.1, which checks neither section
+        precision_config = None
 
     known: dict[str, Any] = {
         "zero_optimization": DeepSpeedZeroConfig,

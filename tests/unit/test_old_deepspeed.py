@@ -1,11 +1,12 @@
 """What an older DeepSpeed passes over without a word."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tds._deepspeed import refuse_unknown_autocast
+from tds._deepspeed import complaint, refuse_unknown_autocast
 
 
 @pytest.mark.parametrize("asked", [{}, {"torch_autocast": {"enabled": False}}, {"torch_autocast": {"enabled": True}}])
@@ -17,3 +18,11 @@ def test_torch_autocast_is_refused_where_it_is_not_known(asked: dict[str, Any], 
             refuse_unknown_autocast(SimpleNamespace(_config=config))
     else:
         refuse_unknown_autocast(SimpleNamespace(_config=config))
+
+
+def test_sections_that_an_old_one_does_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "unknown" in str(complaint("bf16", {"enabled": True, "nonsense": 1}))
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.precision_config", None)
+    monkeypatch.delattr("deepspeed.runtime.precision_config", raising=False)
+    assert complaint("bf16", {"enabled": True, "nonsense": 1}) is None
+    assert "unknown" in str(complaint("zero_optimization", {"stage": 1, "nonsense": 1}))
