@@ -74,7 +74,7 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
 def refuse_contradictions(
     reader: CheckpointReader, config: Config, fingerprint: str | None, wanted: Wanted = Wanted()
 ) -> None:
-    """Raise CheckpointError, with both values, if a checkpoint is of another model, tokenizer or kind of sample."""
+    """Raise CheckpointError, with both values, if a checkpoint is of another model, tokenizer, optimizer or kind of sample."""
     saved = plain_config(reader)
     there, here = _architecture(saved, reader.positions), _architecture(config, config.positions)
     if there["family"] is None or here["family"] is None:
@@ -88,6 +88,12 @@ def refuse_contradictions(
         raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
         reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")
+    before = reader.config["optim"]["optimizer"]
+    if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
+        raise CheckpointError(
+            f"{reader.path} has the state of --optimizer {before}, this run uses {config.optim.optimizer}; "
+            f"--no-load-optim starts it again"
+        )
     if wanted.same_data and reader.state["consumed_samples"]:
         there, here = (
             {name: getattr(c.data, name) for name in OF_SAMPLES} | {"objective": c.objective} for c in (saved, config)
@@ -130,12 +136,6 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
 def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wanted) -> Callable[[], None]:
     def load() -> None:
         moments = reader.optimizer["moments"] if wanted.optimizer else []
-        before = reader.config["optim"]["optimizer"]
-        if moments and before != config.optim.optimizer:
-            raise CheckpointError(
-                f"{reader.path} has the state of --optimizer {before}, this run uses {config.optim.optimizer}; "
-                f"--no-load-optim starts it again"
-            )
         if moments:
             zero_state.make_moments(engine, moments, reader.optimizer["step"])
         keys = list(_wanted_keys(reader, engine, moments))

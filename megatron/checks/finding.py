@@ -39,6 +39,11 @@ def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[F
     try:
         yield from look()
     except ImportError as error:
-        yield failed(check, f"cannot look without {error.name or error}", "see the line of that package")
+        words = f"cannot look without {error.name}" if error.name else f"cannot look: {' '.join(str(error).split())}"
+        yield failed(
+            check,
+            words,
+            f"install {error.name or 'the package that the sentence names'} again: pip install -r requirements.txt",
+        )
     except (OSError, ValueError, RuntimeError) as error:
         yield failed(check, " ".join(str(error).split()), "change what the sentence names")

@@ -1,5 +1,6 @@
 """This machine and what is installed on it."""
 
+import importlib
 import importlib.metadata
 import os
 import resource
@@ -11,7 +12,7 @@ from pathlib import Path
 from .finding import Finding, failed, ok, warning
 
 # Package -> (oldest that works, newest that was tried: scripts/test_versions.sh). pyproject.toml has the same oldest ones.
-SUPPORTED = {"torch": ("2.11", "2.13.0"), "deepspeed": ("0.17", "0.19.8"), "numpy": ("2.0", "2.5.5")}
+SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.17", "0.19.8"), "numpy": ("2.0", "2.5.5")}
 OLDEST_PYTHON = (3, 11)
 FILES_FAIL, FILES_WARN = 256, 4096
 SHARED_MEMORY = 2**30
@@ -55,15 +56,20 @@ def packages() -> Iterator[Finding]:
             yield ok(name, found)
 
 
-def torch_imports() -> Iterator[Finding]:
-    """An installed torch may lack libraries."""
+def imports(name: str) -> Iterator[Finding]:
+    """An installed torch may lack libraries, an installed DeepSpeed be built for another torch."""
     try:
-        import torch
+        version = importlib.import_module(name).__version__
     except Exception as error:  # whatever a broken installation raises
         words = " ".join(str(error).split())[:200]
-        yield failed("import torch", f"{type(error).__name__}: {words}", "install torch again as https://pytorch.org says for this machine; until then nothing that needs it is checked")  # fmt: skip
+        how = (
+            "as https://pytorch.org says for this machine"
+            if name == "torch"
+            else f"(pip install --force-reinstall {name})"
+        )
+        yield failed(f"import {name}", f"{type(error).__name__}: {words}", f"install {name} again {how}; until then nothing that needs it is checked")  # fmt: skip
     else:
-        yield ok("import torch", torch.__version__)
+        yield ok(f"import {name}", version)
 
 
 def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Iterator[Finding]:
@@ -117,7 +123,7 @@ def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
     cores, each = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS")  # fmt: skip
     if each is not None and not (each.isdecimal() and int(each)):
         yield failed("threads", f"OMP_NUM_THREADS={each} is no number of threads", "unset it or give a number")
-    elif on_cpu and ranks_here > 1 and ranks_here * int(each or 1) > cores:
+    elif on_cpu and (ranks_here > 1 or each) and ranks_here * int(each or 1) > cores:
         words = f"{ranks_here} ranks of {each or 1} threads for {cores} cores"
         yield warning("threads", words, "OMP_NUM_THREADS=1, and no more ranks than cores where speed matters")
     else:

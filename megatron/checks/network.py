@@ -124,6 +124,20 @@ def launched_as() -> Iterator[Finding]:
             )
 
 
+def rank_0_is_here() -> Iterator[Finding]:
+    """Where this process is rank 0, MASTER_ADDR must be an address of this machine: rank 0 listens there."""
+    address = os.environ.get("MASTER_ADDR")
+    if os.environ.get("RANK") != "0" or not address:
+        return
+    try:
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except socket.gaierror:
+        return  # `names` says it
+    except OSError as error:
+        yield failed("MASTER_ADDR", f"{address} is no address of this machine ({error.strerror}), where RANK=0 is", "give the address of the machine on which rank 0 runs, or unset both")  # fmt: skip
+
+
 def port_is_free() -> Iterator[Finding]:
     """MASTER_PORT of this machine."""
     text = os.environ.get("MASTER_PORT", str(PORT))

@@ -92,7 +92,28 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
     except CheckpointError as error:
         yield failed("resume", str(error), "give the settings of the checkpoint, or another --run-dir for a new run")
     else:
-        yield ok("resume", "the settings are those of the checkpoint")
+        yield from _samples(reader, config, wanted)
+
+
+def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
+    """Whether the samples before this point are those that the run has seen, as far as settings tell, and whose schedule of the rate goes on."""
+    from ..checkpointing.reader import plain_config
+    from ..optim import settled
+
+    saved, seen = plain_config(reader), reader.state["consumed_samples"]
+    if wanted.same_data and wanted.position and seen:
+        for name, there, here in (
+            ("seed", saved.train.seed, config.train.seed),
+            ("split", saved.data.split, config.data.split),
+        ):
+            if there != here:
+                yield failed("resume", f"--{name} is {there} there and {here} here: the {seen} samples before this point would be others", f"give --{name} {there}, or --override-data to go on with others")  # fmt: skip
+                return
+        if saved.data.paths != config.data.paths:
+            yield warning("resume", "the checkpoint names other corpora; the run compares the samples themselves and ends where they differ", "give the corpora of the checkpoint, or --override-data")  # fmt: skip
+            return
+    note = settled(config, saved)[1] if wanted.position and reader.state["iteration"] else None
+    yield ok("resume", "the settings are those of the checkpoint" + (f"; {note}" if note else ""))
 
 
 def marker(run_dir: Path) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import Config
 from ..config.command_line import from_file, parse
+from ..config.defaults import DEFAULTS
 from ..config.fields import ConfigError
 from . import memory
 from .finding import Finding, failed, ok, warning
@@ -39,12 +40,8 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
 
 
 def _defaults(family: str) -> dict[str, Any]:
-    """Those of the entry script; without torch the fields' own."""
-    try:
-        from ..tasks import TASKS
-    except ImportError:
-        return {}
-    return dict(TASKS[family].defaults)
+    """Those of the entry script."""
+    return dict(DEFAULTS[family])
 
 
 def layout(config: Config, ranks: int) -> Iterator[Finding]:

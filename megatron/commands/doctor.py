@@ -79,8 +79,10 @@ class Examination:
     def _installation(self) -> Iterator[Finding]:
         yield from machine.python()
         yield from machine.packages()
-        found = list(machine.torch_imports())
-        self.torch_is_there = found[0].state != FAILED
+        found = list(machine.imports("torch"))
+        if found[0].state != FAILED:
+            found += machine.imports("deepspeed")
+        self.torch_is_there = found[-1].state != FAILED
         yield from found
         given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         yield from machine.hidden_package(Path(megatron.__file__).parent, [*given, *sys.path])
@@ -92,8 +94,12 @@ class Examination:
                 self.hosts = network.read_hostfile(self.args.hostfile)
             except (OSError, ValueError):
                 self.hosts = []
+            slots = sum(host.slots for host in self.hosts)
+            if self.hosts and self.args.ranks and self.args.ranks != slots:
+                yield failed("hostfile", f"has {slots} slots, and --ranks is {self.args.ranks}", "leave --ranks out, or change the slots")  # fmt: skip
         yield from network.launched_as()
         yield from findings_of("names", network.names)
+        yield from network.rank_0_is_here()
         yield from findings_of("interface", network.interface)
         yield from findings_of("port", network.port_is_free)
 

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.commands import doctor
 from megatron.config.command_line import parse
 from megatron.data.corpora import made_with
 from megatron.training.run_lock import Holder, RunLock
+from tests.support import ROOT
 
 MODEL = [
     "--num-layers",
@@ -125,7 +127,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    found = list(machine.torch_imports())
+    found = list(machine.imports("torch"))
     assert found[0].state == "failed" and "libtorch.so" in found[0].words and "pytorch.org" in found[0].remedy
 
 
@@ -305,3 +307,26 @@ def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"data\.json is (damaged|no JSON object).*: copy it again"):
         made_with(str(tmp_path / "data"))
     assert made_with(str(tmp_path / "other")) is None
+
+
+def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of documentation (RFC 5737), nobody's
+    assert only(network.rank_0_is_here(), "MASTER_ADDR").state == "failed"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert not list(network.rank_0_is_here())
+
+
+@pytest.mark.parametrize("broken", ["torch", "deepspeed"])
+def test_packages_that_are_there_and_broken(broken: str, tmp_path: Path) -> None:
+    """Every line up to the end, with and without the flags of a run."""
+    (tmp_path / broken).mkdir()
+    (tmp_path / broken / "__init__.py").write_text('raise OSError("libmissing.so.12: cannot open shared object file")')
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for flags in ([], [*MODEL, "--quick"]):
+        command = [sys.executable, str(ROOT / "tools/doctor.py"), *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 1 and not done.stderr, done.stderr
+        assert f"import {broken}: OSError: libmissing.so.12" in done.stdout and done.stdout.splitlines()[-1].endswith(
+            "warnings"
+        )

@@ -105,6 +105,7 @@ MAY_IMPORT = {
         "megatron.training",
     },
     "megatron.checks": {
+        "megatron.optim",
         "megatron.config",
         "megatron.config.ds_config",
         "megatron.ranks.device",
