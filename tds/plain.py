@@ -29,6 +29,11 @@ class TakesDistributedOptimizer:
             self.module, self.seq_data_parallel_group, chunks(self.module), apart=tied_weights(self.module)
         )
         self.enable_backward_allreduce = False
+        if hasattr(self, "_configure_quantization"):  # DeepSpeed before 0.18, whose step asks for both
+            self.compression_scheduler, self.quantizer = (
+                self._configure_compression_scheduler(),
+                self._configure_quantization(),
+            )
 
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
         if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
