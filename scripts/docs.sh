@@ -28,5 +28,5 @@ if grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//' "$site" -
     echo "docs.sh: these pages fetch something from another host" >&2
     exit 1
 fi
-echo "docs.sh: $(find "$site" -name '*.html' | wc -l) pages in $site; open $site/index.html"
+echo "docs.sh: $(find "$site" -name '*.html' | wc -l) pages in $site; open $site/index.html, or to search in it: bash scripts/docs.sh $site --serve"
 if [ "${2:-}" = --serve ]; then exec "$python" -m http.server --bind 127.0.0.1 --directory "$site" 8000; fi
