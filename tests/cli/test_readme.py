@@ -109,7 +109,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
     assert page == transcript.on_page("README_zh.md", "gpt2")
     tenth = next(i for i, line in enumerate(page) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1] if line != "..."] for each in (page, lines)]
-    assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it anew"
+    assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it again"
     losses = [
         float(re.search(r"loss +(\d+\.\d+)", next(x for x in each if " 10/500" in x))[1])  # type: ignore[index]
         for each in (page, lines)

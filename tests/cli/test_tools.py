@@ -8,7 +8,7 @@ import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import load_tokenizer
-from tests.support import ROOT, command
+from tests.support import FULL, ROOT, command
 
 
 def preprocess(prefix: Path, vocab_file: str, *inputs: Path, more: tuple[str, ...] = ()) -> str:
@@ -199,7 +199,7 @@ def test_weights_and_globs(tmp_path: Path, vocab_file: str) -> None:
     )
 
 
-@pytest.mark.parametrize("objective", ["text", "cpm-t5"])
+@pytest.mark.parametrize("objective", ["text", pytest.param("cpm-t5", marks=FULL)])
 def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Path, objective: str) -> None:
     """Killed again and again, with other numbers of workers, it writes what an undisturbed run writes."""
     big = tmp_path / "big.jsonl"

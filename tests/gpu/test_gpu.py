@@ -15,6 +15,8 @@ SEEN_ELSEWHERE = {
     "recomputation_and_offloading_change_nothing",
     "compiled_layers_agree",
     "bf16_follows_the_cpu_in_fp32",
+    "fp32_equals_the_cpu",
+    "checkpoints_go_both_ways",
     "an_offloaded_optimizer_agrees",
 }
 BY_DEFAULT = set(CHECKS) - (set() if device.available() else SEEN_ELSEWHERE)

@@ -23,7 +23,7 @@ from megatron.ranks.stragglers import Straggler, slowest
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, losses_of, make
 from tests.conformance.engines import remembered_groups
-from tests.support import ROOT, covering, on_ranks
+from tests.support import FULL, ROOT, covering, on_ranks
 
 DIFFERENT = {
     "--lr 1e-3": ("--lr 2e-3", "--lr is 0.001 on rank 0 and 0.002 on rank 2"),
@@ -118,6 +118,7 @@ def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
                 train(run)
 
 
+@FULL
 def test_tied_weights_stay_the_same_bits_with_three_replicas(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """Stages differ by what lies next to a tied weight in a message, and a sum of three by the order in which it is taken."""
     on_ranks(6, _three_replicas, str(tmp_path), tiny_data, vocab_file, timeout=300)

@@ -104,6 +104,7 @@ def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
     assert "--batch-size" in line
 
 
+@FULL
 def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
     """The others ask it for news, and it does not answer: they end all the same."""
     ranks = _start(tmp_path, "freeze", "0")
