@@ -57,7 +57,7 @@ def failure(folder: Path, code: int, stderr: str) -> str:
     where = sorted({path.read_text(encoding="utf-8") for path in folder.glob("stopped*")})
     lines = [line for line in stderr.splitlines() if line.strip()]
     words = next((line for line in lines if not line.startswith(("Traceback", " ", "warning", "W0", "W1"))), "")
-    last = lines[-1] if lines and lines[-1] != words else ""
+    last = lines[-1] if lines and lines[-1] not in words else ""
     said = "; ".join(part.strip() for part in (words, last) if part) or f"ended with code {code} and no record"
     return (f"stopped in layer {', '.join(where)}: " if where else "") + said
 
@@ -126,6 +126,11 @@ def cli() -> None:
     ours, flags = split_flags(sys.argv[1:])
     parser = build_parser()
     parser.set_defaults(flags=flags)
+    strange = [word for word in parser.parse_known_args(ours)[1] if word.startswith("--")]
+    if strange and not flags:
+        parser.error(
+            f"{strange[0]} is no flag of this tool: flags of the script come after --, as in: verify_layout.py SCRIPT -- {strange[0]} ..."
+        )
     run(main, parser, ours)
 
 
