@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -170,3 +171,12 @@ def test_both_trees_of_the_site_are_whole(tmp_path: Path) -> None:
                 for _, _, target in pages.LINK.findall(line) if prose else ():
                     if not re.match(r"[a-z]+:|#", target):
                         assert (file.parent / target.partition("#")[0]).exists(), f"{page}: {target}"
+
+
+def test_every_dependency_has_its_licence_on_the_page() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    named += (ROOT / "requirements-docs.txt").read_text(encoding="utf-8").splitlines()
+    packages = {match[0] for each in named if (match := re.match(r"[A-Za-z][\w-]*", each))} - {project["name"]}
+    rows = re.findall(r"^\| ([^|]+) \|", text(ROOT / "CONTRIBUTING.md").split("## Licences")[1], flags=re.MULTILINE)
+    assert packages == {name for row in rows[2:] for name in row.split(", ")}
