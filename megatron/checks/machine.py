@@ -44,12 +44,12 @@ def packages() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield failed(name, "is not installed", f"pip install -r requirements.txt, or pip install {name}=={newest}")
+            yield failed(
+                name, "is not installed", f"pip install -r requirements.txt, or pip install '{name}>={oldest}'"
+            )
             continue
         if version_key(found) < version_key(oldest):
-            yield failed(
-                name, f"{found} is too old", f"pip install {name}=={newest}; {oldest} is the oldest that works"
-            )
+            yield failed(name, f"{found} is too old", f"pip install '{name}>={oldest}'")
         elif version_key(found) > version_key(newest):
             yield warning(name, f"{found} is newer than {newest}, the newest that was tested", f"pip install {name}=={newest} if a run behaves strangely")  # fmt: skip
         else:

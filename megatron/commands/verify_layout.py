@@ -65,6 +65,11 @@ def failure(folder: Path, code: int, stderr: str) -> str:
 def main(args: argparse.Namespace) -> None:
     if not Path(args.script).is_file():
         raise ValueError(f"there is no script {args.script}")
+    for name in ("steps", "micros"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if args.tolerance is not None and not 0 < args.tolerance < 1:
+        raise ValueError(f"--tolerance {args.tolerance} must be a share between 0 and 1, such as 1e-4")
     one, layouts = read_layout(args.reference), [read_layout(text) for text in args.layouts]
     if one.ranks > 1:
         raise ValueError(f"--reference {args.reference!r} has {one.ranks} ranks: it must be one process, pp 0 or pp 1")

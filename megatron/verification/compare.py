@@ -249,7 +249,7 @@ def explained(v: Verdict) -> list[str]:
         more = f" ({v.others} parameters before it differ, too)" if v.others else ""
         more += "; it may follow from the forward pass" if v.forward else ""
         said.append(f"backward: the last layer whose gradients differ is {v.backward}{more}")
-    elif v.loss_differs_at is not None and v.loss_differs_at > 1:
+    elif v.loss_differs_at is not None and v.loss_differs_at > 1 and not v.forward:
         said.append(
             f"the numbers of step 1 agree, the loss of step {v.loss_differs_at} does not: look at sums over replicas, the optimizer, and state that a step leaves"
         )
