@@ -26,6 +26,7 @@ FOLDER, MERGED = "profile", "merged.json.gz"
 MOST_MERGED = 64  # ranks
 AFTER, COUNT = 5, 3  # without --profile-iterations: so many iterations of a start are not looked at, so many are
 CLOCK = "perf_counter "  # begins the name of the event that says what our clock is at that time of the profiler's
+MARKS = 10  # such events before and after: a core that is taken away between the two readings makes one of them late
 
 
 class Profile:
@@ -69,8 +70,9 @@ class Profile:
 
     @staticmethod
     def _tell_clock() -> None:
-        with record_function(f"{CLOCK}{time.perf_counter_ns()}"):
-            pass
+        for _ in range(MARKS):
+            with record_function(f"{CLOCK}{time.perf_counter_ns()}"):
+                pass
 
     def finish(self) -> None:
         """Stop, write, and let rank 0 merge. Nothing that goes wrong with files ends a run."""
@@ -163,5 +165,6 @@ def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
     marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
     if not marks:
         raise ValueError(f"the profile of rank {rank.about['rank']} has no mark of its clock")
-    own: float = int(marks[0]["name"].removeprefix(CLOCK)) / 1e3 - marks[0]["ts"]
+    # our clock is read before the profiler's, so each mark says too little, and the largest is the nearest
+    own: float = max(int(e["name"].removeprefix(CLOCK)) / 1e3 - e["ts"] for e in marks)
     return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)
