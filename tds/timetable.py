@@ -53,15 +53,13 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
             virtual_stage, last = chunk * len(plan) + stage, chunks * len(plan) - 1
-            due = {Forward, *backward}
+            due: list[type[Instruction]] = [Forward, *backward]
             if virtual_stage > 0:
-                due |= {RecvActivation, SendGrad}
+                due += [RecvActivation, *([SendGrad] if backward else [])]
             if virtual_stage < last:
-                due |= {SendActivation, RecvGrad}
-            if not backward:
-                due -= {SendGrad, RecvGrad}
+                due += [SendActivation, *([RecvGrad] if backward else [])]
             done = _in_order(instructions, stage, chunk)
-            for kind in due | done.keys():
+            for kind in dict.fromkeys([*due, *done]):  # passes before messages, and each rank names the same
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
