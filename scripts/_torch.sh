@@ -20,7 +20,15 @@ torch_pinned_by() {
     if [ -f "$1" ]; then sed -n 's/^torch==//p' "$1"; fi
 }
 
-has_nvidia() { compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/dxg ]; }
+# TORCH_BUILD=cuda or cpu says it where an image is built for another machine.
+wants_cuda() {
+    case "${TORCH_BUILD:-}" in
+        cuda) return 0 ;;
+        cpu) return 1 ;;
+        "") compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/dxg ] ;;
+        *) echo "setup.sh: TORCH_BUILD may be cuda or cpu, not $TORCH_BUILD" >&2; exit 2 ;;
+    esac
+}
 
 # torch in .venv: whose it is, and if nobody's, the pinned version in the build that fits this machine.
 install_torch() {
@@ -40,7 +48,7 @@ install_torch() {
     echo "setup.sh: installing torch $pin, $(build_that_fits)"
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         pip --extra-index-url "$TORCH_INDEX_URL" "torch==$pin"
-    elif has_nvidia; then
+    elif wants_cuda; then
         pip "torch==$pin,!=$pin+cpu"
     elif ! try_pip "torch==$pin+cpu"; then # most indexes have the builds for CPUs elsewhere
         case "$(uname -sm)" in
@@ -54,8 +62,10 @@ install_torch() {
 build_that_fits() {
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         echo "the build of TORCH_INDEX_URL"
-    elif has_nvidia; then
-        echo "for the NVIDIA GPU that is here: 2.7 GB to download, 4.7 GB on disk (TORCH_INDEX_URL= names an index of other builds)"
+    elif wants_cuda; then
+        echo "with CUDA for NVIDIA GPUs: 2.7 GB to download, 4.7 GB on disk (TORCH_INDEX_URL= names an index of other builds)"
+    elif [ "${TORCH_BUILD:-}" = cpu ]; then
+        echo "for CPUs: 0.2 GB to download, 0.8 GB on disk"
     elif [ -e /dev/kfd ]; then
         echo "for CPUs: the AMD GPU that is here needs TORCH_INDEX_URL=, an index of builds for ROCm"
     else

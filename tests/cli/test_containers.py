@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,7 +26,32 @@ def documents() -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((FOLDER / "pytorchjob.yaml").read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+DOCKERFILES = pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+
+
+@DOCKERFILES
+def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_path: Path) -> None:
+    """setup.sh with nothing but that, and with a stand-in for Python whose pip has all."""
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+    (install,) = (at for at, line in enumerate(lines) if line.startswith("RUN") and "setup.sh" in line)
+    for line in lines[:install]:
+        if line.startswith("COPY"):
+            *sources, target = line.split()[1:]
+            (tmp_path / target).mkdir(exist_ok=True)
+            for source in sources:
+                shutil.copy(ROOT / source, tmp_path / target)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@" >>asked\n')
+    python.chmod(0o755)
+    env = {**os.environ, "TORCH_INDEX_URL": ""}
+    done = subprocess.run(["bash", "-euc", lines[install].removeprefix("RUN ")], cwd=tmp_path, env=env, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    asked = re.findall(r"torch==\S+", (tmp_path / "asked").read_text())
+    assert asked[0].endswith("+cpu") and ("!=" in asked[0]) == name.endswith("cuda"), "a build for another device"
+
+
+@DOCKERFILES
 def test_dockerfiles(name: str) -> None:
     """Instructions there are, sources that there are and that .dockerignore leaves in, words that a shell can read."""
     text = (FOLDER / name).read_text(encoding="utf-8")
