@@ -29,9 +29,10 @@ if [ -z "${PP_SIZE:-}" ]; then
 fi
 
 # ---- files
-RUN_DIR=${RUN_DIR:-${AT}runs/$NAME}
+RUN_DIR=${RUN_DIR:-${AT}runs/$NAME${VARIANT:+_$VARIANT}${MODEL_SIZE:+_$MODEL_SIZE}}
+# A text of one's own for a model of a preset wants more tokens than the bundled text has.
+if [ -z "${VOCAB_SIZE:-}" ]; then VOCAB_SIZE=$([ -n "${CORPUS:-}" ] && [ -n "${MODEL_SIZE:-${model_size:-}}" ] && echo 30000 || echo 4000); fi
 CORPUS=${CORPUS:-${AT}corpus/sample.jsonl}
-VOCAB_SIZE=${VOCAB_SIZE:-4000}
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train GPT-2, from raw text to generated text. Run it again to continue; more arguments win over what stands here:
 #   bash scripts/run_gpt2.sh                                        the bundled corpus, about five minutes on 2 cores
-#   bash scripts/run_gpt2.sh --lr 1e-3 --train-iters 1000
-#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_gpt2.sh      your text: .jsonl or .txt, plain or .gz, or a folder
+#   bash scripts/run_gpt2.sh --train-iters 1000 --override-lr-schedule  after that: longer
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_gpt2.sh      your text: .jsonl, .csv, .parquet or .txt, also compressed, or a folder
 #   DATA_PATH=data/my_text_document VOCAB_FILE=my.model bash scripts/run_gpt2.sh
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=345M bash scripts/run_gpt2.sh
 set -euo pipefail

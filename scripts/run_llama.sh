@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train Llama, Qwen3 or Mistral, from raw text to generated text. Run it again to continue; more arguments win over what stands here:
 #   bash scripts/run_llama.sh                                       the bundled corpus, about five minutes on 2 cores
-#   bash scripts/run_llama.sh --lr 1e-3 --train-iters 1000
-#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_llama.sh     your text: .jsonl or .txt, plain or .gz, or a folder
+#   bash scripts/run_llama.sh --train-iters 1000 --override-lr-schedule after that: longer
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_llama.sh     your text: .jsonl, .csv, .parquet or .txt, also compressed, or a folder
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=8b bash scripts/run_llama.sh
 #   GPUS_PER_NODE=8 VARIANT=qwen3 MODEL_SIZE=0.6b SEQ_LENGTH=2048 bash scripts/run_llama.sh
 #   GPUS_PER_NODE=8 MP_SIZE=4 VARIANT=mistral MODEL_SIZE=7b bash scripts/run_llama.sh

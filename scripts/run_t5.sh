@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train T5, from raw text to filled gaps. Run it again to continue; more arguments win over what stands here:
 #   bash scripts/run_t5.sh                                          the bundled corpus, about five minutes on 2 cores
-#   bash scripts/run_t5.sh --lr 1e-3 --train-iters 1000
-#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_t5.sh        your text: .jsonl or .txt, plain or .gz, or a folder
+#   bash scripts/run_t5.sh --train-iters 1000 --override-lr-schedule    after that: longer
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_t5.sh        your text: .jsonl, .csv, .parquet or .txt, also compressed, or a folder
 #   VARIANT=cpm RUN_DIR=runs/t5_cpm bash scripts/run_t5.sh          absolute positions and CPM's sentinels
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=base bash scripts/run_t5.sh
 #   GPUS_PER_NODE=8 MP_SIZE=8 VARIANT=cpm MODEL_SIZE=11b bash scripts/run_t5.sh

@@ -80,12 +80,18 @@ class Run:
         return self.config.train_batch_size(dist.get_world_size())
 
 
+DONE = (
+    "trained {} of --train-iters {} iterations already; raise it to go on, with --override-lr-schedule unless the learning rate "
+    "is to stay where its schedule has ended"
+)
+
+
 def train(run: Run) -> None:
     """Train up to --train-iters, evaluating and saving on the way and at the end. Raises RunError where a run cannot go on."""
     state, config = run.state, run.config
     last = config.train.train_iters
     if state.iteration >= last:
-        print_rank_0(f"trained {state.iteration} of --train-iters {last} iterations already; raise it to go on")
+        print_rank_0(DONE.format(state.iteration, last))
     passed_over = _passed_over(run)
     batches = read(run.datasets[0], config, state.consumed_samples, passed_over) if state.iteration < last else None
     window = _Window(run)

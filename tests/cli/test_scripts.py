@@ -26,7 +26,7 @@ def test_every_variable_that_is_read_is_listed() -> None:
     texts = [
         path.read_text()
         for path in (ROOT / "scripts").glob("*.sh")
-        if path.name[:4] in ("_run", "_pre", "run_", "setu")
+        if path.name[:4] in ("_run", "_pre", "run_", "setu", "_tor")
     ]
     read = {name for text in texts for name in re.findall(r"\$\{([A-Z][A-Z_]+):-", text)}
     assert {name for name in read - INTERNAL if not name.startswith("SLURM_")} == set(LISTED)
