@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # In the order of the menu. A page of docs/ that is not named here comes under "Running".
 CHAPTERS = {
-    ("Start", "入门"): ["README", "docs/start", "docs/layouts", "docs/faq", "docs/glossary", "docs/migration"],
+    ("Start", "入门"): ["README", "docs/start", "docs/howto", "docs/layouts", "docs/faq", "docs/glossary", "docs/migration"],
     ("Models and data", "模型与数据"): [
         "docs/own_model", "docs/llama", "docs/t5", "docs/data", "docs/objectives", "corpus/README",
     ],
