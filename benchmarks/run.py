@@ -181,8 +181,9 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(about: str | None) -> argparse.Namespace:
+    """What is asked on the command line; the number of threads is passed on to processes."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt2", "llama", "t5"), default="gpt2")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     sizes = (
@@ -205,6 +206,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    return args
+
+
+def main() -> None:
+    args = arguments(__doc__)
     found = measure(args)
     show(args, found)
 

@@ -46,6 +46,8 @@ SECTIONS = {
     "train-t5-bf16": f"run.py {T5_SMALL} --precision bf16 --steps 1 --no-compile",
     "memory-fp32": "run.py --precision fp32 --batch 8 --steps 1 --no-compile --only Hugging_Face nanoGPT-style,_compiled",
     "memory-bf16": "run.py --precision bf16 --batch 8 --steps 1 --no-compile --only Hugging_Face nanoGPT-style,_compiled",
+    "memory-llama": f"run.py {LLAMA_SMALL} --batch 8 --steps 1 --no-compile",
+    "memory-llama-bf16": f"run.py {LLAMA_SMALL} --precision bf16 --batch 8 --steps 1 --no-compile",
     "switches-gpt2": f"run.py --steps 1 --no-compile --only none {_switched('gpt2')}",
     "switches-t5": f"run.py {T5_SMALL.replace('--batch 8', '--batch 4')} --steps 1 --no-compile --only none {_switched('t5')}",
     "dp": "parallel.py --kind dp",

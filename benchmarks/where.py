@@ -1,0 +1,65 @@
+"""Where a training step's time goes, ours and a peer's, by kind of operator.
+
+    python benchmarks/where.py --precision bf16
+    python benchmarks/where.py --model llama --ff 2048 --precision bf16
+
+The contenders and flags are those of run.py, but --rounds. torch's profiler looks at `--steps` steps of each, one contender after the other. The products
+of matrices, which both leave to the same library, bound how far one can lead.
+"""
+
+import re
+from collections import Counter
+
+import run
+from _alternate import spread
+
+# The first that fits says the kind; an operator that none fits is "the rest".
+KINDS = {
+    "products": r"mm|linear|matmul|bmm|convolution|mkldnn",
+    "attention": r"attention",
+    "optimizer, norm and clipping": r"adam|_foreach|linalg|norm_except|clip",
+    "loss": r"log_softmax|nll_loss|cross_entropy|logsumexp|exp",
+    "norms of layers": r"layer_norm|rms_norm",
+    "activation": r"gelu|silu|sigmoid|tanh",
+    "copies and conversions": r"copy_|_to_copy|clone|contiguous|stack|cat$|index|fill_|zero_",
+}
+
+
+def kind_of(operator: str) -> str:
+    return next(
+        (kind for kind, pattern in KINDS.items() if re.search(pattern, operator.removeprefix("aten::").lower())),
+        "the rest",
+    )
+
+
+def seconds_by_kind(step: run.Step, steps: int) -> list[Counter[str]]:
+    """Of each step, in seconds of operators themselves, what they call left out."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    found = []
+    for _ in range(steps):
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            step()
+        found.append(Counter[str]())
+        for event in seen.key_averages():
+            found[-1][kind_of(event.key)] += event.self_cpu_time_total / 1e6
+    return found
+
+
+def main() -> None:
+    args = run.arguments(__doc__)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    found = {name: seconds_by_kind(build(args), args.steps) for name, build in run.contenders(args).items()}
+    print(f"| ms of a step, median (lowest to highest) |{'|'.join(f' {name} ' for name in found)}|")
+    print(f"|{' --- |' * (len(found) + 1)}")
+    for kind in (*KINDS, "the rest"):
+        cells = (spread([1e3 * step[kind] for step in steps], ",.0f") for steps in found.values())
+        print(f"| {kind} | {' | '.join(cells)} |")
+    print(f"| all | {' | '.join(spread([1e3 * s.total() for s in steps], ',.0f') for steps in found.values())} |")
+
+
+if __name__ == "__main__":
+    main()
