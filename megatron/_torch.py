@@ -32,7 +32,9 @@ def onednn_is_there() -> bool:
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., i], weight [o, i] -> [..., o], by oneDNN; only where `onednn_is_there`. Public functions take MKL in fp32."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
+    # Not a view: autograd lets nobody change one in place that a Function of ours gives, and ranks sum in place.
+    return torch.ops.aten._unsafe_view(found, (*x.shape[:-1], found.shape[-1]))  # type: ignore[no-any-return]
 
 
 def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:

@@ -28,16 +28,17 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def start(ranks: int) -> mpu.Axis:
-    mpu.initialize_model_parallel(ranks)
+def start(ranks: int, **options: bool) -> mpu.Axis:
+    mpu.initialize_model_parallel(ranks, options=mpu.Options(**options))
     return mpu.get_mesh().model
 
 
-def _linear(ranks: int, skip: bool) -> None:
-    axis = start(ranks)
-    column = mpu.ColumnParallelLinear(8, 16, gather_output=False, skip_bias_add=skip).double()
-    row = mpu.RowParallelLinear(16, 4, input_is_parallel=True, skip_bias_add=skip).double()
-    w1, b1, w2, b2 = draw(16, 8, seed=1), draw(16, seed=2), draw(4, 16, seed=3), draw(4, seed=4)
+def _linear(ranks: int, skip: bool, onednn: bool) -> None:
+    axis = start(ranks, onednn=onednn)
+    dtype = torch.float32 if onednn else torch.float64
+    column = mpu.ColumnParallelLinear(8, 16, gather_output=False, skip_bias_add=skip).to(dtype)
+    row = mpu.RowParallelLinear(16, 4, input_is_parallel=True, skip_bias_add=skip).to(dtype)
+    w1, b1, w2, b2 = (draw(*shape, seed=i).to(dtype) for i, shape in enumerate([(16, 8), (16,), (4, 16), (4,)], 1))
     with torch.no_grad():
         for parameter, whole, dim in (
             (column.weight, w1, 0),
@@ -46,7 +47,7 @@ def _linear(ranks: int, skip: bool) -> None:
             (row.bias, b2, None),
         ):
             parameter.copy_(whole if dim is None else whole.chunk(axis.size, dim)[axis.rank])
-    x = draw(5, 3, 8).requires_grad_()
+    x = draw(11, 3, 8).to(dtype).requires_grad_()  # more rows than are left to torch's BLAS
     y, bias = column(x)
     assert (bias is not None) == skip
     z, bias2 = row(torch.tanh(y if bias is None else y + bias))
@@ -66,8 +67,11 @@ def _linear(ranks: int, skip: bool) -> None:
 
 @RANKS
 @pytest.mark.parametrize("skip", [False, True])
-def test_column_then_row_equals_two_linears(ranks: int, skip: bool) -> None:
-    on_ranks(ranks, _linear, ranks, skip)
+@pytest.mark.parametrize("onednn", [False, True])
+def test_column_then_row_equals_two_linears(ranks: int, skip: bool, onednn: bool) -> None:
+    if onednn and not mpu.onednn_is_there():
+        pytest.skip("this build of torch has no oneDNN")
+    on_ranks(ranks, _linear, ranks, skip, onednn)
 
 
 def _gathered(ranks: int) -> None:
