@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron import mpu
 from megatron.training.compiling import compiler_found
 from tests.support import FULL, covering
 
@@ -84,6 +85,20 @@ def test_recomputed_activations(
 ) -> None:
     more = ("--checkpoint-activations", "--checkpoint-num-layers", interval)
     np.testing.assert_allclose(ours(layout, tmp_path, tiny_data, vocab_file, *more), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["onednn", "torch"])
+@pytest.mark.parametrize(
+    "layout", covering([Layout(2, 1, 2), Layout(0, 2, 2)], [Layout(2, 1, 2)].__contains__), ids=str
+)
+def test_whoever_multiplies(
+    layout: Layout, library: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """`--cpu-matmul auto` takes what is faster on the machine of the tests, so neither may be left to it."""
+    if library == "onednn" and not mpu.onednn_is_there():
+        pytest.skip("this build of torch has no oneDNN")
+    found = ours(layout, tmp_path, tiny_data, vocab_file, "--cpu-matmul", library)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_dropout_does_not_depend_on_stages_nor_on_recomputing(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
