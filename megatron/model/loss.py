@@ -31,18 +31,28 @@ class TokenLoss:
     is_text: labels -> which of them are text, and not marks between it; their loss is looked at apart in evaluation.
     z_loss: c of c (log Z)^2 for each target, which is learned from besides (Chowdhery et al. 2022). The sum is the cross entropy, its
     gradient is that of both; without gradients there is no z-loss.
+    consumes_logits: the backward pass leaves their gradient in the memory of the logits, see `mpu.vocab_parallel_losses`.
     """
 
-    def __init__(self, vocab_size: int, fused: bool = True, is_text: IsText | None = None, z_loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        fused: bool = True,
+        is_text: IsText | None = None,
+        z_loss: float = 0.0,
+        consumes_logits: bool = False,
+    ) -> None:
         self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
+        self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
         # Of the last micro-batch: sums over its text without gradients, the z-loss of its targets with them.
         self.aside: dict[str, Tensor] = {}
 
     @classmethod
     def by(cls, config: Config, vocab_size: int, is_text: IsText | None = None) -> "TokenLoss":
-        """As the settings say."""
-        return cls(vocab_size, "cross-entropy" not in config.model.unfused, is_text, config.train.z_loss)
+        """As the settings say, for a model whose logits nobody else sees."""
+        fused = "cross-entropy" not in config.model.unfused
+        return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
     def of_labels(self, logits: Logits, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """The loss of every token, as `per_token` gives it, or with a loss mask [b, s] their sum."""
@@ -75,7 +85,9 @@ class TokenLoss:
         if not self.fused:
             return self._gathered(logits, labels, z_loss)
         across = labels.t().contiguous()
-        losses, z = mpu.vocab_parallel_losses(logits, across, self.vocab_size, z_loss=z_loss, axis=self.axis)
+        losses, z = mpu.vocab_parallel_losses(
+            logits, across, self.vocab_size, z_loss=z_loss, axis=self.axis, overwrite=self.consumes_logits
+        )
         return losses.t(), z.t()
 
     def _of_text(self, logits: Tensor, labels: Tensor, losses: Tensor) -> dict[str, Tensor]:

@@ -107,16 +107,23 @@ def find(
     return loss, z_loss * log_z**2, Found(share, local, mine, real)
 
 
-def gradient(logits: Tensor, found: Found, grad: Tensor, smoothed: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+def gradient(
+    logits: Tensor,
+    found: Found,
+    grad: Tensor,
+    smoothed: float = 0.0,
+    label_smoothing: float = 0.0,
+    overwrite: bool = False,
+) -> Tensor:
     """Of the losses [n] (and their z-loss), whose gradient is `grad` [n], with respect to logits [n, v/t]: of their shape and dtype.
 
-    smoothed: what label smoothing takes from each row of the vocabulary, label_smoothing / v.
+    smoothed: what label smoothing takes from each row of the vocabulary, label_smoothing / v. overwrite: into the memory of the logits.
     """
     real = found.real
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
     for chunk in _chunks(logits) if real else []:
-        same = out.dtype == grad.dtype  # then no copy is needed
+        same = out.dtype == grad.dtype and not overwrite  # then no copy is needed
         d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
         d *= (grad[chunk] * found.share[chunk]).unsqueeze(-1)
         if smoothed:
@@ -133,19 +140,32 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, label_smoothing: float, z_loss: float, axis: Axis
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        vocab_size: int,
+        label_smoothing: float,
+        z_loss: float,
+        axis: Axis,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
         loss, z, found = find(logits, target, vocab_size, axis, label_smoothing, z_loss)
         ctx.save_for_backward(logits, *found[:3])
         ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
+        ctx.overwrite, ctx.overwritten = overwrite, False
         ctx.mark_non_differentiable(z)
         return loss, z
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.overwritten:
+            raise RuntimeError(
+                "this loss was differentiated before, and its logits hold their gradient since: compute it again, or by "
+                "mpu.vocab_parallel_cross_entropy, which leaves logits as they are"
+            )
         logits, share, local, mine = ctx.saved_tensors
-        found = Found(share, local, mine, ctx.real)
-        return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing), None, None, None, None, None
+        found, ctx.overwritten = Found(share, local, mine, ctx.real), ctx.overwrite
+        return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite), *[None] * 6
 
 
 def vocab_parallel_cross_entropy(
@@ -171,17 +191,20 @@ def vocab_parallel_losses(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     axis: Axis | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The cross entropy of each token, and its z-loss, [...] each; other arguments as in `vocab_parallel_cross_entropy`.
 
     z_loss: c of c (log Z)^2, which keeps the sum Z of exponentials near 1 (Chowdhery et al. 2022). The gradient of the first is that of the
     sum of both, so that who learns from it reads the cross entropy; the second has none.
+    overwrite: the backward pass writes the gradient of the logits over them, as they and it are the largest activations of most models. Who
+    else needs the logits for a gradient gets autograd's error, and a second backward pass a RuntimeError.
     """
     axis = axis or current().model
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     flat = logits.reshape(-1, logits.shape[-1])
     losses, z = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, target.reshape(-1), vocab_size, label_smoothing, z_loss, axis
+        flat, target.reshape(-1), vocab_size, label_smoothing, z_loss, axis, overwrite
     )
     return losses.view(target.shape), z.view(target.shape)
 

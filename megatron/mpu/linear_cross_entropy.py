@@ -110,8 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         unit = FP16_UNIT if hidden.dtype == torch.float16 else 1.0
         for rows, logits in _chunks(put_off, tokens):
             losses[rows], z[rows], found = find(logits, target[rows], vocab_size, put_off.axis, z_loss=z_loss)
-            d = gradient(logits, found, weights[rows].to(dtype) * unit)  # [c, v/t]
-            del logits
+            d = gradient(logits, found, weights[rows].to(dtype) * unit, overwrite=True)  # [c, v/t]
             x = tokens[rows]
             onednn = by_onednn(x, put_off.options)
             if hidden_grad is not None:

@@ -175,6 +175,44 @@ def test_cross_entropy_equals_torch(ranks: int, smoothing: float) -> None:
     on_ranks(ranks, _cross_entropy, ranks, smoothing)
 
 
+def _overwritten(ranks: int, dtype: torch.dtype) -> None:
+    """The gradient takes the place of the logits; it is torch's all the same, and nobody gets it for the logits."""
+    axis = start(ranks)
+    rows, vocab = 16 // ranks, 13
+    whole = draw(4, 5, 16).mul(3).to(dtype)
+    part = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
+    target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))
+    weight = draw(4, 5, seed=9).float()
+
+    def loss_of(logits: Tensor) -> Tensor:
+        found, _ = mpu.vocab_parallel_losses(logits, target, vocab, overwrite=True)
+        return (found * weight).sum()
+
+    seen: list[Tensor] = []
+    logits = part * 1
+    logits.register_hook(seen.append)
+    total = loss_of(logits)
+    total.backward(retain_graph=True)
+    assert seen[0].data_ptr() == logits.data_ptr()
+    plain = whole.detach().clone().requires_grad_()
+    wide = plain[..., :vocab].flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
+    expected = F.cross_entropy(wide, target.flatten(), reduction="none").view(4, 5)
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(part.grad, plain.grad[..., axis.rank * rows : (axis.rank + 1) * rows])
+    with pytest.raises(RuntimeError, match="was differentiated before"):
+        total.backward()
+    logits = part * 1
+    both = logits.square().sum() + loss_of(logits)  # the square wants its input, when the loss has written over it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        both.backward()
+
+
+@RANKS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_written_over_its_logits_equals_torchs(ranks: int, dtype: torch.dtype) -> None:
+    on_ranks(ranks, _overwritten, ranks, dtype)
+
+
 def _half(ranks: int) -> None:
     axis = start(ranks)
     whole = draw(64, 16).to(torch.bfloat16)

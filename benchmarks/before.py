@@ -1,0 +1,72 @@
+"""Whether a change made something slower: sections of the suite in this checkout and in an earlier one, in turn.
+
+    git worktree add ../before COMMIT
+    python benchmarks/before.py ../before --sections train-fp32 dp pp -- --rounds 3
+
+Each round runs a section's command in both checkouts, each with its own code, by this Python; arguments after -- go to both. Compared is every row
+whose name begins with "ours" and that both print: its first number, which is a speed, or a time where the column speaks of ms, of % or of seconds.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import suite
+from _alternate import ROOT, spread
+
+TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
+
+
+def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
+    """{row: (column, its first number)}; empty if the command fails there, as it does where a section is newer."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(
+            f"{checkout}: ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['?'])[-1]}",
+            file=sys.stderr,
+        )
+    found = {}
+    for table in suite.tables(done.stdout if done.returncode == 0 else ""):
+        for row in table:
+            name, (column, cell) = next(iter(row.values())), list(row.items())[1]
+            number = re.search(suite.NUMBER, cell)
+            if name.startswith("ours") and number:
+                found[name] = column, float(number[0].replace(",", ""))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="the other checkout")
+    parser.add_argument("--sections", nargs="+", required=True, choices=suite.SECTIONS, metavar="SECTION")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("more", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    print(
+        "| section | row | now, median (lowest to highest) | before | now / before in speed, by round |\n| --- | --- | --- | --- | --- |"
+    )
+    for section in args.sections:
+        script, *rest = suite.SECTIONS[section].split()
+        command = [f"benchmarks/{script}", *(a.replace("_", " ") for a in rest), *(a for a in args.more if a != "--")]
+        pairs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for round_ in range(args.rounds):
+            both = [rows_of(checkout, command) for checkout in (ROOT, args.before)[:: 1 if round_ % 2 else -1]]
+            now, before = both if round_ % 2 else both[::-1]
+            for name, (column, number) in now.items():
+                if name in before:
+                    pairs[name, column].append((number, before[name][1]))
+        for (name, column), numbers in pairs.items():
+            ratios = [b / n if TIME.search(column) and "/s" not in column else n / b for n, b in numbers]
+            nows, befores = zip(*numbers, strict=True)
+            print(f"| {section} | {name} | {spread(list(nows), ',.1f')} | {spread(list(befores), ',.1f')} | {spread(ratios, '.2f')} |", flush=True)  # fmt: skip
+        if not pairs:
+            print(f"| {section} | nothing to compare | | | |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
