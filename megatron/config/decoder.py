@@ -36,14 +36,14 @@ class DecoderConfig(Section):
     )
     qk_norm: bool = opt(False, "an RMS norm over each head of queries and keys, before they are rotated", family=LLAMA)
     sliding_window: int | None = opt(
-        None, "latest tokens that a token sees, itself included; all if not given", at_least(1), family=LLAMA
+        None, "latest tokens that a token sees, itself included; all if not given, or none", at_least(1), family=LLAMA
     )
     rope_theta: float = opt(10000.0, "rotary positions: base of the wavelengths", at_least(1), family=LLAMA)
     rotary_percent: float = opt(
         1.0, "rotary positions: share of each head that is rotated", between(0, 1), family=LLAMA
     )
     rope_scaling: str | None = opt(
-        None, f"rotary positions for longer texts: {', '.join(SCALINGS)}", one_of(*SCALINGS), family=LLAMA
+        None, f"rotary positions for longer texts: {', '.join(SCALINGS)}, or none", one_of(*SCALINGS), family=LLAMA
     )
     rope_scaling_factor: float = opt(1.0, "how much longer", at_least(1), family=LLAMA)
     rope_original_length: int | None = opt(

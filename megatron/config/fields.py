@@ -96,7 +96,8 @@ class Section:
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:
-                raise ConfigError(f"{flag(f.name)} {value} {problem}")
+                off = ", or none" if type(None) in kinds else ""
+                raise ConfigError(f"{flag(f.name)} {value} {problem}{off}")
 
 
 @functools.cache

@@ -233,6 +233,8 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
         ),
         ("--rope-scaling llama3 --rope-original-length 8 --rope-low-freq-factor 0", "--rope-low-freq-factor 0.0 must be more than 0"),
         ("--rope-scaling yarn --rope-original-length 8 --rope-theta 1", "--rope-theta 1 must be more than 1 with --rope-scaling yarn"),
+        ("--rope-scaling dynamic", "--rope-scaling dynamic must be one of linear, llama3, yarn, or none"),
+        ("--sliding-window 0", "--sliding-window 0 must be at least 1, or none"),
         ("--position-embedding learned", "--position-embedding learned: a llama has rope positions"),
         ("--model-parallel-size 4 --num-key-value-heads 8 --num-attention-heads 8 --kv-hidden-size 4", ""),
         ("--model-parallel-size 2 --num-attention-heads 6 --num-key-value-heads 3", "one must be a multiple of the other"),
