@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import presets
+from .decoder import unread
 from .fields import ConfigError, OneOf, flag, types_of
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
-from .translate import Translation, add_to, flag_of, settings_for, suggestion
+from .translate import Translation, add_to, flag_of, settings_for, suggestion, written
 
 HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
+_MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -36,6 +38,8 @@ examples:
   python tools/launch.py --standalone --nproc-per-node 4 {script} --pipe-parallel-size 2 \\
       --model-parallel-size 2 --config configs/models/gpt2_345M.json --data-path ... --vocab-file ...
       four ranks: two stages of two model-parallel ranks
+  python {script} --config my.json --max-position-embeddings none ...
+      none turns off what may be left out, whatever a file says
 """
 
 
@@ -68,12 +72,35 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
             groups[name].add_argument(flag(f.name), action=argparse.BooleanOptionalAction, help=text)
         else:
             kind = next(k for k in kinds if k is not type(None))
-            many: dict[str, Any] = {"nargs": "+", "type": str} if kind is tuple else {"type": kind}
+            many: dict[str, Any] = {"type": _or_none(kind) if f.name in _MAY_BE_NONE else kind}
+            if kind is tuple:
+                many = {"nargs": "+", "type": str, "action": partial(_Words, none=f.default)}
             groups[name].add_argument(flag(f.name), metavar=_metavar(f, kind), help=text, **many)
     # Launchers hand this to every process they start; ranks are read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add_to(parser)
     return parser
+
+
+def _or_none(kind: type) -> Callable[[str], Any]:
+    """Reads a value of a setting that may be left out: `none` leaves it out, whatever a file says."""
+
+    def read(word: str) -> Any:
+        return None if word == "none" else kind(word)
+
+    read.__name__ = kind.__name__  # for argparse's own sentences
+    return read
+
+
+class _Words(argparse.Action):
+    """Several words, or `none` for what there is without them."""
+
+    def __init__(self, *args: Any, none: tuple[str, ...] | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.none = none
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, self.none if values == ["none"] else values)
 
 
 def _metavar(setting: "Field[Any]", kind: type) -> str:
@@ -126,7 +153,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
         names = [f.name for f in fields(SECTIONS[key])] if here is value else list(HOME)
         for name, each in here.items():
             if name in names:
-                values[name] = each
+                values[name] = None if each == "none" and name in _MAY_BE_NONE else each
             elif other := flag_of(name):
                 foreign[other] = each
             elif here is value:
@@ -157,20 +184,20 @@ def parse(
     flags_given = vars(found)
     flags_given.pop("local_rank", None)
     problems, notes = _unknown(unknown), []
-    values: dict[str, Any] = {}
     foreign = flags_given.pop("foreign", {})
     files = [str(presets.find(name, "models")) for name in flags_given.pop("config", [])]
-    sources = [(path, read_json(path)) for path in files]
-    for where, content in [("args_defaults", defaults or {}), *sources]:
-        source = _named(content, where)
-        values |= without_t5s_objective(source.values)
-        notes += [f"{where}: {note}" for note in source.notes]
-        problems += [f"{where}: {problem}" for problem in source.problems]
+    contents = [("args_defaults", defaults or {}), *((path, read_json(path)) for path in files)]
+    sources = [(where, _named(content, where)) for where, content in contents]
     line = Translation(flags_given)
     for name, value in foreign.items():
         line.add(name, value)
+    values, dropped = _laid_over(sources, line)
+    for where, source in sources:
+        notes += [f"{where}: {note}" for note in source.notes]
+        problems += [f"{where}: {problem}" for problem in source.problems]
+    notes += dropped
     try:
-        config = line.settle(with_values(Config(), {**values, **line.values}), ranks, with_values)
+        config = line.settle(with_values(Config(), values), ranks, with_values)
         said, trained = config.model.family, (defaults or {}).get("family")
         if trained and said != trained:
             line.problems.append(f"this script trains a {trained}: it cannot take --family {said}")
@@ -183,6 +210,31 @@ def parse(
     for note in notes + line.notes:
         tell(note)
     return config
+
+
+def _laid_over(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:
+    """Settings of files, and of the command line, which wins, with what follows from them; and a note on each of a file that is dropped.
+
+    That is a number of the file's --rope-scaling which the one that takes its place does not read: nobody asked for it.
+    """
+    values: dict[str, Any] = {}
+    said_in: dict[str, str] = {}
+    notes: list[str] = []
+    for where, new in [
+        *((where, without_t5s_objective(source.values)) for where, source in sources),
+        ("", line.values),
+    ]:
+        scaling = new.get("rope_scaling", values.get("rope_scaling"))
+        if scaling != values.get("rope_scaling"):
+            for name in [each for each in unread(values, scaling) if each not in new]:
+                said = written(flag(name), values.pop(name))
+                why = f"{written('--rope-scaling', scaling)} does not read it"
+                notes.append(f"{said_in[name]}: {said} has no effect: {why}")
+        values |= new
+        said_in |= dict.fromkeys(new, where)
+    for _, source in sources:
+        values |= source.follow(values, line.values)
+    return values | line.follow(values), notes
 
 
 def _unknown(words: Sequence[str]) -> list[str]:
@@ -203,7 +255,8 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def from_file(path: str) -> Config:
     """The configuration that a run wrote to its folder. Raises ConfigError."""
-    return with_values(Config(), with_family(_named(read_json(path), path).values))
+    found = _named(read_json(path), path)
+    return with_values(Config(), with_family({**found.values, **found.follow(found.values)}))
 
 
 class Args:

@@ -3,9 +3,11 @@
 Llama, Qwen and Mistral are settings of these, next to the ones that all models share.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from .fields import ConfigError, Section, at_least, between, one_of, opt
+from .fields import ConfigError, Section, at_least, between, more_than, one_of, opt
 
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
@@ -34,21 +36,21 @@ class DecoderConfig(Section):
     )
     qk_norm: bool = opt(False, "an RMS norm over each head of queries and keys, before they are rotated", family=LLAMA)
     sliding_window: int | None = opt(
-        None, "latest tokens that a token sees, itself included; all if not given", at_least(1), family=LLAMA
+        None, "latest tokens that a token sees, itself included; all if not given, or none", at_least(1), family=LLAMA
     )
     rope_theta: float = opt(10000.0, "rotary positions: base of the wavelengths", at_least(1), family=LLAMA)
     rotary_percent: float = opt(
         1.0, "rotary positions: share of each head that is rotated", between(0, 1), family=LLAMA
     )
     rope_scaling: str | None = opt(
-        None, f"rotary positions for longer texts: {', '.join(SCALINGS)}", one_of(*SCALINGS), family=LLAMA
+        None, f"rotary positions for longer texts: {', '.join(SCALINGS)}, or none", one_of(*SCALINGS), family=LLAMA
     )
     rope_scaling_factor: float = opt(1.0, "how much longer", at_least(1), family=LLAMA)
     rope_original_length: int | None = opt(
         None, "llama3, yarn: tokens that were read before that", at_least(1), family=LLAMA
     )
     rope_low_freq_factor: float = opt(
-        1.0, "llama3: waves that fit fewer times into the original length are scaled", at_least(0), family=LLAMA
+        1.0, "llama3: waves that fit fewer times into the original length are scaled", more_than(0), family=LLAMA
     )
     rope_high_freq_factor: float = opt(
         4.0, "llama3: waves that fit more often into it are not", at_least(0), family=LLAMA
@@ -62,12 +64,7 @@ class DecoderConfig(Section):
     def refuse_scaling(self) -> None:
         """Raise ConfigError for numbers of --rope-scaling that cannot be, or that this way of scaling does not read."""
         read = _READ_BY.get(self.rope_scaling or "", ())
-        strange = [
-            name
-            for name, f in type(self).__dataclass_fields__.items()
-            if any(name in each for each in _READ_BY.values()) and name not in read and getattr(self, name) != f.default
-        ]
-        if strange:
+        if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)
             raise ConfigError(f"{names}: not read by --rope-scaling {self.rope_scaling or '(none)'}; leave it out")
         if "rope_original_length" in read and self.rope_original_length is None:
@@ -77,8 +74,22 @@ class DecoderConfig(Section):
                 f"--rope-high-freq-factor {self.rope_high_freq_factor:g} must be more than --rope-low-freq-factor "
                 f"{self.rope_low_freq_factor:g}"
             )
+        if self.rope_scaling == "yarn" and self.rope_theta <= 1:
+            raise ConfigError(f"--rope-theta {self.rope_theta:g} must be more than 1 with --rope-scaling yarn")
         if self.rope_scaling == "yarn" and not self.rope_beta_fast > self.rope_beta_slow > 0:
             raise ConfigError(
                 f"--rope-beta-fast {self.rope_beta_fast:g} must be more than --rope-beta-slow {self.rope_beta_slow:g}, "
                 f"and this more than 0"
             )
+
+
+# What the angles of rotary positions depend on, besides how many numbers of a head are turned.
+OF_ANGLES = tuple(name for name in DecoderConfig.__dataclass_fields__ if name.startswith("rope_"))
+
+
+def unread(values: Mapping[str, Any], scaling: object) -> list[str]:
+    """Of settings by their flat names, those numbers of --rope-scaling that are given and that `scaling` does not read."""
+    known = DecoderConfig.__dataclass_fields__
+    numbers = {name for kind, each in _READ_BY.items() if kind != scaling for name in each}
+    numbers -= {name for kind, each in _READ_BY.items() if kind == scaling for name in each}
+    return [name for name, f in known.items() if name in numbers and values.get(name, f.default) != f.default]

@@ -4,7 +4,7 @@ Each function takes the settings so far, the value that is given and the number 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,12 @@ def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
 def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
     """That of SGD, which is fixed."""
     return NoEffect("it is 0.9 here") if value == 0.9 else Refused("the momentum of --optimizer sgd is 0.9")
+
+
+def gated_width(values: Mapping[str, Any]) -> int | None:
+    """Inside a gated MLP, as Megatron-LM has it where nothing says it: int(8/3 h / 64) 64. None for a hidden size that is refused anyway."""
+    h = values["hidden_size"]
+    return h // 24 * 64 if type(h) is int else None
 
 
 def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:

@@ -27,6 +27,11 @@ def at_least(low: float) -> Callable[[Any], str | None]:
     return lambda value: None if value >= low else f"must be at least {low:g}"
 
 
+def more_than(low: float) -> Callable[[Any], str | None]:
+    """A check of a setting: what is wrong with a value, or None."""
+    return lambda value: None if value > low else f"must be more than {low:g}"
+
+
 def between(low: float, high: float) -> Callable[[Any], str | None]:
     """A check of a setting: what is wrong with a value, or None."""
     return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
@@ -91,7 +96,8 @@ class Section:
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:
-                raise ConfigError(f"{flag(f.name)} {value} {problem}")
+                off = ", or none" if type(None) in kinds else ""
+                raise ConfigError(f"{flag(f.name)} {value} {problem}{off}")
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from . import foreign_core, foreign_trainer
 from .dependent import (
     accumulation,
     fp32_sums,
+    gated_width,
     groups,
     iterations,
     merges,
@@ -94,7 +95,14 @@ MEGATRON = (
     # Llama's
     Row("--num-query-groups", same("num_key_value_heads"), int),
     Row("--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else one of them")),
-    Row("--swiglu", Means({"activation": "swiglu"})),
+    Row(
+        "--swiglu",
+        Means(
+            {"activation": "swiglu"},
+            "8/3 of --hidden-size, down to a multiple of 64, as there",
+            {"ff_hidden_size": gated_width},
+        ),
+    ),
     Row("--squared-relu --quick-geglu", Refused("--activation says which there are")),
     Row("--apply-layernorm-1p", Refused("norms multiply by their weight itself")),
     Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
@@ -125,7 +133,7 @@ MEGATRON = (
     Row("--rotary-seq-len-interpolation-factor", Means({"rope_scaling": "linear", "rope_scaling_factor": given}), int),
     Row(
         "--use-rope-scaling",
-        Means({"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_length": 8192}),
+        Means({"rope_scaling": "llama3"}, unless={"rope_scaling_factor": 8.0, "rope_original_length": 8192}),
     ),
     Row("--window-size", Depends(window, "--sliding-window N + 1, for N,0"), str),
     Row("--window-attn-skip-freq", Refused("all layers have one --sliding-window"), str),

@@ -27,7 +27,7 @@ def refuse_other_objectives(config: "Config") -> None:
         )
     if family != "t5" and config.objective == "prefix-lm" and config.model.sliding_window is not None:
         raise ConfigError(
-            "--objective prefix-lm lets a prefix look ahead, which --sliding-window forbids: leave one of them out"
+            "--objective prefix-lm lets a prefix look ahead, which --sliding-window forbids: leave one of them out, or turn off a file's with --sliding-window none"
         )
     if config.objective == "prefix-lm" and config.parallel.context_parallel_size > 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """What a flag of another project comes to here: settings of ours, nothing, or a refusal with advice."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .sections import Config
@@ -14,10 +14,15 @@ def given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Means:
-    """Settings of ours, a value each or a function of what is given. but: what a user has to know of the difference."""
+    """Settings of ours, a value each or a function of what is given. but: what a user has to know of the difference.
+
+    unless: settings that follow from it where nobody says them, a value each or a function of all settings by their flat names; `but`
+    is of these then.
+    """
 
     settings: Mapping[str, Any]
     but: str = ""
+    unless: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

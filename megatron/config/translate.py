@@ -2,17 +2,17 @@
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from .fields import flag
 from .foreign_flags import FLAGS, VALUES
 from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
-from .sections import Config
+from .sections import Config, settings
 
 Change = Callable[[Config, Mapping[str, Any]], Config]
-
+_USUAL = {f.name: f.default for _, _, f in settings()}
 
 SAID = {"true": True, "false": False}  # as Hugging Face's scripts take them after a flag
 
@@ -111,6 +111,8 @@ def written(name: str, value: Any) -> str:
     """As it stands on a command line."""
     if isinstance(value, bool):
         return name if value else f"--no-{name[2:]}"
+    if value is None:
+        return f"{name} none"
     return " ".join([name, *map(str, value if isinstance(value, (list, tuple)) else [value])])
 
 
@@ -126,6 +128,7 @@ class Translation:
         self.problems: list[str] = []
         self._said_by: dict[str, str] = {}
         self._waiting: dict[str, Any] = {}
+        self._open: list[tuple[str, dict[str, Any], Means]] = []
         for setting, values in VALUES.items():
             if own.get(setting) in values:
                 there, ours = own[setting], values[own[setting]]
@@ -143,6 +146,24 @@ class Translation:
     def waiting(self) -> list[str]:
         """Foreign settings that nothing has taken yet."""
         return list(self._waiting)
+
+    def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
+        """What follows from its settings and is in none of `values`, all settings there are. said: what is not to be touched at all.
+
+        What was taken for what is told here where something may follow.
+        """
+        found: dict[str, Any] = {}
+        for given, new, outcome in self._open:
+            stands = all(values.get(setting) == v for setting, v in new.items())
+            more = {
+                setting: v({**_USUAL, **values}) if callable(v) else v
+                for setting, v in outcome.unless.items()
+                if stands and setting not in said and setting not in self.values
+                if values.get(setting, _USUAL[setting]) == _USUAL[setting]
+            }
+            self.notes.append(_taken(given, {**new, **more}, outcome.but if more else ""))
+            found |= more
+        return found
 
     def settle(self, config: Config, ranks: int, change: Change) -> Config:
         """`config` with what depends on it, in the order of the table. change: gives a Config with some settings changed."""
@@ -164,14 +185,24 @@ class Translation:
             self.notes.append(f"{said} has no effect: {outcome.why}")
         elif isinstance(outcome, Means):
             new = {setting: v(value) if callable(v) else v for setting, v in outcome.settings.items()}
-            ours = " ".join(written(flag(setting), v) for setting, v in new.items())
             for setting, v in new.items():
                 if self.values.get(setting, v) != v:
                     other = self._said_by.get(setting) or written(flag(setting), self.values[setting])
-                    self.problems.append(f"{said} means {ours}, against {other}; leave one of them out")
+                    self.problems.append(f"{said} means {_ours(new)}, against {other}; leave one of them out")
                     return {}
             self.values |= new
             self._said_by |= dict.fromkeys(new, said)
-            self.notes.append(f"{said} taken for {ours}" + (f" ({outcome.but})" if outcome.but else ""))
+            if outcome.unless:
+                self._open.append((said, new, outcome))
+            else:
+                self.notes.append(_taken(said, new, outcome.but))
             return new
         return {}
+
+
+def _ours(new: Mapping[str, Any]) -> str:
+    return " ".join(written(flag(setting), v) for setting, v in new.items())
+
+
+def _taken(said: str, new: Mapping[str, Any], but: str) -> str:
+    return f"{said} taken for {_ours(new)}" + (f" ({but})" if but else "")

@@ -95,7 +95,12 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
         window = None
     types = values["layer_types"]
     if types is None:
-        full = min(values["max_window_layers"], layers) if "max_window_layers" in values else 0
+        full = values.get("max_window_layers", 0)
+        if full is None and window is not None:
+            raise ValueError(
+                f"{where}: max_window_layers is null; with use_sliding_window and without layer_types it must say how many "
+                f"layers have no window"
+            )
         types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
     if len(types) != layers or len(set(types)) != 1 or types[0] not in ("full_attention", "sliding_attention"):
         raise ValueError(

@@ -57,13 +57,25 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _one_of_both(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
-    """What is said of them, and under which key."""
+    """What is said of them, and under which key. Raises ValueError where both say something and not the same, all of it."""
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
-    if old and new and any(new.get(key, value) != value for key, value in old.items()):
-        raise ValueError(f"{where}: rope_scaling and rope_parameters, which are one thing, differ")
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ from layer to layer; models with one kind can be converted")
-    return {**new, **old}, "rope_scaling" if old else "rope_parameters"
+    # transformers 5 forgets rope_parameters then, others forget rope_scaling: what one leaves out the other cannot add.
+    if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
+        key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
+        raise ValueError(
+            f"{where}: rope_scaling and rope_parameters, which are one thing, differ: {key} is {here.get(key)!r} and "
+            f"{there.get(key)!r}; take one of them out of the file"
+        )
+    return (old, "rope_scaling") if old else (new, "rope_parameters")
+
+
+def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """With the type under one name and the theta that transformers takes where it is left out."""
+    outside = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
+    rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
+    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
 
 
 def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: Path) -> float:

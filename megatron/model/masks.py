@@ -135,7 +135,8 @@ def window_mask(
     near = _window(queries, keys, window, document_ids.device)
     if mask is None:
         return near
-    return follows(document_ids, ("window", queries, seen, window), None, lambda: near & mask.mask())
+    key = "window", queries, seen, window, mask.causal
+    return follows(mask.queries, key, mask.keys, lambda: near & mask.mask())
 
 
 @lru_cache(maxsize=2)

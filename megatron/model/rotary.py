@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.config import ModelConfig
+from megatron.config.decoder import OF_ANGLES
 
 from .masks import follows, positions_in_documents
 
@@ -41,7 +42,7 @@ def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
     wave = 2 * math.pi / turns
     kept = ((length / wave - low) / (high - low)).clamp(0, 1)
     between = (1 - kept) * turns / m.rope_scaling_factor + kept * turns
-    stretched = torch.where(wave > length / low, turns / m.rope_scaling_factor, turns) if low else turns
+    stretched = torch.where(wave > length / low, turns / m.rope_scaling_factor, turns)
     return torch.where((kept > 0) & (kept < 1), between, stretched)
 
 
@@ -76,7 +77,7 @@ def rotation(
     restart: bool = False,
     context: mpu.Axis | None = None,
 ) -> Rotation:
-    """Of `length` tokens after `seen` others, made once for all layers that are given the same `document_ids`.
+    """Of `length` tokens after `seen` others, made once for all layers of such positions that are given the same `document_ids`.
 
     restart: count positions again in each document, of document ids [b, s]; else, or where these are empty, from 0. context: of
     these tokens only those that this rank of it has.
@@ -93,7 +94,10 @@ def rotation(
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor
 
-    return Rotation(*follows(document_ids, ("rotation", length, seen, restart), None, make))
+    # Two models may be given the same ids: a teacher and its student, or a draft of speculative decoding.
+    angles = m.rotary_size, *[getattr(m, name) for name in OF_ANGLES]
+    share = None if context is None else (context.rank, context.size)
+    return Rotation(*follows(document_ids, ("rotation", length, seen, restart, share, angles), None, make))
 
 
 def rotate(x: Tensor, turn: Rotation | None) -> Tensor:

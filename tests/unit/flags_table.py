@@ -18,6 +18,9 @@ def _ours(settings: Mapping[str, object]) -> str:
 
 
 def _outcome(outcome: Outcome) -> str:
+    if isinstance(outcome, Means) and outcome.unless:
+        why = f" ({outcome.but})" if outcome.but else ""
+        return f"`{_ours(outcome.settings)}`, and unless said otherwise `{_ours(outcome.unless)}`{why}"
     if isinstance(outcome, Means):
         return f"`{_ours(outcome.settings)}`" + (f"; {outcome.but}" if outcome.but else "")
     if isinstance(outcome, ByValue):
@@ -69,7 +72,8 @@ def _taken(rows: Sequence[Row]) -> dict[str, list[str]]:
     taken: dict[str, list[str]] = {}
     for row in rows:
         if isinstance(row.outcome, Means):
-            taken.setdefault(f"`{_ours(row.outcome.settings)}`", []).extend(row.names.split())
+            more = f"，没有另外给出时还有 `{_ours(row.outcome.unless)}`" if row.outcome.unless else ""
+            taken.setdefault(f"`{_ours(row.outcome.settings)}`{more}", []).extend(row.names.split())
         elif isinstance(row.outcome, (ByValue, Depends)):
             ours = dict.fromkeys(re.findall(r"--[a-z0-9-]+", _outcome(row.outcome)))
             text = "视取值而定" if isinstance(row.outcome, ByValue) else "视其他参数而定"

@@ -78,6 +78,72 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: Any, message: str
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "flags", "found"),
+    [
+        ({"sliding_window": 8}, "--sliding-window none", {"sliding_window": None}),
+        ({"num_key_value_heads": 4, "kv_hidden_size": 8}, "--num-key-value-heads none", {"key_value_heads": 12, "head_size": 8}),
+        ({"max_position_embeddings": 4096}, "--max-position-embeddings=none", {"max_position_embeddings": None}),
+        ({"unfused": ["rope", "swiglu"]}, "--unfused none", {"unfused": ()}),
+        ({"sliding_window": 8}, "--sliding-window none --sliding-window 3", {"sliding_window": 3}),
+        ({"sliding_window": "none", "rope_scaling": "none"}, "", {"sliding_window": None, "rope_scaling": None}),
+    ],
+)  # fmt: skip
+def test_none_turns_off_what_a_file_sets(tmp_path: Path, content: Any, flags: str, found: dict[str, Any]) -> None:
+    model = parse(["--config", write(tmp_path / "a.json", content), *flags.split()]).model
+    assert {name: getattr(model, name) for name in found} == found
+
+
+def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", {"data_path": ["a", "b"], "load": "runs/a", "keep_last": 2, "zero_stage": 1})
+    flags = "--data-path none --load none --keep-last none --zero-stage none"
+    config = parse(["--config", path, *flags.split()])
+    assert (config.data.data_path, config.checkpoint.load, config.checkpoint.keep_last) == (None, None, None)
+    assert config.parallel.zero_stage is None
+    for argv, message in (
+        ("--hidden-size none", "argument --hidden-size: invalid int value: 'none'"),
+        ("--sliding-window off", "argument --sliding-window: invalid int value: 'off'"),
+        ("--sliding-window 0", "--sliding-window 0 must be at least 1, or none"),
+        ("--gas 0", "--gas 0 must be at least 1"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            parse(argv.split())
+        assert str(refused.value) == message
+
+
+def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: Path) -> None:
+    """But for what the new one reads, and what the command line says itself: that is refused where it is not read."""
+    llama3 = {
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 8.0,
+        "rope_original_length": 8192,
+        "rope_low_freq_factor": 2.0,
+    }
+    path = write(tmp_path / "a.json", {"model": {**llama3, "rope_high_freq_factor": 4.0}})
+    dropped = {
+        "linear": ["--rope-original-length 8192", "--rope-low-freq-factor 2.0"],
+        "yarn": ["--rope-low-freq-factor 2.0"],
+        "none": ["--rope-scaling-factor 8.0", "--rope-original-length 8192", "--rope-low-freq-factor 2.0"],
+        "llama3": [],
+    }
+    for kind, numbers in dropped.items():
+        notes: list[str] = []
+        model = parse(["--config", path, "--rope-scaling", kind], tell=notes.append).model
+        assert notes == [f"{path}: {each} has no effect: --rope-scaling {kind} does not read it" for each in numbers]
+        assert model.rope_scaling_factor == (1.0 if kind == "none" else 8.0)
+        assert model.rope_original_length == (8192 if kind in ("yarn", "llama3") else None)
+    later = write(tmp_path / "b.json", {"rope_scaling": "linear", "rope_scaling_factor": 2})
+    found = parse(["--config", path, "--config", later], tell=notes.append).model
+    assert (found.rope_scaling, found.rope_scaling_factor, found.rope_original_length) == ("linear", 2.0, None)
+    back = parse(["--config", path, "--config", later, "--rope-scaling", "none"], tell=notes.append).model
+    assert back.rope_scaling is None and notes[-1].startswith(f"{later}: --rope-scaling-factor 2 has no effect")
+    with pytest.raises(ConfigError, match="^--rope-original-length: not read by --rope-scaling linear; leave it out$"):
+        parse(["--config", path, "--rope-scaling", "linear", "--rope-original-length", "4096"])
+    for wrong in (["yarn"], {"type": "yarn"}):
+        with pytest.raises(ConfigError, match="--rope-scaling must be str"):
+            parse(["--config", path, "--config", write(tmp_path / "c.json", {"rope_scaling": wrong})])
+
+
 def test_bad_json_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{\n "lr": \n}')

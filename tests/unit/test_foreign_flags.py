@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config
-from megatron.config.command_line import HOME, Args, parse
+from megatron.config.command_line import HOME, Args, from_file, parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
 from megatron.config.foreign_flags import FLAGS, ROWS
@@ -149,8 +149,53 @@ def test_megatrons_llama_is_ours() -> None:
     assert "--window-size 4095,0 taken for --sliding-window 4096 (the token itself is counted here)" in notes
     assert "--group-query-attention has no effect: --num-key-value-heads says how many there are" in notes
     assert taken("--group-query-attention")[0].model.key_value_heads == 1
-    with pytest.raises(ConfigError, match="--use-rope-scaling means --rope-scaling llama3 --rope-scaling-factor 8.0"):
-        taken(LLAMA + "--rope-scaling-factor 32", 2)  # all of it has to be written out then
+
+
+@pytest.mark.parametrize("hidden", [64, 768, 2048, 2560, 4096, 5120, 8192])
+def test_a_gated_mlp_is_as_wide_as_megatrons(hidden: int) -> None:
+    """By the formula of its arguments.py, unless a width is given."""
+    width = int((4 * hidden * 2 / 3) / 64) * 64
+    sizes = f"--hidden-size {hidden} --num-attention-heads 4"
+    config, notes = taken(f"--swiglu {sizes}")
+    assert (config.model.activation, config.model.ff_size) == ("swiglu", width)
+    why = "8/3 of --hidden-size, down to a multiple of 64, as there"
+    assert notes == [f"--swiglu taken for --activation swiglu --ff-hidden-size {width} ({why})"]
+    for given in ("--ffn-hidden-size 640", "--ff-hidden-size 640"):
+        config, notes = taken(f"--swiglu {given} {sizes}")
+        assert config.model.ff_size == 640 and notes[-1] == "--swiglu taken for --activation swiglu"
+    assert taken(f"--swiglu --ff-hidden-size none {sizes}")[0].model.ff_size == 4 * hidden
+    assert taken(f"--activation swiglu {sizes}")[0].model.ff_size == 4 * hidden, "our own flag says nothing of widths"
+
+
+def test_a_width_in_a_file_wins_over_one_that_follows(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"swiglu": True, "hidden_size": 96}))
+    config, notes = taken(f"--config {path}")
+    assert config.model.ff_size == 256 and notes[0].startswith(f"{path}: --swiglu taken for --activation swiglu --ff-")
+    assert from_file(str(path)).model.ff_size == 256
+    assert taken(f"--config {path} --hidden-size 192")[0].model.ff_size == 512, "of the width that the run has"
+    assert taken(f"--config {path} --ff-hidden-size none")[0].model.ff_size == 384
+    config, notes = taken(f"--config {path} --activation gelu")
+    assert config.model.ff_size == 384 and notes == [f"{path}: --swiglu taken for --activation swiglu"]
+    path.write_text(json.dumps({"ff_hidden_size": 640, "swiglu": True, "hidden_size": "96"}))
+    with pytest.raises(ConfigError, match="--hidden-size must be int, got '96'"):
+        taken(f"--config {path}")
+    assert taken("--config llama_8b --swiglu")[0].model.ff_size == 14336
+
+
+def test_megatrons_way_to_llama_3_2() -> None:
+    rope = "--position-embedding rope --rope-scaling llama3 --rope-original-length 8192"
+    for line, factor in (("", 8), ("--rope-scaling-factor 32", 32), ("--rope-scaling-factor=1", 1)):
+        config, _ = taken(f"--use-rotary-position-embeddings --use-rope-scaling {line}")
+        assert config == taken(f"{rope} --rope-scaling-factor {factor}")[0]
+    assert taken("--use-rope-scaling --rope-scaling-factor 32")[1] == [
+        "--use-rope-scaling taken for --rope-scaling llama3 --rope-original-length 8192"
+    ]
+    assert taken("--config llama_1b --use-rope-scaling")[0].model.rope_scaling_factor == 32
+    with pytest.raises(
+        ConfigError, match="--use-rope-scaling means --rope-scaling llama3, against --rope-scaling yarn"
+    ):
+        taken("--use-rope-scaling --rope-scaling yarn")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Llama, Qwen2, Qwen3 and Mistral of transformers, of as many configurations as people have: right to 1e-5, or refused by name."""
 
+import copy
 import itertools
 import json
 import random
@@ -65,6 +66,12 @@ def as_before(key: str) -> Edit:
     return edit
 
 
+def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Rotary positions of both versions, which say the same; the older form alone is what transformers reads then."""
+    theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
+
+
 def without_prefix(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """As LlamaModel is saved, with a constant that the first Llamas had among their tensors."""
     for key in list(tensors):
@@ -118,6 +125,8 @@ def right() -> Iterator[Case]:
     ):
         names = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
         yield kind, dict(zip(names, sizes, strict=True)), nothing, "float32"
+    for kind, theta in itertools.product(KINDS, (500.0, 10000.0)):
+        yield kind, rope("linear", rope_theta=theta), said_twice, "float32"
     for seed in range(40):
         yield by_chance(random.Random(seed))
 
@@ -210,8 +219,14 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", old(rope_parameters={"rope_type": "default", "rope_theta": "1"}), "rope_theta of rope_parameters is '1'"),
     ("llama", old(rope_theta=7.0), "rope_theta is 7.0, but in rope_parameters it is 10000.0"),
     ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 3.0}), "differ"),
+    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}), "differ: rope_theta is 10000.0 and 1000000.0; take one of them out of the file"),
+    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), "differ: rope_type is 'linear' and 'default'"),
+    ("llama", old(rope_scaling={"type": "yarn", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 9.0}), "differ: beta_fast is None and 9.0"),
     ("llama", old(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ from layer to layer"),
     ("llama", old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}), "--rope-high-freq-factor 1"),
+    ("llama", old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 0, "high_freq_factor": 1.0}), "--rope-low-freq-factor 0.0 must be more than 0"),
+    ("llama", old(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}), "--rope-theta 1 must be more than 1"),
+    ("qwen2", old(use_sliding_window=True, sliding_window=5, max_window_layers=None, layer_types=...), "max_window_layers is null; with use_sliding_window"),
     ("qwen2", old(attention_bias=True), "the key attention_bias (True) is not known here"),
     ("qwen2", old(use_mrope=True), "use_mrope is True; only models with False"),
     ("qwen2", old(use_sliding_window=True, sliding_window=5, max_window_layers=1, layer_types=...), "(or max_window_layers 1) must make all 2 layers"),
@@ -280,6 +295,31 @@ def test_the_class_follows_from_the_settings(flags: str, kind: str) -> None:
 def test_what_none_of_theirs_is(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}$"):
         llama_config(model(flags), 64, 0, 0, "fp32")
+
+
+def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() -> None:
+    """transformers 4 took null elsewhere; transformers 5 takes it nowhere."""
+    read = read_config({"model_type": "qwen2", "max_window_layers": None}, Path("config.json"))
+    assert settings_of(read, False, Path("config.json"))[0]["sliding_window"] is None
+
+
+def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
+    """Why the two are refused where they differ: a theta that only one of them has would be lost."""
+    import transformers
+
+    both = {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+    }
+    for given, theta in ((both, 10000.0), ({**both, "rope_theta": 1e6}, 1e6)):
+        theirs = transformers.LlamaConfig.from_dict(copy.deepcopy(given))
+        assert theirs.rope_parameters["rope_theta"] == theta
+        read = read_config({"model_type": "llama", **given}, Path("config.json"))
+        if theta != 1e6:
+            with pytest.raises(ValueError, match="rope_theta is 10000.0 and 1000000.0"):
+                settings_of(read, False, Path("config.json"))
+        else:
+            assert settings_of(read, False, Path("config.json"))[0]["rope_theta"] == theta
 
 
 def test_defaults_are_theirs() -> None:

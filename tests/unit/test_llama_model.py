@@ -1,14 +1,18 @@
 """Llama, Qwen and Mistral against Hugging Face's, with random weights: logits, losses and gradients."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron.inference.generation import GPT2Stepper
 from megatron.model import GPT2Model, global_parameters
+from megatron.model.rotary import rotation
 from tests.llama_twins import OF_KIND, VOCAB, Sizes, copy_weights, exact, flags_of, ours_of, theirs
 
 pytest.importorskip("transformers")
@@ -165,6 +169,39 @@ def test_document_ids_that_contradict_the_flags() -> None:
         ours(tokens, document_ids=tokens)
 
 
+def test_models_that_are_given_the_same_ids_have_their_own_angles() -> None:
+    """As a teacher and its student are; also ones of other widths, whose angles have another shape."""
+    tokens, ids = torch.randint(VOCAB, (2, 60)), torch.ones(2, 60, dtype=torch.int32)
+    kinds: list[tuple[dict[str, Any], str]] = [({}, ""), *SCALINGS.values()]
+    for sizes in (Sizes(head=16), Sizes(head=8)):
+        for rope, flags in kinds:
+            other, ours = pair("Llama", f"--reset-attention-mask {flags}", sizes=sizes, rope=rope)
+            torch.testing.assert_close(ours(tokens, None, ids), other(tokens).logits, rtol=1e-5, atol=1e-5, msg=flags)
+
+
+def test_a_rank_of_a_context_has_its_own_angles() -> None:
+    """Of ids that were given to a model with all tokens before: rank 1 of 2 has the middle two stretches of four."""
+    m, ids = parse(flags_of("Llama").split()).model, torch.ones(1, 8, dtype=torch.int32)
+    for axis, place in (
+        (None, range(8)),
+        (mpu.Axis(None, (0, 1), 1), range(2, 6)),
+        (mpu.Axis(None, (0, 1), 0), (0, 1, 6, 7)),
+    ):
+        turn = rotation(m, ids, 8, context=axis)
+        torch.testing.assert_close(turn.cos[:, 0, 0, 0], torch.tensor([math.cos(p) for p in place]))
+
+
+def test_a_text_may_grow_longer_than_the_samples_were() -> None:
+    """Up to --max-position-embeddings, as theirs does."""
+    other, ours = pair("Mistral", window=30)
+    config = parse(flags_of("Mistral", window=30).split())
+    assert (config.data.seq_length, config.positions) == (24, 64)
+    tokens = torch.randint(VOCAB, (1, 64), generator=torch.Generator().manual_seed(4))
+    stepper = GPT2Stepper(ours, tokens[0, :20].tolist(), config.positions)
+    found = [stepper.first(1), *(stepper.next(tokens[:, i]) for i in range(20, 64))]
+    torch.testing.assert_close(torch.cat(found), other(tokens).logits[0, 19:], rtol=1e-5, atol=1e-5)
+
+
 def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.model import rotary
 
@@ -194,6 +231,10 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
             "--rope-scaling yarn --rope-original-length 8 --rope-beta-slow 40",
             "--rope-beta-fast 32 must be more than --rope-beta-slow 40",
         ),
+        ("--rope-scaling llama3 --rope-original-length 8 --rope-low-freq-factor 0", "--rope-low-freq-factor 0.0 must be more than 0"),
+        ("--rope-scaling yarn --rope-original-length 8 --rope-theta 1", "--rope-theta 1 must be more than 1 with --rope-scaling yarn"),
+        ("--rope-scaling dynamic", "--rope-scaling dynamic must be one of linear, llama3, yarn, or none"),
+        ("--sliding-window 0", "--sliding-window 0 must be at least 1, or none"),
         ("--position-embedding learned", "--position-embedding learned: a llama has rope positions"),
         ("--model-parallel-size 4 --num-key-value-heads 8 --num-attention-heads 8 --kv-hidden-size 4", ""),
         ("--model-parallel-size 2 --num-attention-heads 6 --num-key-value-heads 3", "one must be a multiple of the other"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model
-from megatron.model.masks import added_mask, document_mask
+from megatron.model.masks import Documents, added_mask, document_mask, window_mask
 
 LAYERS, SEQ = 4, 32
 FLAGS = (
@@ -33,6 +33,23 @@ def test_it_is_made_once_for_the_same_ids() -> None:
     assert added_mask(first, torch.bfloat16).dtype == torch.bfloat16
     added = added_mask(cross, torch.float64)
     assert torch.equal(added == 0, cross) and (added[~cross] == -torch.inf).all()
+
+
+def test_windows_of_the_same_ids_are_as_wide_and_as_causal_as_is_asked() -> None:
+    ids, place = _ids(), torch.arange(6)
+    same, distance = ids[:, :, None] == ids[:, None, :], place[:, None] - place
+    for window, causal in ((2, True), (3, True), (3, False), (2, False)):
+        found = window_mask(ids, 6, 0, window, Documents(ids, causal=causal))
+        assert isinstance(found, Tensor)
+        assert torch.equal(found[:, 0], same & (distance >= 0) & (distance < window))
+    begun = torch.tensor(
+        [[-1, -1, 1, 1, 2, 2]]
+    )  # one document with its prefix, or two where ids are compared as they are
+    for causal, documents in ((True, begun.abs()), (False, begun)):
+        found = window_mask(begun, 6, 0, 2, Documents(begun, causal=causal))
+        assert isinstance(found, Tensor)
+        seen = documents[:, :, None] == documents[:, None, :]
+        assert torch.equal(found[:, 0], seen & (distance >= 0) & (distance < 2))
 
 
 @pytest.mark.parametrize("which", ["queries", "keys"])

@@ -8,8 +8,20 @@ import pytest
 
 from megatron import presets
 from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
+from megatron.config.fields import ConfigError
+from megatron.convert.hf_llama import llama_config
 from megatron.planning.cluster import load_cluster
+from megatron.planning.memory import rank_memory
+from megatron.planning.sizes import parameters, stages_of
 from tests.support import ROOT
+
+# max_position_embeddings of the config.json of their makers.
+READ = {
+    **dict.fromkeys(("llama_1b", "llama_3b", "llama_8b", "llama_70b"), 131072),
+    **dict.fromkeys(("qwen3_0.6b", "qwen3_1.7b", "qwen3_8b"), 40960),
+    "mistral_7b": 32768,
+}
 
 
 @pytest.mark.parametrize("name", ["gpt2_345M", "gpt2_345M.json", "configs/models/gpt2_345M.json"])
@@ -42,3 +54,43 @@ def test_where_pip_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert load_cluster("mine").devices_per_node == 8
     finally:
         presets.folder.cache_clear()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_models_read_as_far_as_published_at_no_cost(name: str) -> None:
+    flags = ["--config", name, "--vocab-size", "32000", "--seq-length", "512"]
+    config, short = parse(flags), parse([*flags, "--max-position-embeddings", "none"])
+    assert (config.positions, short.positions) == (READ[name], 512)
+    assert parse(["--config", name]).data.seq_length < READ[name]
+    assert parameters(config) == parameters(short)
+    memory = [rank_memory(c, resolve(c, 1, True), 1, True, stages_of(c)) for c in (config, short)]
+    assert memory[0] == memory[1]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_export_of_a_preset_says_how_far_it_reads(name: str) -> None:
+    """As transformers reads it; of llama3 with the length before scaling, which is not that one."""
+    transformers = pytest.importorskip("transformers")
+    config = parse(["--config", name, "--vocab-size", "32000"])
+    described = llama_config(config.model, config.positions, 1, 2, "fp32")
+    theirs = transformers.AutoConfig.for_model(**described)
+    assert theirs.max_position_embeddings == READ[name]
+    rope = theirs.rope_parameters
+    if name.startswith("llama"):
+        assert (rope["rope_type"], rope["original_max_position_embeddings"]) == ("llama3", 8192)
+    else:
+        assert rope["rope_type"] == "default" and "original_max_position_embeddings" not in rope
+
+
+def test_what_a_preset_sets_can_be_turned_off() -> None:
+    prefix = ["--config", "mistral_7b", "--objective", "prefix-lm"]
+    assert parse([*prefix, "--sliding-window", "none"]).model.sliding_window is None
+    with pytest.raises(ConfigError, match="forbids: leave one of them out, or turn off a file's with --sliding-window"):
+        parse(prefix)
+    notes: list[str] = []
+    assert parse(["--config", "llama_8b", "--rope-scaling", "none"], tell=notes.append).model.rope_scaling is None
+    file = ROOT / "configs/models/llama_8b.json"
+    assert notes == [
+        f"{file}: {number} has no effect: --rope-scaling none does not read it"
+        for number in ("--rope-scaling-factor 8.0", "--rope-original-length 8192")
+    ]
