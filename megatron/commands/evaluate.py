@@ -59,7 +59,18 @@ def ours(args: argparse.Namespace) -> Subject:
     else:
         load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     here = device.current()
-    return Subject(model.eval().to(here), tokenizer, config.positions, here)
+    # A model that may read on for long has still learned from samples of --seq-length.
+    usual = config.positions if theirs else min(config.positions, config.data.seq_length)
+    return Subject(model.eval().to(here), tokenizer, _window(args, usual, config.positions), here)
+
+
+def _window(args: argparse.Namespace, usual: int, most: int) -> int:
+    """How many tokens the model sees at once: --window, or what is usual."""
+    if args.window is not None and not 1 <= args.window <= most:
+        raise ValueError(
+            f"--window {args.window} must be from 1 to {most}, the tokens that this model can read at once"
+        )
+    return args.window or usual
 
 
 def hugging_face(args: argparse.Namespace) -> Subject:
@@ -76,7 +87,8 @@ def hugging_face(args: argparse.Namespace) -> Subject:
         refuse_other_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
-    return Subject(lambda tokens: model(tokens).logits, tokenizer, model.config.max_position_embeddings, here)
+    longest = model.config.max_position_embeddings
+    return Subject(lambda tokens: model(tokens).logits, tokenizer, _window(args, longest, longest), here)
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         "perplexity": math.exp(min(score.nats / score.tokens, 700)),
         "bits_per_byte": score.nats / math.log(2) / max(score.bytes, 1),
         "bits_per_character": score.nats / math.log(2) / max(score.characters, 1),
-        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "stride": stride,
+        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest, "stride": stride,
     }  # fmt: skip
 
 
@@ -157,9 +169,14 @@ def build_parser() -> Parser:
     add("--vocab-file", help="the tokenizer (default: the run's, or that of the folder)")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add(
+        "--window",
+        type=int,
+        help="tokens that the model sees at once (default: --seq-length of the run, or what config.json of a folder says)",
+    )
+    add(
         "--stride",
         type=int,
-        help="targets of a window; fewer give each more context (default: half of what the model sees)",
+        help="targets of a window; fewer give each more context (default: half of the window)",
     )
     add("--json", help="write the numbers to this file")
     add("--quiet", action="store_true", help="no progress bar")

@@ -70,16 +70,18 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
     """Perplexity with a stride of one token, against a loop that asks for each token by itself."""
     texts = ["春天来了，花开了。", "It was a dark night, and the rain fell in torrents over the town. " * 2]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    nats, count, eod = 0.0, 0, theirs.config.eos_token_id
+    count, eod = 0, theirs.config.eos_token_id
+    nats = dict.fromkeys((24, 5), 0.0)  # by how many tokens the model sees at once
     for text in texts:
         ids = [eod, *tokenizer(text)["input_ids"], eod]
         for at in range(1, len(ids)):
-            with torch.no_grad():
-                logits = theirs(torch.tensor([ids[max(at - 24, 0) : at]])).logits[0, -1]
-            nats -= float(logits.log_softmax(-1)[ids[at]])
+            for window in nats:
+                with torch.no_grad():
+                    logits = theirs(torch.tensor([ids[max(at - window, 0) : at]])).logits[0, -1]
+                nats[window] -= float(logits.log_softmax(-1)[ids[at]])
             count += 1
-    bits = nats / math.log(2) / sum(len(text.encode()) for text in texts)
-    for source in (["--load", str(tmp_path / "run")], ["--hf", str(tmp_path / "hf")]):
+    run, folder = ["--load", str(tmp_path / "run")], ["--hf", str(tmp_path / "hf")]
+    for window, source in ((24, run), (24, folder), (5, [*run, "--window", "5"])):
         argv = [
             "--input",
             str(tmp_path / "x.jsonl"),
@@ -93,8 +95,11 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
         assert done.returncode == 0, done.stderr
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["tokens"] == count
-        assert found["loss"] == pytest.approx(nats / count, rel=1e-5)
+        assert found["loss"] == pytest.approx(nats[window] / count, rel=1e-5)
+        bits = nats[window] / math.log(2) / sum(len(text.encode()) for text in texts)
         assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    done = command("python", "tools/evaluate.py", *run, "--input", str(tmp_path / "x.jsonl"), "--window", "25")
+    assert done.returncode and "--window 25 must be from 1 to 24" in done.stderr
 
 
 @pytest.mark.parametrize(
