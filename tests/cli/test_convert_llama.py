@@ -261,6 +261,20 @@ def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
     assert again.fingerprint == load_tokenizer(str(folder)).fingerprint
 
 
+def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path) -> None:
+    """A model without a space in front can be a tokenizer.json, which puts the token there by itself."""
+    pytest.importorskip("google.protobuf")
+    about = {**LLAMA, "add_bos_token": True, "add_prefix_space": False}
+    folder, config = llama_folder(tmp_path / "theirs", about, add_dummy_prefix=False), parse(["--family", "gpt2"])
+    ours, output = load_tokenizer(str(folder)), tmp_path / "out"
+    output.mkdir()
+    chat = export_tokenizer.chat_of(config, ours, str(folder))
+    assert export_tokenizer.write_tokenizer(output, config, ours, str(folder), chat) == []
+    before, after = (transformers.AutoTokenizer.from_pretrained(each) for each in (folder, output))
+    assert (output / "tokenizer.json").exists()
+    assert after(TEXT)["input_ids"] == before(TEXT)["input_ids"] == [1, *ours.encode(TEXT)]
+
+
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
 def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path) -> None:
     """Our chatml as a template of theirs, with the same ids; and the end of a turn among what ends an answer."""
