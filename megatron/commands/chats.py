@@ -1,7 +1,8 @@
 """What tools/preprocess_data.py does with conversations (--objective sft), besides what it does with any text."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,24 @@ from megatron.tokenizer.chat import ChatEncoder, Piece, Template, load_template,
 
 def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
     """The template that the flags name. Raises TokenizerError."""
-    return load_template(args.chat_template, tokenizer, args.vocab_file)
+    return load_template(args.chat_template, tokenizer, args.vocab_file, args.chat_date)
 
 
 def about(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """What there is to know of a corpus of conversations; {} of another."""
     if args.objective != "sft":
         return {}
-    return {"objective": "sft", "chat_template": template_of(args, tokenizer).source}
+    template = template_of(args, tokenizer)
+    dated = {"chat_date": template.date} if template.date else {}
+    return {"objective": "sft", "chat_template": template.source, **dated}
+
+
+def dated(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
+    """The flags with the time that the whole corpus takes for now: the one given, that of the run which goes on, or now."""
+    if args.objective != "sft":
+        return args
+    now = args.chat_date or state.get("chat_date") or datetime.now().isoformat(timespec="seconds")
+    return argparse.Namespace(**{**vars(args), "chat_date": now})
 
 
 def check(args: argparse.Namespace) -> None:
@@ -29,12 +40,30 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--objective sft reads whole conversations: leave --split-sentences and --keys out")
     if args.objective != "sft" and args.chat_template != "chatml":
         raise ValueError("--chat-template is for --objective sft")
+    if args.chat_date is None:
+        return
+    if args.objective != "sft":
+        raise ValueError("--chat-date is for --objective sft")
+    try:
+        datetime.fromisoformat(args.chat_date)
+    except ValueError:
+        raise ValueError(
+            f"--chat-date {args.chat_date} is no date: write 2024-07-26, or 2024-07-26T15:30:00 with the time"
+        ) from None
 
 
 def tell(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Say which marks of the template the tokenizer does not know."""
-    missing = missing_marks(template_of(args, tokenizer), tokenizer) if args.objective == "sft" else []
-    if missing:
+    """Say which marks of the template the tokenizer does not know, and what it takes for today. Raises ValueError for a date that it does not ask for."""
+    if args.objective != "sft":
+        return
+    template = template_of(args, tokenizer)
+    if args.chat_date and not template.date:
+        raise ValueError("--chat-date: the chat template does not call strftime_now, so leave it out")
+    if template.date and not args.chat_date:
+        print(
+            "note: the chat template writes today's date; it is kept with the corpus as chat_date, and --chat-date sets it"
+        )
+    if missing := missing_marks(template, tokenizer):
         print(
             f"note: the tokenizer has no special token {' or '.join(missing)}: each is written as text, of several tokens "
             f"(tools/train_tokenizer.py --special-tokens makes tokenizers that have them)"

@@ -21,7 +21,6 @@ from megatron.convert.hf_config import FAMILIES, check_tokenizer, gpt2_config, t
 from megatron.convert.hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
 from megatron.convert.hf_llama import llama_config
 from megatron.convert.hf_names import Match, matches_of
-from megatron.convert.hf_tokenizer import as_theirs
 from megatron.convert.megatron_lm import ORDERS, RankFiles
 from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.model import GPT2Model, T5Model, global_parameters
@@ -31,6 +30,7 @@ from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 
 from .cli import Parser, run, write_json
+from .export_tokenizer import chat_of, ends_of, write_tokenizer
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -40,6 +40,8 @@ EXAMPLES = """\
       then: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json --load runs/mine/checkpoints --data-path ...
       (a Llama, Qwen or Mistral with pretrain_llama.py; the command prints which)
   python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
+
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -51,6 +53,8 @@ def export(args: argparse.Namespace) -> None:
     tokenizer = _tokenizer(config, args.vocab_file)
     reader.check_tokenizer(tokenizer.fingerprint)
     described = _described(config, reader.positions, tokenizer, args.dtype)
+    vocab_file = str(args.vocab_file or config.data.vocab_file)
+    chat = chat_of(config, tokenizer, vocab_file)
     if config.model.family == "llama" and config.model.hidden_dropout:
         print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
 
@@ -68,13 +72,11 @@ def export(args: argparse.Namespace) -> None:
     with whole_folder(Path(args.output)) as folder:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-        ends = {
-            key: described[key]
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-            if key in described
-        }
+        ends = {key: described[key] for key in ENDS if key in described}
+        ends |= {"eos_token_id": ends_of(tokenizer, vocab_file, chat)}
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
-        _write_tokenizer(folder, config, tokenizer, args.vocab_file)
+        for note in write_tokenizer(folder, config, tokenizer, vocab_file, chat):
+            print(f"note: {note}")
         if args.verify:  # before the folder gets its name
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
     print(f"{len(entries)} tensors -> {args.output}")
@@ -103,43 +105,6 @@ def _tokenizer(config: Config, vocab_file: str | None) -> Tokenizer:
     if config.is_t5:
         return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     return tokenizer
-
-
-def _write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str | None) -> None:
-    """A tokenizer.json where ours is one of theirs; else our own file, as it is."""
-    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    theirs = as_theirs(base)
-    if theirs is None:
-        source = file_of(vocab_file or str(config.data.vocab_file))
-        (folder / source.name).write_bytes(source.read_bytes())
-        if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer):
-            about = {"tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
-            (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
-            return
-        print(
-            f"note: {source.name} is of the kind {base.name}, which transformers does not read; use it with this project's tokenizers"
-        )
-        return
-    from tokenizers import AddedToken
-
-    names = {i: name for name, i in tokenizer.specials.items()}
-    described: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "eos_token": names[tokenizer.eod],
-        "pad_token": names[tokenizer.eod],
-    }
-    if tokenizer.start:
-        described["bos_token"] = names[tokenizer.start[0]]
-    if config.model.position_embedding == "learned":
-        described["model_max_length"] = config.positions
-    if isinstance(tokenizer, SentinelTokenizer):
-        order = sorted((id_, f"<extra_id_{i}>") for i, id_ in enumerate(tokenizer.sentinels))
-        added = ["<pad>", *(name for _, name in order)]
-        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added])
-        described |= {"pad_token": "<pad>", "extra_special_tokens": added[1:]}
-    theirs.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
 
 
 def bring_in(args: argparse.Namespace) -> None:

@@ -30,7 +30,16 @@ EXAMPLES = """\
       what the run reads as its third sample: tokens, targets, documents, masks"""
 AT_ONCE = 1 << 22  # tokens looked at at once
 # Of a sidecar: true of every part of the corpus, whatever was joined or cut.
-ABOUT_TOKENS = ("tokenizer", "fingerprint", "vocab_size", "eod", "append_eod", "objective", "chat_template")
+ABOUT_TOKENS = (
+    "tokenizer",
+    "fingerprint",
+    "vocab_size",
+    "eod",
+    "append_eod",
+    "objective",
+    "chat_template",
+    "chat_date",
+)
 
 
 def sidecar(prefix: str) -> dict[str, Any]:
@@ -145,10 +154,14 @@ def merge_pairs(args: argparse.Namespace) -> None:
         raise ValueError(f"some of {', '.join(prefixes)} say which tokens count in the loss, and some do not")
     if len({about.get("chat_template") for about in abouts if about}) > 1:
         raise ValueError(f"{', '.join(prefixes)} were made with different chat templates")
+    dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
+    if len(dates) > 1:
+        print(f"note: the chat templates wrote {len(dates)} dates; the sidecar keeps the last, {dates[-1]}")
     builder, *others = (
         merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
     )
-    _write_sidecar([builder, *others], next((about for about in abouts if about), {}))
+    about = next((about for about in abouts if about), {})
+    _write_sidecar([builder, *others], {**about, **({"chat_date": dates[-1]} if dates else {})})
     print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {args.output}.bin")
 
 

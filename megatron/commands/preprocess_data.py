@@ -149,6 +149,7 @@ def main(args: argparse.Namespace) -> None:
     chats.tell(args, tokenizer)
     sources = find_files(args.input, args.encoding)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
+    args = chats.dated(args, journal.state or {})
     try:
         output = _Output(args, tokenizer, journal.state or {})
     except BaseException:
@@ -191,6 +192,8 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     settings |= chats.about(args, tokenizer)
+    settings.pop("chat_date")  # a run may go on another day
+    settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
 
 
@@ -265,7 +268,8 @@ class _Output:
         self._whole = True
 
     def save(self, journal: Journal) -> None:
-        journal.write({"builders": [builder.state() for builder in self.builders], "count": self.count})
+        state = {"builders": [builder.state() for builder in self.builders], "count": self.count}
+        journal.write({**state, "chat_date": self.args.chat_date})
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:
@@ -368,6 +372,11 @@ def build_parser() -> Parser:
         "--chat-template", default="chatml",
         help="sft: chatml, tokenizer (its own, in Jinja) or a Jinja file (default: chatml)",
     )  # fmt: skip
+    add(
+        "--chat-date",
+        help="sft: what a template that calls strftime_now takes for today, as 2024-07-26 or 2024-07-26T15:30:00 (default: when "
+        "the tool began); the sidecar keeps it",
+    )
     add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="cpm-t5: tokens of a span (default: 3)")
     add("--seed", type=int, default=1234, help="seed of masked spans and of broken weights (default: 1234)")

@@ -105,7 +105,9 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
     prefixes = prefixes_of(config.data.paths) if config.objective == "sft" and config.data.data_path else []
     for prefix in prefixes:
         if source := sidecar(prefix).get("chat_template"):
-            return template_from(str(source), tokenizer, vocab_file), f"the corpus {prefix}"
+            date = sidecar(prefix).get("chat_date")
+            whose = f"the corpus {prefix}" + (f", of {date}," if date else "")
+            return template_from(str(source), tokenizer, vocab_file, date), whose
     if source := own_template(vocab_file):
         return template_from(source, tokenizer, vocab_file), "the tokenizer"
     return load_template("chatml", tokenizer, vocab_file), "chatml"
@@ -116,12 +118,12 @@ def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Mar
     names = names or (list(config.data.fim_tokens) if config.data.fim_tokens else None)
     if names is None:
         return None
-    if missing := [name for name in names if name not in tokenizer.specials]:
-        known = ", ".join(tokenizer.specials)
+    if missing := [name for name in names if name not in tokenizer.marks]:
+        known = ", ".join(tokenizer.marks)
         raise ValueError(
             f"--fim-tokens: {' and '.join(missing)} is no special token of the tokenizer, which has {known}"
         )
-    prefix, middle, suffix = (tokenizer.specials[name] for name in names)
+    prefix, middle, suffix = (tokenizer.marks[name] for name in names)
     return Marks(prefix, middle, suffix, inside=trained, spm=trained and config.data.fim_spm_rate == 1)
 
 

@@ -23,7 +23,14 @@ def as_theirs(tokenizer: Tokenizer) -> Any | None:
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
     found = _of_sentencepiece(tokenizer._sp, tokenizer.specials)
-    return found if found is not None and _agree(tokenizer, found) else None
+    if found is None or not _agree(tokenizer, found):
+        return None
+    for first in tokenizer.start:
+        name = tokenizer._sp.id_to_piece(first)
+        found.post_processor = library().processors.TemplateProcessing(
+            single=f"{name} $A", special_tokens=[(name, first)]
+        )
+    return found
 
 
 def _of_sentencepiece(sp: Any, specials: dict[str, int]) -> Any | None:

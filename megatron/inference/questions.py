@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..tokenizer import SentinelTokenizer, Tokenizer
-from ..tokenizer.chat import ChatEncoder, Message, Template
+from ..tokenizer.chat import ChatEncoder, Message, Template, turn_end
 
 
 class Gap(NamedTuple):
@@ -82,16 +82,15 @@ class Reader:
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode_names(text) if self.names else self.tokenizer.encode(text)
+        return self.tokenizer.encode_names(text) if self.names else self.tokenizer.encode_content(text)
 
     def _of_conversation(self, asked: Conversation) -> Question:
         """Ended by the mark that ends a turn in this template, else by the end of a document; an answer shows no special tokens."""
         assert self.template is not None
-        encoder, specials = ChatEncoder(self.tokenizer, append_eod=False), frozenset(self.tokenizer.specials.values())
-        tokens, _ = encoder.encode(self.template.asking(asked.messages))
-        turn, counts = encoder.encode(self.template.pieces([Message("user", "a"), Message("assistant", "a")]))
-        last = [i for i, counted in zip(turn, counts, strict=True) if counted][-1]
-        return Question(asked, tokens, last if last in specials else self.tokenizer.eod, hidden=specials)
+        tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(self.template.asking(asked.messages))
+        end = turn_end(self.template, self.tokenizer)
+        hidden = frozenset(self.tokenizer.specials.values()) | ({end} if end is not None else set())
+        return Question(asked, tokens, self.tokenizer.eod if end is None else end, hidden=hidden)
 
     def _of_gap(self, asked: Gap) -> Question:
         assert self.marks is not None
@@ -99,7 +98,7 @@ class Reader:
         start, head, tail = (
             list(self.tokenizer.start),
             self._ids(asked.prefix),
-            self.tokenizer.encode_inside(asked.suffix),
+            self.tokenizer.encode_content(asked.suffix, inside=True),
         )
         first = [prefix, *start] if inside else [*start, prefix]
         tokens = [*first, *head, suffix, *tail, middle]

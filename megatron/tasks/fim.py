@@ -11,12 +11,12 @@ def gaps_of(config: Config, tokenizer: Tokenizer) -> Gaps | None:
     if not data.fim_rate:
         return None
     names = data.fim_tokens or ()
-    missing = [name for name in names if name not in tokenizer.specials]
+    missing = [name for name in names if name not in tokenizer.marks]
     if missing:
         raise ValueError(
             f"--fim-tokens: {' and '.join(missing)} is no special token of {data.vocab_file}, which has "
-            f"{', '.join(tokenizer.specials)}; tools/train_tokenizer.py --special-tokens makes tokenizers that have them, and "
+            f"{', '.join(tokenizer.marks)}; tools/train_tokenizer.py --special-tokens makes tokenizers that have them, and "
             f"transformers' tokenizer.add_special_tokens() with save_pretrained() adds them to one of Hugging Face"
         )
-    prefix, middle, suffix = (tokenizer.specials[name] for name in names)
+    prefix, middle, suffix = (tokenizer.marks[name] for name in names)
     return Gaps(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ class Tokenizer(ABC):
     """Text to ids and back.
 
     vocab_size: number of ids. eod: the id that ends a document. fingerprint: the same for
-    tokenizers that give the same ids, another for any other. specials: ids that no text gives, by name.
+    tokenizers that give the same ids, another for any other. specials: ids that no text gives, by name. marks: these
+    and all other ids that stand for a name as a whole, which a text may hold: what templates and gaps can be marked with.
     start: ids that its maker puts in front of every text (Llama's <|begin_of_text|>), none if empty.
     """
 
@@ -47,6 +48,11 @@ class Tokenizer(ABC):
         """What stands before the first token of a text that is scored: `start`, or the end of another text."""
         return self.start or (self.eod,)
 
+    @property
+    def marks(self) -> dict[str, int]:
+        """Ids by name; see the class."""
+        return self.specials
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end."""
@@ -56,13 +62,16 @@ class Tokenizer(ABC):
         """Ids of a text that goes on after a special token."""
         return self.encode(text)
 
+    def encode_content(self, text: str, inside: bool = False) -> list[int]:
+        """Ids of what somebody says, in which no name stands for a token of `marks`. inside: it goes on after a special token."""
+        return self.encode_inside(text) if inside else self.encode(text)
+
     def encode_names(self, text: str) -> list[int]:
         """Ids of a text in which names of special tokens stand for these tokens, as in transformers."""
-        names = "|".join(map(re.escape, sorted(self.specials, key=len, reverse=True)))
-        ids: list[int] = []
-        for part in filter(None, re.split(f"({names})", text) if names else [text]):
-            if part in self.specials:
-                ids.append(self.specials[part])
+        marks, ids = self.marks, list[int]()
+        for part in filter(None, any_of(marks).split(text)):
+            if part in marks:
+                ids.append(marks[part])
             else:
                 ids += self.encode_inside(part) if ids else self.encode(part)
         return ids
@@ -86,6 +95,16 @@ def fingerprint(kind: str, *contents: bytes) -> str:
     for content in contents:
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
+
+
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of the names, the longest first; in a group, so that splitting keeps them."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
+
+
+def past_first(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds where to cut names so that none is left whole: behind the first character of each."""
+    return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 
 
 def byte_piece(byte: int) -> str:

@@ -1,19 +1,26 @@
 """A conversation as tokens, and which of them a model learns to write: what the assistant says, and the mark that ends it.
 
-A template writes roles and marks around the contents. Names of special tokens stand for these tokens in what the template writes,
-and never in a content, so that no text can pretend to be a turn of its own.
+A template writes roles and marks around the contents. Names of tokens (`Tokenizer.marks`) stand for these tokens in what the template writes,
+and never in a content, so that no text can pretend to be a turn of its own. But the assistant may write tokens that are neither special
+nor part of the frame of a turn, such as <think>.
 """
 
-import re
+import functools
+import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from re import Pattern
 from typing import Any, NamedTuple, Protocol
 
-from .base import Tokenizer, TokenizerError, read_object
+from .base import Tokenizer, TokenizerError, any_of
+from .beside import settings_beside, token_beside
 from .load import file_of
 
 ROLES = ("system", "user", "assistant")
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # of ChatML
+# What templates know besides the messages, where tokenizer_config.json says it.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Message(NamedTuple):
@@ -24,7 +31,7 @@ class Message(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some text of a conversation. counts: whether it is learned. markup: whether names in it stand for special tokens."""
+    """Some text of a conversation. counts: whether it is learned. markup: whether names in it stand for tokens."""
 
     text: str
     counts: bool
@@ -32,9 +39,10 @@ class Piece(NamedTuple):
 
 
 class Template(Protocol):
-    """How a conversation is written. source: what tells this template from others."""
+    """How a conversation is written. source: what tells this template from others. date: the time, in ISO 8601, that it writes as now, if it asks."""
 
     source: str
+    date: str | None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
         """The text in pieces. Raises ValueError for a conversation that the template cannot write."""
@@ -94,6 +102,11 @@ class ChatML:
     """`<|im_start|>ROLE`, a line break, the content, `<|im_end|>`, a line break."""
 
     source = "chatml"
+    date: str | None = None
+    jinja = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )  # the same for transformers
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
         """See Template."""
@@ -113,11 +126,12 @@ class JinjaTemplate:
     """A template in Jinja, as Hugging Face's tokenizers have them.
 
     What the assistant says is found by writing the conversation up to each of its turns and once more with it. White space after the
-    mark that ends a turn does not count. names: special tokens, which no content may hold, as a template does not keep the two apart.
-    variables: what templates know besides the messages, such as eos_token. Raises TokenizerError without jinja2 or for a template with a mistake.
+    mark that ends a turn does not count. tokenizer: whose names no content may hold, as a template does not keep the two apart.
+    variables: what templates know besides the messages, such as eos_token. now: what strftime_now writes. Raises TokenizerError without
+    jinja2 or for a template with a mistake.
     """
 
-    def __init__(self, source: str, names: Sequence[str], variables: dict[str, Any]) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime) -> None:
         try:
             import jinja2
             import jinja2.ext
@@ -137,13 +151,23 @@ class JinjaTemplate:
         def refuse(message: str) -> None:
             raise ValueError(f"the chat template refuses it: {message}")
 
+        def tojson(
+            value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        ) -> str:  # Jinja's own writes < as \u003c
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+
         extensions = ["jinja2.ext.loopcontrols", Generation]
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=extensions
         )
-        environment.globals["raise_exception"] = refuse
-        self.source, self._variables, self._mistake = source, variables, jinja2.TemplateError
-        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        environment.filters["tojson"] = tojson
+        environment.globals |= {"raise_exception": refuse, "strftime_now": now.strftime}
+        self.source, self._mistake, self._tokenizer = source, jinja2.TemplateError, tokenizer
+        self.date = now.isoformat(timespec="seconds") if "strftime_now" in source else None
+        self._variables = {"tools": None, "documents": None, **variables}
+        self._marks = any_of(tokenizer.marks)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -175,8 +199,20 @@ class JinjaTemplate:
 
     def _refuse_names(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            if name := self._names.search(message.content):
-                raise ValueError(f"a content holds {name[0]}, which is a special token")
+            forged = self._frame if message.role == "assistant" else self._marks
+            if name := forged.search(message.content):
+                kind = "a special token" if name[0] in self._tokenizer.specials else "a token of its own"
+                raise ValueError(f"a content holds {name[0]}, which is {kind}")
+
+    @functools.cached_property
+    def _frame(self) -> Pattern[str]:
+        """What the assistant must not write: special tokens, and those around a turn of the user and behind one of its own."""
+        asked, said = Message("user", "?"), Message("assistant", "\u00b6said\u00b6")
+        try:
+            around = self._written([asked], False) + self._written([asked, said], False).rpartition(said.content)[2]
+        except ValueError:  # a template that wants more than this
+            return self._marks
+        return any_of({*self._tokenizer.specials, *self._marks.findall(around)})
 
     def _written(self, messages: Sequence[Message], asks: bool) -> str:
         turns = [message._asdict() for message in messages]
@@ -186,8 +222,8 @@ class JinjaTemplate:
             raise ValueError(f"the chat template cannot write it: {error}") from None
 
 
-def load_template(name: str, tokenizer: Tokenizer, vocab_file: str) -> Template:
-    """The template `chatml`, the `tokenizer`'s own, or that of a Jinja file. Raises TokenizerError where there is none."""
+def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
+    """The template `chatml`, the `tokenizer`'s own, or that of a Jinja file. Raises TokenizerError where there is none. date: see template_from."""
     if name == "chatml":
         return ChatML()
     if name == "tokenizer":
@@ -200,22 +236,19 @@ def load_template(name: str, tokenizer: Tokenizer, vocab_file: str) -> Template:
         raise TokenizerError(f"--chat-template {name} is no file, and neither chatml nor tokenizer")
     else:
         source = Path(name).read_text(encoding="utf-8")
-    return template_from(source, tokenizer, vocab_file)
+    return template_from(source, tokenizer, vocab_file, date)
 
 
-def template_from(source: str, tokenizer: Tokenizer, vocab_file: str) -> Template:
-    """The template of this source (see Template). Raises TokenizerError for one with a mistake."""
+def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
+    """The template of this source (see Template). date: the time that it takes for now, in ISO 8601; default: now.
+
+    Raises TokenizerError for one with a mistake.
+    """
     if source == ChatML.source:
         return ChatML()
-    settings = _settings(vocab_file)
-    tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    variables = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
-    return JinjaTemplate(source, list(tokenizer.specials), {key: token or "" for key, token in variables.items()})
-
-
-def _settings(vocab_file: str) -> dict[str, Any]:
-    path = file_of(vocab_file).with_name("tokenizer_config.json")
-    return read_object(path) if path.is_file() else {}
+    path = file_of(vocab_file)
+    variables = {key: token for key in NAMED if (token := token_beside(path, key)) is not None}
+    return JinjaTemplate(source, tokenizer, variables, datetime.fromisoformat(date) if date else datetime.now())
 
 
 def own_template(vocab_file: str) -> str | None:
@@ -223,7 +256,7 @@ def own_template(vocab_file: str) -> str | None:
     path = file_of(vocab_file).with_name("chat_template.jinja")
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    found = _settings(vocab_file).get("chat_template")
+    found = settings_beside(path).get("chat_template")
     if isinstance(found, list):  # several, by name
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found if isinstance(found, str) else None
@@ -234,8 +267,8 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
         self._tokenizer, self._append_eod = tokenizer, append_eod
-        names = sorted(tokenizer.specials, key=len, reverse=True)
-        self._names = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "((?!))")
+        self._marks = any_of(tokenizer.marks)
+        self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
         """(token ids, of each 1 if it counts in the loss, else 0). Neighbouring texts that count alike are encoded as one."""
@@ -251,7 +284,7 @@ class ChatEncoder:
         def flush() -> None:
             nonlocal text
             if text:
-                made = self._tokenizer.encode_inside(text) if ids else self._tokenizer.encode(text)
+                made = self._tokenizer.encode_content(text, inside=bool(ids))
                 ids.extend(made)
                 counts.extend([int(learned)] * len(made))
                 text = ""
@@ -260,10 +293,10 @@ class ChatEncoder:
             if piece.counts != learned:
                 flush()
                 learned = piece.counts
-            for part in self._names.split(piece.text) if piece.markup else [piece.text]:
-                if piece.markup and part in self._tokenizer.specials:
+            for number, part in enumerate(self._parts(piece)):
+                if number % 2:
                     flush()
-                    ids.append(self._tokenizer.specials[part])
+                    ids.append(self._tokenizer.marks[part])
                     counts.append(int(learned))
                 else:
                     text += part
@@ -273,7 +306,21 @@ class ChatEncoder:
             counts.append(1)
         return ids, counts
 
+    def _parts(self, piece: Piece) -> list[str]:
+        """Text and names of tokens by turns."""
+        if not piece.markup and not piece.counts:
+            return [piece.text]
+        return (self._marks if piece.markup else self._own).split(piece.text)
+
 
 def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Names of a built-in template that are no special tokens of the tokenizer: they are written as text."""
-    return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.specials]
+    """Names of a built-in template that are no tokens of the tokenizer: they are written as text."""
+    return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
+
+
+def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
+    """The id that ends what the assistant says; None where the template ends it with text."""
+    pieces = template.pieces([Message("user", "a"), Message("assistant", "a")])
+    ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
+    last = [i for i, counted in zip(ids, counts, strict=True) if counted][-1]
+    return last if last in tokenizer.marks.values() else None

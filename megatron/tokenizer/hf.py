@@ -2,18 +2,17 @@
 
 import itertools
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, fingerprint, read_object
+from .base import Tokenizer, TokenizerError, fingerprint, past_first
+from .beside import SETTINGS, refuse_lacking, settings_beside, token_beside
 from .sentinels import MARK as SENTINEL
 
-SETTINGS = "tokenizer_config.json"
 END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -42,9 +41,9 @@ class HFTokenizer(Tokenizer):
             raise
         except Exception as error:  # the library raises no narrower class
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
-        self._use(tokenizer, path, [_end_beside(Path(path)), *END_NAMES])
+        self._use(tokenizer, path, [token_beside(Path(path), "eos_token"), *END_NAMES])
         _check_beside(Path(path), tokenizer)
-        said = _settings_beside(Path(path)).get("add_bos_token")
+        said = settings_beside(Path(path)).get("add_bos_token")
         if said is not None and bool(said) != bool(self.start):
             raise TokenizerError(
                 f"{Path(path).with_name(SETTINGS)} says add_bos_token {said}, but {Path(path).name} begins texts with "
@@ -63,32 +62,33 @@ class HFTokenizer(Tokenizer):
         if end is None:
             raise TokenizerError(f"{path} has no token to end a document with, such as {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
+        added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         self.specials = {
-            token.content: i
-            for i, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special or SENTINEL.fullmatch(token.content)
+            name: vocabulary[name] for name, token in added.items() if token.special or SENTINEL.fullmatch(name)
         }
         self.specials |= {end: self.eod}
-        self._named: Any = None  # made when it is asked for
+        # Others are tokens in a text, too; those of white space (CodeGen's, Phi's) are nothing but text.
+        more = {name: vocabulary[name] for name in added if name.strip() and name not in self.specials}
+        self._marks = {**self.specials, **more}
         self.start = _start_of(tokenizer)
-        description = tokenizer.to_str()
-        self._inside = _without_prefix(tokenizer, description, "first")
-        self._bare = _without_prefix(tokenizer, description, "first", "always")
-        # A unigram model holds the names of special tokens as pieces, and would find them in a text.
-        found = [name for name, i in self.specials.items() if i in self._ids(tokenizer, name)]
-        self._names = re.compile(
-            "|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in found if len(n) > 1) or "(?!)"
-        )
+        self._words = _Words(tokenizer, self.specials)
+        self._contents = None if more else self._words  # these two are made when they are asked for
+        self._named: Any = None
 
-    @staticmethod
-    def _ids(tokenizer: Any, text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+    @property
+    def marks(self) -> dict[str, int]:
+        return self._marks
 
     def encode(self, text: str) -> list[int]:
-        return self._pieces(text, self._tokenizer)
+        return self._words.ids(text, inside=False)
 
     def encode_inside(self, text: str) -> list[int]:
-        return self._pieces(text, self._inside)
+        return self._words.ids(text, inside=True)
+
+    def encode_content(self, text: str, inside: bool = False) -> list[int]:
+        if self._contents is None:
+            self._contents = _Words(_with_specials(self._tokenizer, self._marks), self._marks)
+        return self._contents.ids(text, inside)
 
     def encode_names(self, text: str) -> list[int]:
         if self._named is None:
@@ -98,26 +98,52 @@ class HFTokenizer(Tokenizer):
             ends = [tokenizers.AddedToken(name, normalized=False) for name in self.specials if name not in known]
             self._named.add_special_tokens(ends)
             self._named.encode_special_tokens = False
-        return self._ids(self._named, text)
-
-    def _pieces(self, text: str, first: Any) -> list[int]:
-        """Ids of a text, cut after the first character of whatever would be taken for a special token."""
-        cuts = [0, *(name.start() for name in self._names.finditer(text)), len(text)]
-        ids = self._ids(first, text[: cuts[1]])
-        for begin, end in itertools.pairwise(cuts[1:]):
-            ids += self._ids(self._bare, text[begin:end])
-        return ids
+        return _ids(self._named, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
-            np.array(self.encode(text) if self._names.search(text) else each.ids, dtype=np.int32)
+            np.array(self.encode(text) if self._words.names.search(text) else each.ids, dtype=np.int32)
             for text, each in zip(texts, found, strict=True)
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=False)
         return text
+
+
+class _Words:
+    """A tokenizer for texts, at their beginning and inside of them, in which none of `specials` is found by its name."""
+
+    def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
+        description = tokenizer.to_str()
+        self._first = tokenizer
+        self._inside = _without_prefix(tokenizer, description, "first")
+        self._bare = _without_prefix(tokenizer, description, "first", "always")
+        # A unigram model holds the names of special tokens as pieces, and would find them in a text.
+        self.names = past_first(name for name, i in specials.items() if i in _ids(tokenizer, name))
+
+    def ids(self, text: str, inside: bool) -> list[int]:
+        """Of a text, cut after the first character of whatever would be taken for a special token."""
+        cuts = [0, *(name.start() for name in self.names.finditer(text)), len(text)]
+        ids = _ids(self._inside if inside else self._first, text[: cuts[1]])
+        for begin, end in itertools.pairwise(cuts[1:]):
+            ids += _ids(self._bare, text[begin:end])
+        return ids
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+
+
+def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
+    """The same, but the tokens of these names are special ones, which are not found in a text."""
+    description = json.loads(tokenizer.to_str())
+    for token in description["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in names
+    other = library().Tokenizer.from_str(json.dumps(description))
+    other.encode_special_tokens = True
+    return other
 
 
 def _start_of(tokenizer: Any) -> tuple[int, ...]:
@@ -127,40 +153,15 @@ def _start_of(tokenizer: Any) -> tuple[int, ...]:
     return tuple(whole[:added]) if added > 0 and whole[added:] == bare else ()
 
 
-def _settings_beside(path: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, if there is one."""
-    nearby = path.with_name(SETTINGS)
-    return read_object(nearby) if nearby.is_file() else {}
-
-
-def _end_beside(path: Path) -> str | None:
-    """The eos_token of tokenizer_config.json. Raises TokenizerError for one that is no token."""
-    token = _settings_beside(path).get("eos_token")
-    name = token.get("content", token) if isinstance(token, dict) else token
-    if name is not None and not isinstance(name, str):
-        raise TokenizerError(f"{path.with_name(SETTINGS)}: eos_token is {name!r}, not a token")
-    return name
-
-
 def _check_beside(path: Path, tokenizer: Any) -> None:
     """Raise TokenizerError for what transformers takes from the files next to it, and the tokenizer does not have."""
-    nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
-    settings = _settings_beside(path)
-    added = {token: i for token, i in read_object(more).items()} if more.is_file() else {}
-    listed = settings.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
-        raise TokenizerError(f"{nearby}: added_tokens_decoder must give a token for each id")
-    added |= {token.get("content"): int(i) for i, token in listed.items()}
-    for token, i in added.items():
-        if tokenizer.token_to_id(str(token)) != i:
-            raise TokenizerError(
-                f"{path} has no token {token!r} of id {i}, which a file next to it names: save the tokenizer again, with "
-                f"transformers' save_pretrained, as one tokenizer.json"
-            )
+    refuse_lacking(path, tokenizer.token_to_id)
+    settings = settings_beside(path)
     prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
     if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
         raise TokenizerError(
-            f"{nearby} says add_prefix_space {settings['add_prefix_space']}, but {path.name} does not: say the same in both"
+            f"{path.with_name(SETTINGS)} says add_prefix_space {settings['add_prefix_space']}, but {path.name} does not: "
+            f"say the same in both"
         )
 
 
@@ -204,7 +205,7 @@ class Gpt2BpeTokenizer(HFTokenizer):
             tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(path, str(merges)))
         except Exception as error:  # the library raises no narrower class
             raise TokenizerError(f"{path} and {merges} are not GPT-2's files ({str(error)[:200]})") from None
-        prefix = bool(_settings_beside(Path(path)).get("add_prefix_space"))
+        prefix = bool(settings_beside(Path(path)).get("add_prefix_space"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         self._use(tokenizer, path, ("<eod>", "<|endoftext|>"))

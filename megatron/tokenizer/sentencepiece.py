@@ -1,5 +1,6 @@
 """Sentencepiece on raw text (Kudo and Richardson 2018): BPE or unigram, with bytes for what the vocabulary lacks."""
 
+import functools
 import hashlib
 import itertools
 import re
@@ -10,21 +11,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, byte_piece
+from .base import Tokenizer, TokenizerError, byte_piece, fingerprint, past_first
+from .beside import SETTINGS, refuse_lacking, settings_beside, token_beside
+from .sentinels import MARK as SENTINEL
 
 EOD = "<eod>"
 MARK = "\u2581"  # how pieces write a space
 
 
-def open_model(model_file: str) -> Any:
-    """The processor for a `.model` file. Raises TokenizerError."""
+# A model's bytes followed by these are the same model with normalizer_spec.add_dummy_prefix false: messages of protobuf, one after another, merge.
+NO_PREFIX = b"\x1a\x02\x18\x00"
+# Classes of transformers that begin texts with a token unless told otherwise, up to version 4; version 5 does not.
+UNCLEAR = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+
+
+def open_model(model_file: str, more: bytes = b"") -> Any:
+    """The processor for a `.model` file, with `more` behind its bytes. Raises TokenizerError."""
     from sentencepiece import SentencePieceProcessor
 
     content = Path(model_file).read_bytes()
     if not content:
         raise TokenizerError(f"{model_file} is empty, not a sentencepiece model")
     try:
-        return SentencePieceProcessor(model_proto=content)
+        return SentencePieceProcessor(model_proto=content + more)
     except (RuntimeError, OSError, TypeError):
         raise TokenizerError(f"{model_file} is not a sentencepiece model") from None
 
@@ -32,19 +41,27 @@ def open_model(model_file: str) -> Any:
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`. Documents end with its `<eod>` token, or `</s>` where it has none.
 
-    Models that tools/train_tokenizer.py makes give every text back as it was. Others may normalise it.
+    Models that tools/train_tokenizer.py makes give every text back as it was. Others may normalise it. In a folder of Hugging Face's, with a
+    tokenizer_config.json, the ids are those of transformers: that file says how a text begins and ends.
+    settings: of that file, {} without one. Raises TokenizerError for tokens in such a folder that the model itself does not have.
     """
 
     name = "sentencepiece"
 
     def __init__(self, model_file: str) -> None:
-        self._sp = open_model(model_file)
+        self._sp, self._file = open_model(model_file), model_file
         self.vocab_size = self._sp.vocab_size()
-        self.fingerprint = hashlib.sha256(Path(model_file).read_bytes()).hexdigest()
-        eod = self._sp.piece_to_id(EOD)
-        self.eod = eod if self._sp.id_to_piece(eod) == EOD else self._sp.eos_id()
+        content = Path(model_file).read_bytes()
+        eod = self._piece(EOD)
+        self.eod = self._sp.eos_id() if eod is None else eod
+        self.settings = settings_beside(Path(model_file))
+        bare = self.start, self.eod
+        self._obey(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        if (self.start, self.eod) != bare:
+            self.fingerprint = fingerprint(f"{self.name}, from {self.start} to {self.eod}", content)
         self.specials = {
             self._sp.id_to_piece(i): i
             for i in range(self.vocab_size)
@@ -53,9 +70,71 @@ class SentencePieceTokenizer(Tokenizer):
         # mT5's sentinels are pieces of their own, with the mark of a space in front.
         for i in itertools.takewhile(lambda i: self._piece(f"{MARK}<extra_id_{i}>") is not None, itertools.count()):
             self.specials[f"<extra_id_{i}>"] = self._sp.piece_to_id(f"{MARK}<extra_id_{i}>")
-        # Pieces would turn a mark in the text into a space; bytes keep it.
+        # Pieces would turn a mark in the text into a space; bytes keep it. transformers' Llama does not.
         spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
-        self._mark = np.array(spelled if self._sp.is_byte(spelled[0]) else [], dtype=np.int32)
+        keeps = self._sp.is_byte(spelled[0]) and not self.is_llama
+        self._mark = np.array(spelled if keeps else [], dtype=np.int32)
+
+    @property
+    def is_llama(self) -> bool:
+        """Whether it is read as transformers' LlamaTokenizer does."""
+        return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
+
+    def _obey(self, path: Path) -> None:
+        """Begin and end texts as tokenizer_config.json says."""
+        refuse_lacking(path, self._piece, SENTINEL.fullmatch)
+        if self.settings.get("eos_token"):
+            self.eod = self._named(path, "eos_token", "</s>")
+        if self.settings.get("add_bos_token"):
+            self.start = (self._named(path, "bos_token", "<s>"),)
+        if self.is_llama:
+            self._refuse_unclear(path)
+
+    def _named(self, path: Path, key: str, usual: str) -> int:
+        name = token_beside(path, key) or usual
+        id_ = self._piece(name)
+        if id_ is None:
+            raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, which is no token of {path.name}")
+        return id_
+
+    def _refuse_unclear(self, path: Path) -> None:
+        """Raise TokenizerError for what versions of transformers, or the two files, understand differently."""
+        nearby = path.with_name(SETTINGS)
+        if self.settings.get("add_bos_token") is None:
+            raise TokenizerError(
+                f"{nearby} does not say whether texts begin with a token, which transformers 4 and 5 take for yes and no: "
+                f"write add_bos_token true or false there (Llama, Llama 2 and Mistral were trained with true)"
+            )
+        if self._prefixes and self._sp.normalize("a") == "a":
+            raise TokenizerError(
+                f"add_prefix_space is true by {nearby} (or by default), but {path.name} puts no space in front of a text: "
+                f"say add_prefix_space false there"
+            )
+
+    @property
+    def _prefixes(self) -> bool:
+        """Of Llama's: whether a text gets a space in front."""
+        said = self.settings.get("add_prefix_space")
+        return said is None or bool(said)
+
+    @property
+    def marks(self) -> dict[str, int]:
+        return {**self.specials, **self._defined}
+
+    @functools.cached_property
+    def _defined(self) -> dict[str, int]:
+        """User-defined symbols that look like marks: a text is searched for them first; no learned piece of a few characters has their score."""
+        return {
+            piece: i
+            for i in range(self.vocab_size)
+            if self._sp.get_score(i) == 0 and re.fullmatch(r"<\S+>", piece := self._sp.id_to_piece(i))
+            if piece not in self.specials and not self._sp.is_byte(i) and not self._sp.is_unused(i)
+        }
+
+    @functools.cached_property
+    def _bare(self) -> Any:
+        """The same without a space in front of a text."""
+        return open_model(self._file, NO_PREFIX)
 
     def _piece(self, name: str) -> int | None:
         id_: int = self._sp.piece_to_id(name)
@@ -64,8 +143,32 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]
 
+    def encode_inside(self, text: str) -> list[int]:
+        """As in transformers 5, whose `legacy` puts a space in front of what follows a special token, too."""
+        if self.is_llama and not self.settings.get("legacy"):
+            return self._bare.encode(text)  # type: ignore[no-any-return]
+        return self.encode(text)
+
+    def _is_bare(self, text: str) -> bool:
+        """Whether no space comes in front: transformers 5 puts none before one that is there, sentencepiece itself does."""
+        return not self._prefixes or text.startswith((" ", MARK))
+
+    def encode_content(self, text: str, inside: bool = False) -> list[int]:
+        if not self._defined:
+            return super().encode_content(text, inside)
+        cuts = [0, *(name.start() for name in past_first(self._defined).finditer(text)), len(text)]
+        ids = super().encode_content(text[: cuts[1]], inside)
+        for begin, end in itertools.pairwise(cuts[1:]):
+            ids += self._bare.encode(text[begin:end])
+        return ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         found: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
+        if self.is_llama:
+            return [
+                self._bare.encode(text, return_type="numpy") if self._is_bare(text) else ids
+                for text, ids in zip(texts, found, strict=True)
+            ]
         if len(self._mark):
             for i, text in enumerate(texts):
                 if MARK in text:
@@ -79,4 +182,5 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._sp.decode([int(i) for i in ids if i != self.eod])  # type: ignore[no-any-return]
+        model = self._bare if self.is_llama and not self._prefixes else self._sp
+        return model.decode([int(i) for i in ids if i != self.eod])  # type: ignore[no-any-return]

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import evaluate, generate
+from megatron.commands import evaluate, export_tokenizer, generate
+from megatron.config.command_line import parse
 from megatron.inference.generation import Sampling, sample
 from megatron.inference.questions import Question, answer
 from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer.chat import BEGIN, END, ChatEncoder, ChatML, turns_of
+from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
 from tests.cli.test_convert import convert, round_trip
 from tests.llama_twins import Sizes, theirs
 from tests.support import FULL, ROOT, command, covering, train
+from tests.unit.test_sft import CHAT
+from tests.unit.test_tokenizer import LLAMA, llama_folder
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -231,6 +236,107 @@ def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
     convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--verify", "--dtype", "bf16")
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (described["model_type"], described["rope_scaling"]["rope_type"]) == ("llama", "llama3")
+
+
+def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
+    """With a tokenizer.model alone: its token in front, its template and its ends are there again, and transformers reads the same ids."""
+    pytest.importorskip("google.protobuf")
+    template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    folder = llama_folder(tmp_path / "theirs", {**LLAMA, "add_bos_token": True, "chat_template": template})
+    model = theirs("Llama", SIZES, vocab=330)
+    model.config.bos_token_id, model.config.eos_token_id = 1, 2
+    model.generation_config = transformers.GenerationConfig(eos_token_id=[2, 300])
+    model.save_pretrained(folder)
+    convert("--from-hf", str(folder), "--output", str(tmp_path / "c"), "--verify")
+    said = convert("--load", str(tmp_path / "c"), "--output", str(tmp_path / "back"), "--verify")
+    assert "note" not in said
+    before, after = (transformers.AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "back"))
+    turns, again = [{"role": "user", "content": "slow rivers"}], load_tokenizer(str(tmp_path / "back"))
+    assert after(TEXT)["input_ids"] == before(TEXT)["input_ids"] == [1, *again.encode(TEXT)]
+    assert after.apply_chat_template(turns) == before.apply_chat_template(turns)
+    described = [
+        json.loads((tmp_path / "back" / name).read_text()) for name in ("config.json", "generation_config.json")
+    ]
+    assert [(each["bos_token_id"], each["eos_token_id"]) for each in described] == [(1, 2), (1, [2, 300])]
+    assert again.fingerprint == load_tokenizer(str(folder)).fingerprint
+
+
+def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path) -> None:
+    """A model without a space in front can be a tokenizer.json, which puts the token there by itself."""
+    pytest.importorskip("google.protobuf")
+    about = {**LLAMA, "add_bos_token": True, "add_prefix_space": False}
+    folder, config = llama_folder(tmp_path / "theirs", about, add_dummy_prefix=False), parse(["--family", "gpt2"])
+    ours, output = load_tokenizer(str(folder)), tmp_path / "out"
+    output.mkdir()
+    chat = export_tokenizer.chat_of(config, ours, str(folder))
+    assert export_tokenizer.write_tokenizer(output, config, ours, str(folder), chat) == []
+    before, after = (transformers.AutoTokenizer.from_pretrained(each) for each in (folder, output))
+    assert (output / "tokenizer.json").exists()
+    assert after(TEXT)["input_ids"] == before(TEXT)["input_ids"] == [1, *ours.encode(TEXT)]
+
+
+@pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
+def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path) -> None:
+    """Our chatml as a template of theirs, with the same ids; and the end of a turn among what ends an answer."""
+    pytest.importorskip("jinja2")
+    vocab_file = str(tmp_path / ("tokenizer.json" if kind == "hf" else "t.model"))
+    words = ["What is the capital of France? system user assistant. The river runs slowly to the sea. "] * 20
+    if kind == "hf":
+        train_byte_bpe(words, vocab_file, 310, "hf", [BEGIN, END])
+    else:
+        train_sentencepiece(words, vocab_file, 330, specials=[BEGIN, END])
+    (tmp_path / "x.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 30)
+    argv = ["--objective", "sft", "--input", str(tmp_path / "x.jsonl"), "--vocab-file", vocab_file, "--quiet"]
+    done = command("python", "tools/preprocess_data.py", *argv, "--output-prefix", str(tmp_path / "chats"))
+    assert done.returncode == 0, done.stderr
+    flags = ["--objective", "sft", "--data-path", str(tmp_path / "chats_sft"), "--vocab-file", vocab_file]
+    train("llama", 1, tmp_path / "run", *RUN, *flags, "--seq-length", "128")
+    said = convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "out"))
+    assert "note" not in said
+    exported: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = load_tokenizer(vocab_file)
+    for count in (4, 5):
+        pieces = ChatML().pieces(turns_of(CHAT[:count]))
+        assert exported.apply_chat_template(CHAT[:count])["input_ids"] == ChatEncoder(ours, False).encode(pieces)[0]
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generation.eos_token_id == [ours.eod, ours.marks[END]]
+    (tmp_path / "chats_sft.json").unlink()
+    said = convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "lost"))
+    assert (
+        "chats_sft is there to say how conversations were written: no chat template is written, and eos_token_id"
+        in said
+    )
+    assert json.loads((tmp_path / "lost" / "generation_config.json").read_text())["eos_token_id"] == ours.eod
+
+
+def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> None:
+    """Marks that are text, a date, templates of other names, corpora that differ, a template that ends no turn."""
+    pytest.importorskip("jinja2")
+    sources = ["chatml", "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"]
+    for name, source in zip("ab", sources, strict=True):
+        about = {"objective": "sft", "chat_template": source, **({"chat_date": "2024-07-26"} if name == "b" else {})}
+        (tmp_path / f"{name}.json").write_text(json.dumps(about))
+    ours = load_tokenizer(vocab_file)
+    known = tmp_path / "t.model"
+    known.write_bytes(Path(vocab_file).read_bytes())
+    named = [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    for data, notes in (
+        ("a", ["are text in this tokenizer", "templates of the tokenizer are left out: rag"]),
+        ("b", ["the run learned with 2024-07-26"]),
+        ("b a", ["different chat templates; that of the first"]),
+    ):
+        folder = tmp_path / f"out {data}"
+        folder.mkdir()
+        prefixes = [str(tmp_path / name) for name in data.split()]
+        config = parse(["--family", "gpt2", "--objective", "sft", "--data-path", *prefixes])
+        chat = export_tokenizer.chat_of(config, ours, str(known))
+        said = "\n".join(export_tokenizer.write_tokenizer(folder, config, ours, str(known), chat))
+        assert all(note in said for note in notes), said
+        assert (folder / "chat_template.jinja").exists() == (data != "a")
+        assert export_tokenizer.ends_of(ours, str(known), chat) == ours.eod
+    plain = export_tokenizer.chat_of(parse(["--family", "gpt2"]), ours, str(known))
+    assert plain.source == "d" and export_tokenizer.ends_of(ours, str(known), plain) == ours.eod
 
 
 RUN = [

@@ -1,5 +1,6 @@
 """Fill-in-the-middle: what a document becomes, how often, and that it follows from the seed."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tasks.fim import gaps_of
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.train import train_sentencepiece
+from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
 from tests.support import losses, train_gpt2
 
 PREFIX, MIDDLE, SUFFIX, EOD = 901, 902, 903, 0
@@ -96,6 +97,20 @@ def test_marks_must_be_in_the_tokenizer(vocab_file: str) -> None:
     )
     with pytest.raises(ValueError, match="<a> and <b> is no special token of .* --special-tokens makes tokenizers"):
         gaps_of(config, load_tokenizer(vocab_file))
+
+
+def test_marks_need_not_be_special(tmp_path: Path) -> None:
+    """Qwen's are added tokens that a text may hold."""
+    marks, path = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"], tmp_path / "tokenizer.json"
+    train_byte_bpe(["the quick brown fox"] * 9, str(path), 270, "hf", marks)
+    content = json.loads(path.read_text())
+    for token in content["added_tokens"][1:]:
+        token["special"] = False
+    path.write_text(json.dumps(content))
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    config = parse(["--vocab-file", str(path), "--family", "gpt2", "--fim-rate", "0.5", "--fim-tokens", *marks])
+    found = gaps_of(config, load_tokenizer(str(path)))
+    assert found is not None and [found.prefix, found.middle, found.suffix] == [ids[mark] for mark in marks]
 
 
 @pytest.mark.parametrize(

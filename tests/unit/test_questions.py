@@ -139,6 +139,29 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
     assert (found.before, found.after) == asked
 
 
+def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
+    """Qwen's marks of gaps, and ChatML's of some fine-tunes: asked with, ended by, and taken from no prompt unless that is asked for."""
+    theirs_of = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] == "<|endoftext|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    ours, theirs = load_tokenizer(str(tmp_path)), theirs_of(tmp_path)
+    reader = asking.reader_of(flags("--fim-tokens", *FIM), parse([]), ours, str(tmp_path))
+    prefix, middle, suffix = (theirs.convert_tokens_to_ids(name) for name in FIM)
+    found = reader.question(Gap("the <|fim_middle|>", f"capital{END}"))
+    assert [i for i in found.tokens if i in ours.marks.values()] == [prefix, suffix, middle]
+    for text in TEXTS:
+        assert Reader(ours, names=True).question(text).tokens == theirs(text)["input_ids"]
+        assert ours.encode(text) == theirs(text, split_special_tokens=True)["input_ids"] or "<|endoftext|>" in text
+        plain = Reader(ours).question(text).tokens
+        assert not set(plain) & set(ours.marks.values()) and ours.decode(plain) == text
+    asked = Reader(ours, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
+    assert asked.end == ours.marks[END] and asked.tokens.count(asked.end) == 1
+    assert answer(ours, asked, [*ours.encode("Paris."), asked.end]) == "Paris."
+
+
 def test_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "asked"
     path.write_text('hi\n{"messages": [{"role": "user", "content": "a"}]}\n{"prompt": "b"}\n', encoding="utf-8")

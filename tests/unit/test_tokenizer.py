@@ -1,7 +1,9 @@
 import functools
 import importlib.util
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -220,3 +222,113 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TokenizerError, match="pip install jieba"):
         segmenter()
+
+
+RIVERS = ["The river runs slowly to the sea", "春天来了", "slow rivers run 123"] * 20
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> Path:
+    """A folder as of 2023: a sentencepiece model like Llama 2's, and what tokenizer_config.json says of it."""
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(RIVERS), model_writer=model, model_type="bpe", vocab_size=330, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, minloglevel=2, **options,
+    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    if about is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("more", [{}, {"legacy": True}, {"add_prefix_space": False}], ids=str)
+def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
+    tmp_path: Path, begins: bool, more: dict[str, bool]
+) -> None:
+    """What begins a text, and what follows a special token inside of one."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("google.protobuf")
+    folder = llama_folder(tmp_path, {**LLAMA, "add_bos_token": begins, **more})
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+    assert ours.start == (theirs.bos_token_id,) * begins and ours.eod == theirs.eos_token_id
+    for text in (*RIVERS[:3], " two  spaces", "a\nb", "slow\u2581river", "<0x41> <eod>"):
+        assert [*ours.start, *ours.encode(text)] == theirs(text)["input_ids"], text
+        named = f"{text}</s>river<s> runs"
+        assert [*ours.start, *ours.encode_names(named)] == theirs(named)["input_ids"]
+        assert not set(ours.specials.values()) & set(ours.encode(named))
+    bare = load_tokenizer(str(llama_folder(tmp_path / "bare", None)))
+    assert (bare.start, bare.decode(bare.encode("river \u2581"))) == ((), "river \u2581")
+    assert (bare.fingerprint == ours.fingerprint) is not begins
+
+
+@pytest.mark.parametrize(
+    ("about", "files", "message"),
+    [
+        ({}, {}, "does not say whether texts begin with a token, .*write add_bos_token true or false there"),
+        ({"add_bos_token": True, "bos_token": "<b>"}, {}, "bos_token is '<b>', which is no token of tokenizer.model"),
+        ({"add_bos_token": True, "eos_token": "<e>"}, {}, "eos_token is '<e>', which is no token of tokenizer.model"),
+        (
+            {"add_bos_token": True},
+            {"added_tokens.json": {"<|im_end|>": 330}},
+            "tokenizer.model has no token '<.im_end.>' of id 330, .*as one tokenizer.json",
+        ),
+        (
+            {"add_bos_token": True, "added_tokens_decoder": {"2": {"content": "</s>"}, "330": {"content": "<pad>"}}},
+            {},
+            "tokenizer.model has no token '<pad>' of id 330",
+        ),
+    ],
+)
+def test_what_such_a_folder_leaves_open_is_refused(
+    tmp_path: Path, about: dict[str, Any], files: dict[str, Any], message: str
+) -> None:
+    folder = llama_folder(tmp_path, {**LLAMA, **about})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(str(folder))
+
+
+def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None:
+    """User-defined symbols: tokens in a text, as sentencepiece has them, and not in what somebody says."""
+    ours = load_tokenizer(str(llama_folder(tmp_path, None, user_defined_symbols=["<|im_end|>", "\n"])))
+    end = ours.marks["<|im_end|>"]
+    assert set(ours.marks) - set(ours.specials) == {"<|im_end|>"}
+    text = "river<|im_end|>\nruns<|im_end|>"
+    assert ours.encode(text).count(end) == 2 and end not in ours.encode_content(text)
+    assert ours.decode(ours.encode_content(text)) == text
+    assert ours.encode_content("The river\nruns") == ours.encode("The river\nruns")
+
+
+def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
+    """Qwen's marks of gaps are such: in a text they are tokens, as in transformers; in what somebody says they are not."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Theirs
+
+    transformers = pytest.importorskip("transformers")
+    train_byte_bpe(RIVERS, str(tmp_path / "tokenizer.json"), 290, "hf", ["<|im_end|>"])
+    made = Theirs.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_tokens([AddedToken("<|fim_prefix|>", normalized=False), AddedToken("<think>"), "   "])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    ours = load_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=False)
+    assert set(ours.marks) - set(ours.specials) == {"<|fim_prefix|>", "<think>"}
+    for text in ("a<|fim_prefix|>b <think>   c", "river   runs", *RIVERS[:3]):
+        assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
+        said = ours.encode_content(text)
+        assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
+    assert ours.encode_content("river   runs") == ours.encode("river   runs")
+
+
+def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
+    about = {**LLAMA, "add_bos_token": True}
+    folder = llama_folder(tmp_path, about, add_dummy_prefix=False)
+    with pytest.raises(TokenizerError, match="puts no space in front of a text: say add_prefix_space false there"):
+        load_tokenizer(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "add_prefix_space": False}))
+    assert load_tokenizer(str(folder)).start

@@ -1,0 +1,141 @@
+"""What an export to Hugging Face says of text: the tokenizer, the chat template, and the ids that end what is written."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.config import Config
+from megatron.convert.hf_tokenizer import as_theirs
+from megatron.data.corpora import prefixes_of
+from megatron.tokenizer import SentinelTokenizer, Tokenizer
+from megatron.tokenizer.base import read_object
+from megatron.tokenizer.beside import SETTINGS, settings_beside, token_beside
+from megatron.tokenizer.chat import NAMED, ChatML, missing_marks, own_template, template_from, turn_end
+from megatron.tokenizer.load import file_of
+from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
+
+from .inspect_data import sidecar
+
+
+class Chat(NamedTuple):
+    """How conversations are written with a model. source: of the template, None where nobody says it. end: the id that ends a turn, if the run
+    learned it. notes: what is to be said of this."""
+
+    source: str | None
+    end: int | None
+    notes: tuple[str, ...] = ()
+
+
+def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
+    """That of the conversations that the run learned from, else the tokenizer's own."""
+    if config.is_t5:
+        return Chat(None, None)
+    own, notes = own_template(vocab_file), _left_out(vocab_file)
+    if config.objective != "sft":
+        return Chat(own, None, tuple(notes))
+    data = config.data
+    prefixes = prefixes_of(data.paths) if data.data_path or data.train_data_path else []
+    abouts = [about for prefix in prefixes if "chat_template" in (about := sidecar(prefix))]
+    if not abouts:
+        notes.append(
+            f"no sidecar of {', '.join(prefixes) or 'the corpora'} is there to say how conversations were written: "
+            f"{'the chat template is the one of the tokenizer' if own else 'no chat template is written'}, and "
+            f"eos_token_id has no end of a turn"
+        )
+        return Chat(own, None, tuple(notes))
+    source, date, end = str(abouts[0]["chat_template"]), abouts[0].get("chat_date"), None
+    if any(about["chat_template"] != source for about in abouts):
+        notes.append("the corpora of this run have different chat templates; that of the first is written")
+    if date:
+        notes.append(f"chat_template.jinja writes the date of the day on which it is used; the run learned with {date}")
+    try:
+        end = turn_end(template_from(source, tokenizer, vocab_file, date), tokenizer)
+    except ValueError as error:
+        notes.append(f"eos_token_id has no end of a turn: {error}")
+    return Chat(source, end, tuple(notes))
+
+
+def _left_out(vocab_file: str) -> list[str]:
+    path = file_of(vocab_file)
+    several = settings_beside(path).get("chat_template")
+    names = (
+        [str(each.get("name")) for each in several if each.get("name") != "default"]
+        if isinstance(several, list)
+        else []
+    )
+    names += [file.name for file in sorted(path.with_name("additional_chat_templates").glob("*.jinja"))]
+    return [f"more chat templates of the tokenizer are left out: {', '.join(names)}"] if names else []
+
+
+def ends_of(tokenizer: Tokenizer, vocab_file: str, chat: Chat) -> int | list[int]:
+    """Ids that end what a model writes: the end of a document, that of a turn, and those that came in with the tokenizer's folder."""
+    ends = [tokenizer.eod, *([] if chat.end is None else [chat.end])]
+    path = file_of(vocab_file)
+    nearby = [file for name in ("generation_config.json", "config.json") if (file := path.with_name(name)).is_file()]
+    said = next((found for file in nearby if (found := read_object(file).get("eos_token_id")) is not None), None)
+    if isinstance(said, list) and tokenizer.eod in said:
+        ends += [i for i in said if isinstance(i, int) and 0 <= i < tokenizer.vocab_size]
+    ends = list(dict.fromkeys(ends))
+    return ends if len(ends) > 1 else ends[0]
+
+
+def write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str, chat: Chat) -> list[str]:
+    """A tokenizer.json where ours is one of theirs; else our own file, as it is; and chat_template.jinja. Returns what is to be said of it."""
+    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    source, theirs = file_of(vocab_file), as_theirs(base)
+    if theirs is not None:
+        described = _saved(folder, config, tokenizer, theirs)
+    else:
+        (folder / source.name).write_bytes(source.read_bytes())
+        if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer):
+            described = {"tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
+        elif isinstance(base, SentencePieceTokenizer) and base.is_llama and source.name == "tokenizer.model":
+            described = {key: value for key, value in base.settings.items() if key != "chat_template"}
+        else:
+            return [
+                f"{source.name} is of the kind {base.name}, which transformers does not read; use it with this project's tokenizers",
+                *(["no chat template is written, as it would be of no use without that"] if chat.source else []),
+            ]
+    notes = _write_template(folder, tokenizer, chat)
+    for key in NAMED:  # what a template knows as a variable must be there for it
+        if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
+            described[key] = name
+    (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")
+    return notes
+
+
+def _saved(folder: Path, config: Config, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any]:
+    """Write tokenizer.json. Returns what tokenizer_config.json says."""
+    from tokenizers import AddedToken
+
+    names = {i: name for name, i in tokenizer.marks.items()}
+    described: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": names[tokenizer.eod],
+        "pad_token": names[tokenizer.eod],
+    }
+    if tokenizer.start:
+        described["bos_token"] = names[tokenizer.start[0]]
+    if config.model.position_embedding == "learned":
+        described["model_max_length"] = config.positions
+    if isinstance(tokenizer, SentinelTokenizer):
+        order = sorted((id_, f"<extra_id_{i}>") for i, id_ in enumerate(tokenizer.sentinels))
+        added = ["<pad>", *(name for _, name in order)]
+        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added])
+        described |= {"pad_token": "<pad>", "extra_special_tokens": added[1:]}
+    theirs.save(str(folder / "tokenizer.json"))
+    return described
+
+
+def _write_template(folder: Path, tokenizer: Tokenizer, chat: Chat) -> list[str]:
+    if chat.source is None:
+        return list(chat.notes)
+    source = chat.source
+    if source == ChatML.source:
+        if missing := missing_marks(ChatML(), tokenizer):
+            why = f"{' and '.join(missing)} of chatml are text in this tokenizer, which transformers may cut otherwise"
+            return [*chat.notes, f"no chat_template.jinja is written: {why}"]
+        source = ChatML.jinja
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    return list(chat.notes)

@@ -1,0 +1,49 @@
+"""What Hugging Face's files next to a vocabulary say of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .base import TokenizerError, read_object
+
+SETTINGS = "tokenizer_config.json"
+
+
+def settings_beside(path: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, if there is one. Raises ValueError for what is no object."""
+    nearby = path.with_name(SETTINGS)
+    return read_object(nearby) if nearby.is_file() else {}
+
+
+def token_beside(path: Path, key: str) -> str | None:
+    """The name of a token in tokenizer_config.json, such as eos_token. Raises TokenizerError for what is none."""
+    token = settings_beside(path).get(key)
+    name = token.get("content", token) if isinstance(token, dict) else token
+    if name is not None and not isinstance(name, str):
+        raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, not a token")
+    return name
+
+
+def added_beside(path: Path) -> dict[str, int]:
+    """Ids of the tokens that added_tokens.json and added_tokens_decoder name. Raises TokenizerError for a list that is none."""
+    nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
+    added = dict(read_object(more)) if more.is_file() else {}
+    listed = settings_beside(path).get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
+        raise TokenizerError(f"{nearby}: added_tokens_decoder must give a token for each id")
+    return {**added, **{str(token.get("content")): int(i) for i, token in listed.items()}}
+
+
+def refuse_lacking(
+    path: Path, id_of: Callable[[str], int | None], known: Callable[[str], object] | None = None
+) -> None:
+    """Raise TokenizerError for an added token that the vocabulary itself does not have under its id.
+
+    known: says of a name that it is no matter of the vocabulary, such as a sentinel that is counted by other means.
+    """
+    for token, i in added_beside(path).items():
+        if id_of(token) != i and not (known and known(token)):
+            raise TokenizerError(
+                f"{path} has no token {token!r} of id {i}, which a file next to it names: save the tokenizer again, with "
+                f"transformers' save_pretrained, as one tokenizer.json"
+            )
