@@ -69,6 +69,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Ten
     return F.linear(x, weight, bias)
 
 
+def transposed_product(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
+    """x [n, o] transposed times y [n, i] -> [o, i].
+
+    oneDNN copies its first factor if that is not laid out row by row, as x.t() is not: the logits' gradient, say. So the smaller one comes first,
+    unless the result, which is then laid out column by column, is larger still.
+    """
+    (n, o), i = x.shape, y.shape[1]
+    if onednn and n * o > n * i + o * i:
+        return product(y.t(), x.t(), None, onednn).t().contiguous()
+    return product(x.t(), y.t(), None, onednn)
+
+
 def add_product(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
     """total [..., o] with factor * (x [..., i] times weight [o, i] transposed) added in place; None begins one, in fp32 at least.
 
@@ -115,16 +127,16 @@ class _Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
         if of_weight:
             x = whole.wait() if whole is not None else x
-            weight_grad = _gradient_of_weight(ctx, flat.t(), x.reshape(-1, x.shape[-1]))
+            weight_grad = _gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
         if of_bias:
             bias_grad = flat.sum(0)
         return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad [o, s b] times x [s b, i]; None if somebody has taken both and added that to a sum, in the product's own pass over memory."""
+    """grad [s b, o] transposed times x [s b, i]; None if somebody has taken both and added that to a sum, in the product's own pass over memory."""
     apart = ctx.take is None or torch.is_grad_enabled() or not _is_added_up(ctx, 1)
-    return product(grad, x.t(), None, ctx.onednn) if apart or not ctx.take(grad, x) else None
+    return transposed_product(grad, x, ctx.onednn) if apart or not ctx.take(grad.t(), x) else None
 
 
 def _is_added_up(ctx: Any, i: int) -> bool:

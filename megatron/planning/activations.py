@@ -153,7 +153,7 @@ def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 
 
 def logits_bytes(x: Shapes) -> tuple[float, float]:
-    """(logits of a micro-batch, or of a chunk of it, over which their gradient is written; what is in fp32 beside them)."""
+    """(logits of a micro-batch, or of a chunk of it, over which their gradient is written; what is beside them)."""
     m, e = x.config.model, x.width
     tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
     rows = padded_vocabulary(x.config, x.ranks) // x.ranks
@@ -168,9 +168,10 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
     part = min(tokens, step) * rows * max(e, 4)
     padded = rows * x.ranks != m.vocab_size
-    copies = 2 if padded else 1
+    copies = 3 if padded else 2
     if (
         "cross-entropy" in m.unfused
     ):  # logarithms of probabilities, their gradient and that of the logits; in fp32 of a copy
         return logits, 3 * logits if e >= 4 else 8 * logits
-    return logits, copies * part + extra
+    of_matrix = rows * m.hidden_size * e  # the output matrix's gradient comes after that of its last chunk
+    return logits, max(copies * part, of_matrix) + extra

@@ -105,8 +105,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     if layers[-1].name == "head":
         logits, beside = logits_bytes(x)
         quiet = talk if resolved.zero_stage != 2 or later else 0.0  # DeepSpeed takes its bucket with the first gradient
-        of_matrix = 0.0 if waiting else stage.count.largest * x.width  # the output matrix's gradient, the first of all
-        moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, of_matrix))
+        moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
     reduced = 0.0
     if resolved.zero_stage == 0 and replicas > 1:
         reduced = min(gradients, max(BUCKET_BYTES, BYTES_A_REPLICA * replicas) + stage.count.largest * x.width)

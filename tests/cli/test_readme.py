@@ -107,7 +107,9 @@ def as_the_page_shows_it(printed: list[str]) -> None:
     """The first ten iterations: the same lines but for speed and memory, and the same losses."""
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
-    both = [[line for line in each if line != "..."] for each in (page, lines)]  # of which one machine has more than another
+    both = [
+        [line for line in each if line != "..."] for each in (page, lines)
+    ]  # of which one machine has more than another
     tenth = next(i for i, line in enumerate(both[0]) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1]] for each in both]
     assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it again"

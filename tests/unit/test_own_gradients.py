@@ -138,12 +138,17 @@ def test_gated_gelu() -> None:
 
 @needs_onednn
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_by_onednn_is_fp32_to_its_last_bits(with_bias: bool) -> None:
-    """No more than a few roundings of fp32 off, for inputs laid out in any way."""
+@pytest.mark.parametrize("out", [9, 40])
+def test_linear_by_onednn_is_fp32_to_its_last_bits(out: int, with_bias: bool) -> None:
+    """No more than a few roundings of fp32 off, for inputs laid out in any way, whichever factor of the weight's gradient comes first."""
     torch.manual_seed(7)
     x = torch.randn(10, 65, 7).transpose(0, 2).requires_grad_()  # [7, 65, 10], not contiguous
-    inputs = [x, torch.randn(9, 10, requires_grad=True), *([torch.randn(9, requires_grad=True)] if with_bias else [])]
-    grad = torch.randn(9, 65, 7).transpose(0, 2)
+    inputs = [
+        x,
+        torch.randn(out, 10, requires_grad=True),
+        *([torch.randn(out, requires_grad=True)] if with_bias else []),
+    ]
+    grad = torch.randn(out, 65, 7).transpose(0, 2)
     wide = [each.detach().double().requires_grad_() for each in inputs]
     ours, exact = (
         linear(inputs[0], inputs[1], inputs[2] if with_bias else None, ALONE, Options(onednn=True)),
