@@ -103,7 +103,7 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def past_first(names: Iterable[str]) -> re.Pattern[str]:
-    """Finds where to cut names so that none is left whole: behind the first character of each."""
+    """Finds where to cut names so that none is left whole: after the first character of each."""
     return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 
 

@@ -206,7 +206,7 @@ class JinjaTemplate:
 
     @functools.cached_property
     def _frame(self) -> Pattern[str]:
-        """What the assistant must not write: special tokens, and those around a turn of the user and behind one of its own."""
+        """What the assistant must not write: special tokens, and those around a turn of the user and after one of its own."""
         asked, said = Message("user", "?"), Message("assistant", "\u00b6said\u00b6")
         try:
             around = self._written([asked], False) + self._written([asked, said], False).rpartition(said.content)[2]
