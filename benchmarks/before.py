@@ -45,14 +45,14 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--sections", nargs="+", required=True, choices=suite.SECTIONS, metavar="SECTION")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("more", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, more = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     print(
         "| section | row | now, median (lowest to highest) | before | now / before in speed, by round |\n| --- | --- | --- | --- | --- |"
     )
     for section in args.sections:
         script, *rest = suite.SECTIONS[section].split()
-        command = [f"benchmarks/{script}", *(a.replace("_", " ") for a in rest), *(a for a in args.more if a != "--")]
+        command = [f"benchmarks/{script}", *(a.replace("_", " ") for a in rest), *more]
         pairs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         for round_ in range(args.rounds):
             both = [rows_of(checkout, command) for checkout in (ROOT, args.before)[:: 1 if round_ % 2 else -1]]

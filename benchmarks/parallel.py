@@ -248,7 +248,7 @@ def main() -> None:
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
     torch.manual_seed(0)  # the peers' copies begin alike
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
-    kept = {name: _kept(step) for name, step in steps.items()}
+    kept = {name: _kept(step) for name, step in steps.items()} if args.kind == "cp" else {}
     device_module.keep_freed_memory(torch.device("cpu"))  # all of them profit
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:

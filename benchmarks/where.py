@@ -7,8 +7,11 @@ The contenders and flags are those of run.py, but --rounds. torch's profiler loo
 of matrices, which both leave to the same library, bound how far one can lead.
 """
 
+import argparse
+import multiprocessing
 import re
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 
 import run
 from _alternate import spread
@@ -32,13 +35,17 @@ def kind_of(operator: str) -> str:
     )
 
 
-def seconds_by_kind(step: run.Step, steps: int) -> list[Counter[str]]:
-    """Of each step, in seconds of operators themselves, what they call left out."""
+def seconds_by_kind(name: str, args: argparse.Namespace) -> list[Counter[str]]:
+    """Of each step of a contender, in seconds of operators themselves, what they call left out."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
+    torch.set_num_threads(args.threads)
+    step = run.contenders(args)[name](args)
+    step()
     step()
     found = []
-    for _ in range(steps):
+    for _ in range(args.steps):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             step()
         found.append(Counter[str]())
@@ -49,10 +56,9 @@ def seconds_by_kind(step: run.Step, steps: int) -> list[Counter[str]]:
 
 def main() -> None:
     args = run.arguments(__doc__)
-    import torch
-
-    torch.set_num_threads(args.threads)
-    found = {name: seconds_by_kind(build(args), args.steps) for name, build in run.contenders(args).items()}
+    # Each in a process of its own, as ours tells the allocator to keep memory.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as apart:
+        found = {name: apart.submit(seconds_by_kind, name, args).result() for name in run.contenders(args)}
     print(f"| ms of a step, median (lowest to highest) |{'|'.join(f' {name} ' for name in found)}|")
     print(f"|{' --- |' * (len(found) + 1)}")
     for kind in (*KINDS, "the rest"):
