@@ -29,9 +29,19 @@ if [ -z "${PP_SIZE:-}" ]; then
 fi
 
 # ---- files
-RUN_DIR=${RUN_DIR:-${AT}runs/$NAME${VARIANT:+_$VARIANT}${MODEL_SIZE:+_$MODEL_SIZE}}
+if [ -z "${RUN_DIR:-}" ]; then
+    case "$NAME ${VARIANT:-}" in gpt2* | "llama llama" | "t5 t5") kind= ;; *) kind=${VARIANT:+_$VARIANT} ;; esac
+    RUN_DIR=${AT}runs/$NAME$kind${MODEL_SIZE:+_$MODEL_SIZE}
+    if [ "$RUN_DIR" != "${AT}runs/$NAME" ] && [ ! -d "$RUN_DIR" ] && [ -d "${AT}runs/$NAME/checkpoints" ]; then
+        echo "run_$NAME.sh: a new run begins in $RUN_DIR; RUN_DIR=${AT}runs/$NAME goes on with the one there, where version 0.1 put every size"
+    fi
+fi
 # A text of one's own for a model of a preset wants more tokens than the bundled text has.
 if [ -z "${VOCAB_SIZE:-}" ]; then VOCAB_SIZE=$([ -n "${CORPUS:-}" ] && [ -n "${MODEL_SIZE:-${model_size:-}}" ] && echo 30000 || echo 4000); fi
+if [ -z "${CORPUS:-}" ] && [ -f "$RUN_DIR/data/source" ]; then # a run goes on with the text that it began with
+    CORPUS=$(cat "$RUN_DIR/data/source")
+    case "$CORPUS" in /*) ;; *) CORPUS=$AT$CORPUS ;; esac
+fi
 CORPUS=${CORPUS:-${AT}corpus/sample.jsonl}
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}

@@ -18,6 +18,8 @@ from .translate import Translation, add_to, flag_of, settings_for, suggestion, w
 
 HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
+# What `none` is in a file: nothing, or of several words what there is without them.
+_WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -153,7 +155,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
         names = [f.name for f in fields(SECTIONS[key])] if here is value else list(HOME)
         for name, each in here.items():
             if name in names:
-                values[name] = None if each == "none" and name in _MAY_BE_NONE else each
+                values[name] = _WITHOUT[name] if each == "none" and name in _WITHOUT else each
             elif other := flag_of(name):
                 foreign[other] = each
             elif here is value:

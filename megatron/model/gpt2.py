@@ -90,6 +90,8 @@ class GPT2Model(LayerStack):
     ) -> Tensor:
         """tokens [b, s] -> logits, with labels [b, s] the loss of every token, [b, s] in fp32, with a loss_mask [b, s] its sum.
 
+        A loss can be differentiated once: its backward pass writes over the logits, which a hook may have kept (see TokenLoss).
+
         position_ids: [b, s], counted from 0 if not given; rotary ones may only begin again, see `RotaryStart`. document_ids:
         [b, s], the number of each token's document, to which its view is restricted; all is one if not given.
         With context parallelism tokens, labels and loss mask are this rank's, [b, s/c], positions and document ids of the whole sequence.

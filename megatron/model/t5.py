@@ -222,6 +222,8 @@ class T5Model(LayerStack):
     ) -> Tensor:
         """Tokens [b, k] and [b, q] -> logits, with labels [b, q] the loss of every token, [b, q] in fp32, with a loss_mask [b, q] its sum.
 
+        A loss can be differentiated once, as in GPT2Model.
+
         document_ids: [b, s] number of the document of each token, 0 for padding; tokens see only their own
         document. Give both or neither; neither is one document without padding.
         """

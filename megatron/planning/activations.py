@@ -174,4 +174,5 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     ):  # logarithms of probabilities, their gradient and that of the logits; in fp32 of a copy
         return logits, 3 * logits if e >= 4 else 8 * logits
     of_matrix = rows * m.hidden_size * e  # the output matrix's gradient comes after that of its last chunk
+    of_matrix *= 1 if x.accelerated or e < 4 else 2  # which oneDNN lays out by columns first
     return logits, max(copies * part, of_matrix) + extra

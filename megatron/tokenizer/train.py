@@ -97,7 +97,7 @@ def _sentencepiece(
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1][:200]
         raise TokenizerError(
-            f"cannot train {vocab_size} tokens on this text; try a smaller --vocab-size ({reason})"
+            f"cannot train {vocab_size} tokens on this text; try a smaller --vocab-size, or VOCAB_SIZE= of run_*.sh ({reason})"
         ) from None
     return model.getvalue()
 
@@ -133,7 +133,9 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
         if word.isprintable() and word not in fixed and word:
             chosen.setdefault(word)
     if len(chosen) < room:
-        raise TokenizerError(f"this text has only {len(chosen) + len(fixed)} tokens; try a smaller --vocab-size")
+        raise TokenizerError(
+            f"this text has only {len(chosen) + len(fixed)} tokens; try a smaller --vocab-size, or VOCAB_SIZE= of run_*.sh"
+        )
     _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:room]]) + "\n").encode())
 
 
@@ -160,7 +162,7 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise TokenizerError(
-            f"this text gives only {tokenizer.get_vocab_size()} tokens; try a smaller --vocab-size than {vocab_size}"
+            f"this text gives only {tokenizer.get_vocab_size()} tokens; try a smaller --vocab-size, or VOCAB_SIZE= of run_*.sh, than {vocab_size}"
         )
     if kind == "hf":
         _write(output, tokenizer.to_str(pretty=True).encode())

@@ -50,3 +50,32 @@ def test_a_mistake_costs_nothing(env: dict[str, str], argv: list[str], words: st
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def files_of(name: str, at: Path, **env: str) -> tuple[str, str, str, str]:
+    """RUN_DIR, CORPUS, VOCAB_SIZE, and what is said, as _run.sh settles them for a checkout at `at`."""
+    text = (ROOT / "scripts" / "_run.sh").read_text()
+    part = text[text.index("# ---- files") : text.index("CONFIG_JSON=")]
+    begin = "".join(f"{key}={value!r}\n" for key, value in {"NAME": name, "AT": f"{at}/", **env}.items())
+    done = command("bash", "-euc", f'{begin}{part}\nprintf \'%s\\n\' "$RUN_DIR" "$CORPUS" $VOCAB_SIZE')
+    assert done.returncode == 0, done.stderr
+    *said, run_dir, corpus, size = done.stdout.splitlines()
+    return run_dir.replace(f"{at}/", ""), corpus.replace(f"{at}/", ""), size, "\n".join(said)
+
+
+def test_each_preset_has_a_directory_and_a_vocabulary(tmp_path: Path) -> None:
+    sample = "corpus/sample.jsonl"
+    assert files_of("gpt2", tmp_path) == ("runs/gpt2", sample, "4000", "")
+    assert files_of("gpt2", tmp_path, VARIANT="x", MODEL_SIZE="345M") == ("runs/gpt2_345M", sample, "4000", "")
+    assert files_of("llama", tmp_path, VARIANT="llama")[0] == "runs/llama"
+    assert files_of("llama", tmp_path, VARIANT="qwen3", MODEL_SIZE="8b")[0] == "runs/llama_qwen3_8b"
+    assert files_of("t5", tmp_path, MODEL_SIZE="base", CORPUS="my.jsonl")[1:3] == ("my.jsonl", "30000")
+    assert files_of("t5", tmp_path, MODEL_SIZE="base", CORPUS="my.jsonl", VOCAB_SIZE="9", RUN_DIR="r") == (
+        "r", "my.jsonl", "9", "",
+    )  # fmt: skip
+    (tmp_path / "runs/t5/checkpoints").mkdir(parents=True)
+    (tmp_path / "runs/t5/data").mkdir()
+    (tmp_path / "runs/t5/data/source").write_text("my/text.jsonl\n")
+    assert files_of("t5", tmp_path) == ("runs/t5", "my/text.jsonl", "4000", "")
+    *_, said = files_of("t5", tmp_path, MODEL_SIZE="base")
+    assert "a new run begins in" in said and "runs/t5 goes on with the one there" in said
