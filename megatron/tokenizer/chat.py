@@ -14,7 +14,7 @@ from re import Pattern
 from typing import Any, NamedTuple, Protocol
 
 from .base import Tokenizer, TokenizerError, any_of
-from .beside import settings_beside, token_beside
+from .beside import TEMPLATE, settings_beside, token_beside
 from .load import file_of
 
 ROLES = ("system", "user", "assistant")
@@ -253,7 +253,7 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 
 def own_template(vocab_file: str) -> str | None:
     """The source of the template that comes with a tokenizer, if one does."""
-    path = file_of(vocab_file).with_name("chat_template.jinja")
+    path = file_of(vocab_file).with_name(TEMPLATE)
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found = settings_beside(path).get("chat_template")
