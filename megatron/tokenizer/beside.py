@@ -26,6 +26,17 @@ def token_beside(path: Path, key: str) -> str | None:
     return name
 
 
+def named_beside(path: Path) -> set[str]:
+    """Names of all tokens to which tokenizer_config.json gives a role, such as eos_token, or calls special."""
+    settings = settings_beside(path)
+    found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key)
+        found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    names = (token.get("content") if isinstance(token, dict) else token for token in found)
+    return {name for name in names if isinstance(name, str)}
+
+
 def added_beside(path: Path) -> dict[str, int]:
     """Ids of the tokens that added_tokens.json and added_tokens_decoder name. Raises TokenizerError for a list that is none."""
     nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")

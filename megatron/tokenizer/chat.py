@@ -2,9 +2,10 @@
 
 A template writes roles and marks around the contents. Names of tokens (`Tokenizer.marks`) stand for these tokens in what the template writes,
 and never in a content, so that no text can pretend to be a turn of its own. But the assistant may write tokens that are neither special
-nor part of the frame of a turn, such as <think>.
+nor part of the frame of a turn, such as <think>; where a template in Jinja writes, which does not keep the two apart, everybody may.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
@@ -126,7 +127,8 @@ class JinjaTemplate:
     """A template in Jinja, as Hugging Face's tokenizers have them.
 
     What the assistant says is found by writing the conversation up to each of its turns and once more with it. White space after the
-    mark that ends a turn does not count. tokenizer: whose names no content may hold, as a template does not keep the two apart.
+    mark that ends a turn does not count. tokenizer: whose special tokens, and other names in the frame of a turn, no content may hold, as
+    a template does not keep the two apart.
     variables: what templates know besides the messages, such as eos_token. now: what strftime_now writes. Raises TokenizerError without
     jinja2 or for a template with a mistake.
     """
@@ -199,20 +201,24 @@ class JinjaTemplate:
 
     def _refuse_names(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            forged = self._frame if message.role == "assistant" else self._marks
-            if name := forged.search(message.content):
+            if name := self._frame.search(message.content):
                 kind = "a special token" if name[0] in self._tokenizer.specials else "a token of its own"
                 raise ValueError(f"a content holds {name[0]}, which is {kind}")
 
     @functools.cached_property
     def _frame(self) -> Pattern[str]:
-        """What the assistant must not write: special tokens, and those around a turn of the user and after one of its own."""
-        asked, said = Message("user", "?"), Message("assistant", "\u00b6said\u00b6")
+        """What no content may hold: special tokens, those around turns of the user and the system, and the one that opens and those
+        that end a turn of the assistant. Behind the first, a template may go on with what may be said, such as <think>."""
+        system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
-            around = self._written([asked], False) + self._written([asked, said], False).rpartition(said.content)[2]
+            before = self._written([asked], False)
+            around = before + self._written([asked, said], False).rpartition(said.content)[2]
+            opening = self._marks.search(self._written([asked], True).removeprefix(before))
         except ValueError:  # a template that wants more than this
             return self._marks
-        return any_of({*self._tokenizer.specials, *self._marks.findall(around)})
+        with contextlib.suppress(ValueError):  # of one that knows no systems
+            around += self._written([system, asked], False)
+        return any_of({*self._tokenizer.specials, *self._marks.findall(around), *([opening[0]] if opening else [])})
 
     def _written(self, messages: Sequence[Message], asks: bool) -> str:
         turns = [message._asdict() for message in messages]

@@ -312,17 +312,31 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     train_byte_bpe(RIVERS, str(tmp_path / "tokenizer.json"), 290, "hf", ["<|im_end|>"])
     made = Theirs.from_file(str(tmp_path / "tokenizer.json"))
-    made.add_tokens([AddedToken("<|fim_prefix|>", normalized=False), AddedToken("<think>"), "   "])
+    made.add_tokens(
+        [
+            AddedToken("<|fim_prefix|>", normalized=False),
+            AddedToken("<think>"),
+            "   ",
+            "[INST]",
+            "covid",
+            "春天",
+            "sep here",
+        ]
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert "sep here" not in load_tokenizer(str(tmp_path)).marks
+    about = {"eos_token": "<|endoftext|>", "sep_token": "sep here"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     ours = load_tokenizer(str(tmp_path))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=False)
-    assert set(ours.marks) - set(ours.specials) == {"<|fim_prefix|>", "<think>"}
+    assert set(ours.marks) - set(ours.specials) == {"<|fim_prefix|>", "<think>", "[INST]", "sep here"}
     for text in ("a<|fim_prefix|>b <think>   c", "river   runs", *RIVERS[:3]):
         assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
         said = ours.encode_content(text)
         assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
-    assert ours.encode_content("river   runs") == ours.encode("river   runs")
+    for text in ("river   runs", "春天 of covid"):  # words that were added to the vocabulary are words
+        assert ours.encode_content(text) == ours.encode(text) == theirs(text)["input_ids"]
 
 
 def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
