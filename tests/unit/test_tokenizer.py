@@ -1,6 +1,8 @@
 import functools
+import hashlib
 import importlib.util
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -234,8 +236,8 @@ def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> 
 
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(RIVERS), model_writer=model, model_type="bpe", vocab_size=330, byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, minloglevel=2, **options,
+        sentence_iterator=iter(RIVERS), model_writer=model, model_type="bpe", minloglevel=2, split_digits=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, **{"byte_fallback": True, "vocab_size": 330, **options},
     )  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
@@ -262,7 +264,28 @@ def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
         assert not set(ours.specials.values()) & set(ours.encode(named))
     bare = load_tokenizer(str(llama_folder(tmp_path / "bare", None)))
     assert (bare.start, bare.decode(bare.encode("river \u2581"))) == ((), "river \u2581")
-    assert (bare.fingerprint == ours.fingerprint) is not begins
+    assert bare.fingerprint != ours.fingerprint
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"add_dummy_prefix": False}, {"byte_fallback": False, "vocab_size": 50}], ids=str
+)
+def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Whatever tokenizer_config.json says of it; alone its fingerprint is that of its file."""
+    switches = [dict(zip(("add_bos_token", "add_prefix_space", "legacy"), said, strict=True)) for said in itertools.product((False, True), repeat=3)]  # fmt: skip
+    prefixed = options.get("add_dummy_prefix", True)
+    abouts = [{**LLAMA, **each} for each in switches if prefixed or not each["add_prefix_space"]]
+    abouts += [{"tokenizer_class": "PreTrainedTokenizer", **each} for each in switches]
+    found: dict[str, object] = {}
+    for number, about in enumerate([None, *abouts]):
+        folder = llama_folder(tmp_path / str(number), about, **options)
+        ours = load_tokenizer(str(folder))
+        if about is None:
+            assert ours.fingerprint == hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
+        texts = (*RIVERS[:3], " two  spaces", "slow\u2581river", "\u2581a")
+        ids = ours.start, ours.eod, [(ours.encode(text), ours.encode_inside(text)) for text in texts]
+        assert found.setdefault(ours.fingerprint, ids) == ids, about
+    assert len({str(ids) for ids in found.values()}) == len(found) > 2
 
 
 @pytest.mark.parametrize(
