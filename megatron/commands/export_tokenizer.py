@@ -9,7 +9,7 @@ from megatron.convert.hf_tokenizer import as_theirs
 from megatron.data.corpora import prefixes_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 from megatron.tokenizer.beside import MORE_TEMPLATES, SETTINGS, TEMPLATE, ends_beside, settings_beside, token_beside
-from megatron.tokenizer.chat import NAMED, ChatML, missing_marks, own_template, template_from, turn_end
+from megatron.tokenizer.chat import NAMED, ChatML, is_undated, missing_marks, own_template, template_of_corpus, turn_end
 from megatron.tokenizer.load import file_of
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
@@ -47,8 +47,13 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
         notes.append("the corpora of this run have different chat templates; that of the first is written")
     if date:
         notes.append(f"chat_template.jinja writes the date of the day on which it is used; the run learned with {date}")
+    elif is_undated(abouts[0]):
+        notes.append(
+            "chat_template.jinja writes the date of the day on which it is used; the run learned without one, as templates knew no "
+            "strftime_now when its corpus was made"
+        )
     try:
-        end = turn_end(template_from(source, tokenizer, vocab_file, date), tokenizer)
+        end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)
     except ValueError as error:
         notes.append(f"eos_token_id has no end of a turn: {error}")
     return Chat(source, end, tuple(notes))

@@ -8,7 +8,7 @@ nor part of the frame of a turn, such as <think>; where a template in Jinja writ
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from re import Pattern
@@ -18,6 +18,7 @@ from .base import Tokenizer, TokenizerError, any_of
 from .beside import TEMPLATE, settings_beside, token_beside
 from .load import file_of
 
+DATES = "strftime_now"  # what a template calls that writes a date
 ROLES = ("system", "user", "assistant")
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # of ChatML
 # What templates know besides the messages, where tokenizer_config.json says it.
@@ -129,11 +130,11 @@ class JinjaTemplate:
     What the assistant says is found by writing the conversation up to each of its turns and once more with it. White space after the
     mark that ends a turn does not count. tokenizer: whose special tokens, and other names in the frame of a turn, no content may hold, as
     a template does not keep the two apart.
-    variables: what templates know besides the messages, such as eos_token. now: what strftime_now writes. Raises TokenizerError without
-    jinja2 or for a template with a mistake.
+    variables: what templates know besides the messages, such as eos_token. now: what strftime_now writes; None: templates do not know
+    it. Raises TokenizerError without jinja2 or for a template with a mistake.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
         try:
             import jinja2
             import jinja2.ext
@@ -165,9 +166,9 @@ class JinjaTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=extensions
         )
         environment.filters["tojson"] = tojson
-        environment.globals |= {"raise_exception": refuse, "strftime_now": now.strftime}
+        environment.globals |= {"raise_exception": refuse, **({"strftime_now": now.strftime} if now else {})}
         self.source, self._mistake, self._tokenizer = source, jinja2.TemplateError, tokenizer
-        self.date = now.isoformat(timespec="seconds") if "strftime_now" in source else None
+        self.date = now.isoformat(timespec="seconds") if now and DATES in source else None
         self._variables = {"tools": None, "documents": None, **variables}
         self._marks = any_of(tokenizer.marks)
         try:
@@ -250,11 +251,29 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 
     Raises TokenizerError for one with a mistake.
     """
+    return _template(source, tokenizer, vocab_file, datetime.fromisoformat(date) if date else datetime.now())
+
+
+def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
+    """The template that a sidecar names. Without a date there, its corpus was made when no template knew strftime_now, and had none in it.
+
+    Raises TokenizerError for one with a mistake.
+    """
+    date = about.get("chat_date")
+    return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
+
+
+def is_undated(about: Mapping[str, Any]) -> bool:
+    """Whether a sidecar has a template that writes a date, and was made before it did."""
+    return DATES in str(about.get("chat_template")) and not about.get("chat_date")
+
+
+def _template(source: str, tokenizer: Tokenizer, vocab_file: str, now: datetime | None) -> Template:
     if source == ChatML.source:
         return ChatML()
     path = file_of(vocab_file)
     variables = {key: token for key in NAMED if (token := token_beside(path, key)) is not None}
-    return JinjaTemplate(source, tokenizer, variables, datetime.fromisoformat(date) if date else datetime.now())
+    return JinjaTemplate(source, tokenizer, variables, now)
 
 
 def own_template(vocab_file: str) -> str | None:

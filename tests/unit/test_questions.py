@@ -1,13 +1,14 @@
 """What a model is asked, as tokens: texts with names of special tokens and conversations as transformers has them, gaps as training has them."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.commands import generate
+from megatron.commands import export_tokenizer, generate, inspect_data
 from megatron.commands import prompts as asking
 from megatron.config.command_line import parse
 from megatron.data.fim import Gaps
@@ -18,6 +19,7 @@ from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
 from tests.cli.test_convert_llama import tokenizer_of
 
 from .test_sft import CHAT, CHATML
+from .test_sft import _corpus as corpus
 
 FIM = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
 ENDS_WITH_EOS = (
@@ -154,6 +156,35 @@ def test_the_template_of_the_training_comes_first(
         reader = asking.reader_of(flags("--chat", *argv), config, tokenizer, vocab_file)
         assert reader.template is not None and reader.template.source == source
         assert told in capsys.readouterr().err
+
+
+def test_a_corpus_from_before_there_were_dates(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template that asked whether there is strftime_now was told no: so it is asked, and so merging and exporting say."""
+    pytest.importorskip("jinja2")
+    source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
+    old = tmp_path / "old_sft"
+    about = {"objective": "sft", "chat_template": source, "fingerprint": tokenizer.fingerprint}
+    old.with_name("old_sft.json").write_text(json.dumps(about))
+    config = parse(["--objective", "sft", "--data-path", str(old)])
+    for date, expected in ((None, "undated"), ("2024-07-26", "2024")):
+        old.with_name("old_sft.json").write_text(json.dumps({**about, **({"chat_date": date} if date else {})}))
+        reader = asking.reader_of(flags("--chat"), config, tokenizer, str(folder))
+        assert f"{old}, {'of 2024-07-26' if date else 'without a date'}, has them" in capsys.readouterr().err
+        asked = reader.question(Conversation(turns_of(CHAT[1:2])))
+        assert tokenizer.decode(asked.tokens).startswith(f"{expected}<|im_start|>user")
+        chat = export_tokenizer.chat_of(config, tokenizer, str(folder))
+        assert chat.end == tokenizer.marks[END]
+        (note,) = chat.notes
+        assert ("the run learned without one" if date is None else "the run learned with 2024-07-26") in note
+    assert template_from(source, tokenizer, str(folder)).date is not None  # of a tokenizer, without a corpus
+    for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
+        corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
+        (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))
+    pairs = [str(tmp_path / name) for name in "ab"]
+    inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m")))
+    assert "the chat template wrote no date; the sidecar says 2024-07-26" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spm", [False, True])
