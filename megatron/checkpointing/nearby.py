@@ -1,6 +1,7 @@
 """What lies next to checkpoints, so that a run directory can be moved, copied, and used from anywhere: its tokenizer, its data."""
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -11,15 +12,19 @@ from typing import Any
 from ..atomic import whole_file
 from ..config import Config
 from ..data.indexed_dataset import LOSS
+from ..tokenizer.beside import GENERATION, MORE_TEMPLATES, SETTINGS, TEMPLATE, ends_beside
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
 ENDS = 1 << 16  # bytes
-WITH_IT = ("merges.txt", "gpt2-merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE)
 
 
 def keep_tokenizer(vocab_file: str, home: Path) -> None:
-    """Copy the files of a tokenizer into `home`/tokenizer. Raises OSError."""
+    """Copy the files of a tokenizer into `home`/tokenizer, with its chat templates and the ids that end what its model writes.
+
+    Raises OSError, and ValueError for a JSON file of them that is none.
+    """
     source, folder = file_of(vocab_file), home / FOLDER
     if folder.resolve() == source.resolve().parent:
         return
@@ -28,6 +33,16 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
         if path.is_file():
             with whole_file(folder / path.name) as there:
                 shutil.copyfile(path, there)
+    more = sorted(source.with_name(MORE_TEMPLATES).glob("*.jinja"))
+    if more:
+        (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
+    for path in more:
+        with whole_file(folder / MORE_TEMPLATES / path.name) as there:
+            shutil.copyfile(path, there)
+    # The ids alone: a config.json would make the folder one of a model, and the rest (of sampling) is nothing of the tokenizer.
+    if (ends := ends_beside(source)) is not None:
+        with whole_file(folder / GENERATION) as there:
+            Path(there).write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:

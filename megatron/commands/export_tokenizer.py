@@ -8,9 +8,8 @@ from megatron.config import Config
 from megatron.convert.hf_tokenizer import as_theirs
 from megatron.data.corpora import prefixes_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import SETTINGS, settings_beside, token_beside
-from megatron.tokenizer.chat import NAMED, ChatML, missing_marks, own_template, template_from, turn_end
+from megatron.tokenizer.beside import MORE_TEMPLATES, SETTINGS, TEMPLATE, ends_beside, settings_beside, token_beside
+from megatron.tokenizer.chat import NAMED, ChatML, is_undated, missing_marks, own_template, template_of_corpus, turn_end
 from megatron.tokenizer.load import file_of
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
@@ -48,8 +47,13 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
         notes.append("the corpora of this run have different chat templates; that of the first is written")
     if date:
         notes.append(f"chat_template.jinja writes the date of the day on which it is used; the run learned with {date}")
+    elif is_undated(abouts[0]):
+        notes.append(
+            "chat_template.jinja writes the date of the day on which it is used; the run learned without one, as templates knew no "
+            "strftime_now when its corpus was made"
+        )
     try:
-        end = turn_end(template_from(source, tokenizer, vocab_file, date), tokenizer)
+        end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)
     except ValueError as error:
         notes.append(f"eos_token_id has no end of a turn: {error}")
     return Chat(source, end, tuple(notes))
@@ -63,16 +67,14 @@ def _left_out(vocab_file: str) -> list[str]:
         if isinstance(several, list)
         else []
     )
-    names += [file.name for file in sorted(path.with_name("additional_chat_templates").glob("*.jinja"))]
+    names += [file.name for file in sorted(path.with_name(MORE_TEMPLATES).glob("*.jinja"))]
     return [f"more chat templates of the tokenizer are left out: {', '.join(names)}"] if names else []
 
 
 def ends_of(tokenizer: Tokenizer, vocab_file: str, chat: Chat) -> int | list[int]:
     """Ids that end what a model writes: the end of a document, that of a turn, and those that came in with the tokenizer's folder."""
     ends = [tokenizer.eod, *([] if chat.end is None else [chat.end])]
-    path = file_of(vocab_file)
-    nearby = [file for name in ("generation_config.json", "config.json") if (file := path.with_name(name)).is_file()]
-    said = next((found for file in nearby if (found := read_object(file).get("eos_token_id")) is not None), None)
+    said = ends_beside(file_of(vocab_file))
     if isinstance(said, list) and tokenizer.eod in said:
         ends += [i for i in said if isinstance(i, int) and 0 <= i < tokenizer.vocab_size]
     ends = list(dict.fromkeys(ends))
@@ -137,5 +139,5 @@ def _write_template(folder: Path, tokenizer: Tokenizer, chat: Chat) -> list[str]
             why = f"{' and '.join(missing)} of chatml are text in this tokenizer, which transformers may cut otherwise"
             return [*chat.notes, f"no chat_template.jinja is written: {why}"]
         source = ChatML.jinja
-    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    (folder / TEMPLATE).write_text(source, encoding="utf-8")
     return list(chat.notes)

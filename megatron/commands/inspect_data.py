@@ -17,6 +17,7 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.merge_split import find_damage, merge, split
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer.chat import is_undated
 
 from .cli import Parser, run, write_json
 
@@ -157,6 +158,8 @@ def merge_pairs(args: argparse.Namespace) -> None:
     dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
     if len(dates) > 1:
         print(f"note: the chat templates wrote {len(dates)} dates; the sidecar keeps the last, {dates[-1]}")
+    if dates and any(is_undated(about) for about in abouts):
+        print(f"note: in some of these pairs the chat template wrote no date; the sidecar says {dates[-1]}")
     builder, *others = (
         merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
     )

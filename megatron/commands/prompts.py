@@ -16,10 +16,12 @@ from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.chat import (
     Message,
     Template,
+    is_undated,
     load_template,
     missing_marks,
     own_template,
     template_from,
+    template_of_corpus,
     turns_of,
 )
 
@@ -104,10 +106,10 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
     """The template, and whose it is."""
     prefixes = prefixes_of(config.data.paths) if config.objective == "sft" and config.data.data_path else []
     for prefix in prefixes:
-        if source := sidecar(prefix).get("chat_template"):
-            date = sidecar(prefix).get("chat_date")
-            whose = f"the corpus {prefix}" + (f", of {date}," if date else "")
-            return template_from(str(source), tokenizer, vocab_file, date), whose
+        if (about := sidecar(prefix)).get("chat_template"):
+            date = about.get("chat_date")
+            when = f", of {date}," if date else ", without a date," if is_undated(about) else ""
+            return template_of_corpus(about, tokenizer, vocab_file), f"the corpus {prefix}{when}"
     if source := own_template(vocab_file):
         return template_from(source, tokenizer, vocab_file), "the tokenizer"
     return load_template("chatml", tokenizer, vocab_file), "chatml"

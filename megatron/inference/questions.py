@@ -1,6 +1,7 @@
 """What a user asks, as a model reads it: a text to go on with, a conversation to answer, a text with a gap to fill.
 
-Names of special tokens in a text are text unless the user says otherwise, so that nothing passed on from others pretends to be a turn or a gap.
+Names of special tokens in a text are text unless the user says otherwise, and in conversations and gaps those of all marks are, so that nothing
+passed on from others pretends to be a turn or a gap.
 """
 
 import itertools
@@ -78,11 +79,10 @@ class Reader:
         if isinstance(asked, Gap):
             return self._of_gap(asked)
         tokenizer = self.tokenizer
-        ids = [*tokenizer.start, *self._ids(asked)]
+        # A text goes on as one of the corpus would, in which marks that are not special are tokens.
+        found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
+        ids = [*tokenizer.start, *found]
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode_names(text) if self.names else self.tokenizer.encode_content(text)
 
     def _of_conversation(self, asked: Conversation) -> Question:
         """Ended by the mark that ends a turn in this template, else by the end of a document; an answer shows no special tokens."""
@@ -95,11 +95,9 @@ class Reader:
     def _of_gap(self, asked: Gap) -> Question:
         assert self.marks is not None
         prefix, middle, suffix, inside, spm = self.marks
-        start, head, tail = (
-            list(self.tokenizer.start),
-            self._ids(asked.prefix),
-            self.tokenizer.encode_content(asked.suffix, inside=True),
-        )
+        tokenizer = self.tokenizer
+        start, tail = list(tokenizer.start), tokenizer.encode_content(asked.suffix, inside=True)
+        head = tokenizer.encode_names(asked.prefix) if self.names else tokenizer.encode_content(asked.prefix)
         first = [prefix, *start] if inside else [*start, prefix]
         tokens = [*first, *head, suffix, *tail, middle]
         if spm:

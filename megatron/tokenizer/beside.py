@@ -7,6 +7,8 @@ from typing import Any
 from .base import TokenizerError, read_object
 
 SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
@@ -24,6 +26,17 @@ def token_beside(path: Path, key: str) -> str | None:
     return name
 
 
+def named_beside(path: Path) -> set[str]:
+    """Names of all tokens to which tokenizer_config.json gives a role, such as eos_token, or calls special."""
+    settings = settings_beside(path)
+    found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key)
+        found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    names = (token.get("content") if isinstance(token, dict) else token for token in found)
+    return {name for name in names if isinstance(name, str)}
+
+
 def added_beside(path: Path) -> dict[str, int]:
     """Ids of the tokens that added_tokens.json and added_tokens_decoder name. Raises TokenizerError for a list that is none."""
     nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
@@ -32,6 +45,12 @@ def added_beside(path: Path) -> dict[str, int]:
     if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
         raise TokenizerError(f"{nearby}: added_tokens_decoder must give a token for each id")
     return {**added, **{str(token.get("content")): int(i) for i, token in listed.items()}}
+
+
+def ends_beside(path: Path) -> int | list[int] | None:
+    """The eos_token_id of the model that came with it: of generation_config.json, else of config.json; None where neither says it."""
+    nearby = [file for name in (GENERATION, "config.json") if (file := path.with_name(name)).is_file()]
+    return next((found for file in nearby if (found := read_object(file).get("eos_token_id")) is not None), None)
 
 
 def refuse_lacking(

@@ -2,21 +2,23 @@
 
 A template writes roles and marks around the contents. Names of tokens (`Tokenizer.marks`) stand for these tokens in what the template writes,
 and never in a content, so that no text can pretend to be a turn of its own. But the assistant may write tokens that are neither special
-nor part of the frame of a turn, such as <think>.
+nor part of the frame of a turn, such as <think>; where a template in Jinja writes, which does not keep the two apart, everybody may.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from re import Pattern
 from typing import Any, NamedTuple, Protocol
 
 from .base import Tokenizer, TokenizerError, any_of
-from .beside import settings_beside, token_beside
+from .beside import TEMPLATE, settings_beside, token_beside
 from .load import file_of
 
+DATES = "strftime_now"  # what a template calls that writes a date
 ROLES = ("system", "user", "assistant")
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # of ChatML
 # What templates know besides the messages, where tokenizer_config.json says it.
@@ -126,12 +128,13 @@ class JinjaTemplate:
     """A template in Jinja, as Hugging Face's tokenizers have them.
 
     What the assistant says is found by writing the conversation up to each of its turns and once more with it. White space after the
-    mark that ends a turn does not count. tokenizer: whose names no content may hold, as a template does not keep the two apart.
-    variables: what templates know besides the messages, such as eos_token. now: what strftime_now writes. Raises TokenizerError without
-    jinja2 or for a template with a mistake.
+    mark that ends a turn does not count. tokenizer: whose special tokens, and other names in the frame of a turn, no content may hold, as
+    a template does not keep the two apart.
+    variables: what templates know besides the messages, such as eos_token. now: what strftime_now writes; None: templates do not know
+    it. Raises TokenizerError without jinja2 or for a template with a mistake.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
         try:
             import jinja2
             import jinja2.ext
@@ -163,9 +166,9 @@ class JinjaTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=extensions
         )
         environment.filters["tojson"] = tojson
-        environment.globals |= {"raise_exception": refuse, "strftime_now": now.strftime}
+        environment.globals |= {"raise_exception": refuse, **({"strftime_now": now.strftime} if now else {})}
         self.source, self._mistake, self._tokenizer = source, jinja2.TemplateError, tokenizer
-        self.date = now.isoformat(timespec="seconds") if "strftime_now" in source else None
+        self.date = now.isoformat(timespec="seconds") if now and DATES in source else None
         self._variables = {"tools": None, "documents": None, **variables}
         self._marks = any_of(tokenizer.marks)
         try:
@@ -199,20 +202,24 @@ class JinjaTemplate:
 
     def _refuse_names(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            forged = self._frame if message.role == "assistant" else self._marks
-            if name := forged.search(message.content):
+            if name := self._frame.search(message.content):
                 kind = "a special token" if name[0] in self._tokenizer.specials else "a token of its own"
                 raise ValueError(f"a content holds {name[0]}, which is {kind}")
 
     @functools.cached_property
     def _frame(self) -> Pattern[str]:
-        """What the assistant must not write: special tokens, and those around a turn of the user and after one of its own."""
-        asked, said = Message("user", "?"), Message("assistant", "\u00b6said\u00b6")
+        """What no content may hold: special tokens, those around turns of the user and the system, and the one that opens and those
+        that end a turn of the assistant. Behind the first, a template may go on with what may be said, such as <think>."""
+        system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
-            around = self._written([asked], False) + self._written([asked, said], False).rpartition(said.content)[2]
+            before = self._written([asked], False)
+            around = before + self._written([asked, said], False).rpartition(said.content)[2]
+            opening = self._marks.search(self._written([asked], True).removeprefix(before))
         except ValueError:  # a template that wants more than this
             return self._marks
-        return any_of({*self._tokenizer.specials, *self._marks.findall(around)})
+        with contextlib.suppress(ValueError):  # of one that knows no systems
+            around += self._written([system, asked], False)
+        return any_of({*self._tokenizer.specials, *self._marks.findall(around), *([opening[0]] if opening else [])})
 
     def _written(self, messages: Sequence[Message], asks: bool) -> str:
         turns = [message._asdict() for message in messages]
@@ -244,16 +251,34 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 
     Raises TokenizerError for one with a mistake.
     """
+    return _template(source, tokenizer, vocab_file, datetime.fromisoformat(date) if date else datetime.now())
+
+
+def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
+    """The template that a sidecar names. Without a date there, its corpus was made when no template knew strftime_now, and had none in it.
+
+    Raises TokenizerError for one with a mistake.
+    """
+    date = about.get("chat_date")
+    return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
+
+
+def is_undated(about: Mapping[str, Any]) -> bool:
+    """Whether a sidecar has a template that writes a date, and was made before it did."""
+    return DATES in str(about.get("chat_template")) and not about.get("chat_date")
+
+
+def _template(source: str, tokenizer: Tokenizer, vocab_file: str, now: datetime | None) -> Template:
     if source == ChatML.source:
         return ChatML()
     path = file_of(vocab_file)
     variables = {key: token for key in NAMED if (token := token_beside(path, key)) is not None}
-    return JinjaTemplate(source, tokenizer, variables, datetime.fromisoformat(date) if date else datetime.now())
+    return JinjaTemplate(source, tokenizer, variables, now)
 
 
 def own_template(vocab_file: str) -> str | None:
     """The source of the template that comes with a tokenizer, if one does."""
-    path = file_of(vocab_file).with_name("chat_template.jinja")
+    path = file_of(vocab_file).with_name(TEMPLATE)
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found = settings_beside(path).get("chat_template")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Tokenizer, TokenizerError, fingerprint, past_first
-from .beside import SETTINGS, refuse_lacking, settings_beside, token_beside
+from .beside import SETTINGS, named_beside, refuse_lacking, settings_beside, token_beside
 from .sentinels import MARK as SENTINEL
 
+LIKE_A_MARK = re.compile(r"<\S+>|\[\S+\]")
 END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -67,8 +69,10 @@ class HFTokenizer(Tokenizer):
             name: vocabulary[name] for name, token in added.items() if token.special or SENTINEL.fullmatch(name)
         }
         self.specials |= {end: self.eod}
-        # Others are tokens in a text, too; those of white space (CodeGen's, Phi's) are nothing but text.
-        more = {name: vocabulary[name] for name in added if name.strip() and name not in self.specials}
+        # Others are tokens in a text, too. Words that somebody added to the vocabulary, and white space (CodeGen's, Phi's), are nothing but text.
+        roles = {name for name in named_beside(Path(path)) if name.strip()}
+        more = {name: vocabulary[name] for name in added if LIKE_A_MARK.fullmatch(name) or name in roles}
+        more = {name: i for name, i in more.items() if name not in self.specials}
         self._marks = {**self.specials, **more}
         self.start = _start_of(tokenizer)
         self._words = _Words(tokenizer, self.specials)

@@ -59,9 +59,15 @@ class SentencePieceTokenizer(Tokenizer):
         self._obey(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        if (self.start, self.eod) != bare:
-            self.fingerprint = fingerprint(f"{self.name}, from {self.start} to {self.eod}", content)
+        # Pieces would turn a mark in the text into a space; bytes keep it. transformers' Llama does not.
+        spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
+        has_bytes = self._sp.is_byte(spelled[0])
+        self._mark = np.array(spelled if has_bytes and not self.is_llama else [], dtype=np.int32)
+        others = [] if (self.start, self.eod) == bare else [f"from {self.start} to {self.eod}"]
+        others += self._ways_of_llama(has_bytes) if self.is_llama else []
+        self.fingerprint = (
+            fingerprint(", ".join([self.name, *others]), content) if others else hashlib.sha256(content).hexdigest()
+        )
         self.specials = {
             self._sp.id_to_piece(i): i
             for i in range(self.vocab_size)
@@ -70,15 +76,18 @@ class SentencePieceTokenizer(Tokenizer):
         # mT5's sentinels are pieces of their own, with the mark of a space in front.
         for i in itertools.takewhile(lambda i: self._piece(f"{MARK}<extra_id_{i}>") is not None, itertools.count()):
             self.specials[f"<extra_id_{i}>"] = self._sp.piece_to_id(f"{MARK}<extra_id_{i}>")
-        # Pieces would turn a mark in the text into a space; bytes keep it. transformers' Llama does not.
-        spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
-        keeps = self._sp.is_byte(spelled[0]) and not self.is_llama
-        self._mark = np.array(spelled if keeps else [], dtype=np.int32)
 
     @property
     def is_llama(self) -> bool:
         """Whether it is read as transformers' LlamaTokenizer does."""
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
+
+    def _ways_of_llama(self, has_bytes: bool) -> list[str]:
+        """In what the ids of texts are others than those of the model alone."""
+        ways = ["marks of spaces are spaces"] if has_bytes else []
+        if not self._prefixes:
+            return [*ways, *(["no space in front"] if self._sp.normalize("a") != "a" else [])]
+        return [*ways, "one space in front" if self.settings.get("legacy") else "one space in front, none inside"]
 
     def _obey(self, path: Path) -> None:
         """Begin and end texts as tokenizer_config.json says."""

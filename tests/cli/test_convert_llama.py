@@ -10,6 +10,7 @@ import torch
 
 from megatron.commands import evaluate, export_tokenizer, generate
 from megatron.config.command_line import parse
+from megatron.convert.hf_folder import is_hf_folder
 from megatron.inference.generation import Sampling, sample
 from megatron.inference.questions import Question, answer
 from megatron.tokenizer import load_tokenizer
@@ -206,8 +207,19 @@ def test_evaluation_is_theirs(tmp_path: Path) -> None:
 
 
 def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
-    """A corpus cut by their tokenizer, the first loss that of their model on it; and what comes of it is a folder of theirs again."""
+    """A corpus cut by their tokenizer, the first loss that of their model on it; and what comes of it is a folder of theirs again.
+
+    Its chat template and its ends are kept in the run, and the folder that the tokenizer came from may be gone.
+    """
     folder = folder_of(tmp_path / "theirs", "Llama")
+    template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("r")
+    (folder / "generation_config.json").unlink()
+    about = json.loads((folder / "config.json").read_text())
+    ends = [about["eos_token_id"], 5]
+    (folder / "config.json").write_text(json.dumps({**about, "eos_token_id": ends}))
     said = convert("--from-hf", str(folder), "--output", str(tmp_path / "c"), "--verify")
     settings = tmp_path / "c" / "settings.json"
     assert f"python pretrain_llama.py --config {settings} --load {tmp_path / 'c'}" in said
@@ -233,7 +245,14 @@ def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
         logits = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(text[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
     assert rows[0]["lm_loss"] == pytest.approx(expected.item(), rel=1e-5)
-    convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--verify", "--dtype", "bf16")
+    assert not is_hf_folder(tmp_path / "run" / "tokenizer")
+    folder.rename(tmp_path / "gone")
+    said = convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--verify", "--dtype", "bf16")
+    assert "templates of the tokenizer are left out: rag.jinja" in said
+    before, after = (transformers.AutoTokenizer.from_pretrained(tmp_path / each) for each in ("gone", "out"))
+    turns = [{"role": "user", "content": "slow rivers"}]
+    assert after.apply_chat_template(turns) == before.apply_chat_template(turns)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (described["model_type"], described["rope_scaling"]["rope_type"]) == ("llama", "llama3")
 

@@ -1,10 +1,17 @@
 """A run directory holds what is needed to use it, wherever it is."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron.checkpointing.nearby import ENDS, keep_tokenizer, kept_tokenizer, look_of, relocated, with_kept_tokenizer
 from megatron.config.command_line import parse
+from megatron.convert.hf_folder import is_hf_folder
+from megatron.tokenizer.beside import ends_beside
+from megatron.tokenizer.chat import own_template
 
 
 def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) -> None:
@@ -27,6 +34,30 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
         (source / name).write_text(name)
         keep_tokenizer(str(source / name), home)
     assert kept_tokenizer(home, "/was/there/other.model") == str(home / "tokenizer" / "other.model")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": [1, 2], "top_k": 3}, "config.json": {"eos_token_id": 1}}, [1, 2]),
+        ({"generation_config.json": {"top_k": 3}, "config.json": {"model_type": "llama", "eos_token_id": [1, 3]}}, [1, 3]),
+        ({"config.json": {"model": {}}}, None),
+    ],
+)  # fmt: skip
+def test_templates_and_ends_are_kept_with_a_tokenizer(tmp_path: Path, files: dict[str, Any], expected: object) -> None:
+    source, home = tmp_path / "source", tmp_path / "home"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    home.mkdir()
+    for name in ("vocab.json", "chat_template.jinja", "additional_chat_templates/rag.jinja"):
+        (source / name).write_text(name)
+    for name, content in files.items():
+        (source / name).write_text(json.dumps(content))
+    keep_tokenizer(str(source), home)
+    kept = home / "tokenizer"
+    assert own_template(str(kept)) == "chat_template.jinja"
+    assert (kept / "additional_chat_templates" / "rag.jinja").read_text() == "additional_chat_templates/rag.jinja"
+    assert ends_beside(kept / "vocab.json") == ends_beside(source / "vocab.json") == expected
+    assert not is_hf_folder(kept)
 
 
 def test_settings_of_a_run_that_was_moved(tmp_path: Path) -> None:

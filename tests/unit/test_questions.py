@@ -1,23 +1,25 @@
 """What a model is asked, as tokens: texts with names of special tokens and conversations as transformers has them, gaps as training has them."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.commands import generate
+from megatron.commands import export_tokenizer, generate, inspect_data
 from megatron.commands import prompts as asking
 from megatron.config.command_line import parse
 from megatron.data.fim import Gaps
 from megatron.inference.questions import Conversation, Gap, Reader, answer
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron.tokenizer.chat import BEGIN, END, ChatML, Message, load_template, turns_of
+from megatron.tokenizer.chat import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
 from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
 from tests.cli.test_convert_llama import tokenizer_of
 
 from .test_sft import CHAT, CHATML
+from .test_sft import _corpus as corpus
 
 FIM = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
 ENDS_WITH_EOS = (
@@ -61,6 +63,39 @@ def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tok
         assert named.tokens == theirs(text)["input_ids"], text
         plain = asking.reader_of(flags(), config, tokenizer, str(folder)).question(text)
         assert not set(plain.tokens) & set(tokenizer.specials.values()) and tokenizer.decode(plain.tokens) == text
+
+
+# The frame of a turn has other marks for each role.
+ROLE_MARKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+ADDED = ["<think>", "<tool_call>", "<|system|>", "<|user|>", "<|assistant|>", BEGIN, END, "春天", "covid"]
+
+
+def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
+    """Words are words everywhere; a prompt is cut as a corpus is; in a conversation all may name what is no frame of a turn, as in transformers."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    train_byte_bpe(["What is the capital of France? 春天 covid"] * 9, str(tmp_path / "tokenizer.json"), 290, "hf")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.add_tokens(ADDED)
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(str(tmp_path))
+    assert set(ours.marks) == {"<|endoftext|>", *ADDED[:-2]}
+    text = "春天 of covid <tool_call> is <think>"
+    assert Reader(ours).question(text).tokens == ours.encode(text) == theirs(text)["input_ids"]
+    turns = [{"role": "system", "content": text}, {"role": "user", "content": text}]
+    for source in (CHATML, ROLE_MARKS):
+        reader = Reader(ours, template_from(source, ours, str(tmp_path)))
+        asked: Any = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=True)
+        assert reader.question(Conversation(turns_of(turns))).tokens == asked["input_ids"]
+        for name in ADDED[2:5] if source == ROLE_MARKS else (BEGIN, END):
+            for role in ("system", "user"):
+                with pytest.raises(ValueError, match="a content holds .*, which is a token of its own"):
+                    reader.question(Conversation((Message(role, f"a{name}"), Message("user", "b"))))
 
 
 @pytest.mark.parametrize("style", ["llama2", "llama3", "qwen"])
@@ -123,6 +158,35 @@ def test_the_template_of_the_training_comes_first(
         assert told in capsys.readouterr().err
 
 
+def test_a_corpus_from_before_there_were_dates(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template that asked whether there is strftime_now was told no: so it is asked, and so merging and exporting say."""
+    pytest.importorskip("jinja2")
+    source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
+    old = tmp_path / "old_sft"
+    about = {"objective": "sft", "chat_template": source, "fingerprint": tokenizer.fingerprint}
+    old.with_name("old_sft.json").write_text(json.dumps(about))
+    config = parse(["--objective", "sft", "--data-path", str(old)])
+    for date, expected in ((None, "undated"), ("2024-07-26", "2024")):
+        old.with_name("old_sft.json").write_text(json.dumps({**about, **({"chat_date": date} if date else {})}))
+        reader = asking.reader_of(flags("--chat"), config, tokenizer, str(folder))
+        assert f"{old}, {'of 2024-07-26' if date else 'without a date'}, has them" in capsys.readouterr().err
+        asked = reader.question(Conversation(turns_of(CHAT[1:2])))
+        assert tokenizer.decode(asked.tokens).startswith(f"{expected}<|im_start|>user")
+        chat = export_tokenizer.chat_of(config, tokenizer, str(folder))
+        assert chat.end == tokenizer.marks[END]
+        (note,) = chat.notes
+        assert ("the run learned without one" if date is None else "the run learned with 2024-07-26") in note
+    assert template_from(source, tokenizer, str(folder)).date is not None  # of a tokenizer, without a corpus
+    for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
+        corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
+        (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))
+    pairs = [str(tmp_path / name) for name in "ab"]
+    inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m")))
+    assert "the chat template wrote no date; the sidecar says 2024-07-26" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("spm", [False, True])
 def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, spm: bool) -> None:
     """What the model is given, the middle and the end are a document as the data set rearranges it."""
@@ -140,7 +204,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
 
 
 def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
-    """Qwen's marks of gaps, and ChatML's of some fine-tunes: asked with, ended by, and taken from no prompt unless that is asked for."""
+    """Qwen's marks of gaps, and ChatML's of some fine-tunes: asked with, ended by, and in a prompt what they are in a corpus; what fills a gap or is said names none."""
     theirs_of = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -156,7 +220,7 @@ def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
         assert Reader(ours, names=True).question(text).tokens == theirs(text)["input_ids"]
         assert ours.encode(text) == theirs(text, split_special_tokens=True)["input_ids"] or "<|endoftext|>" in text
         plain = Reader(ours).question(text).tokens
-        assert not set(plain) & set(ours.marks.values()) and ours.decode(plain) == text
+        assert plain == ours.encode(text) and ours.eod not in plain and ours.decode(plain) == text
     asked = Reader(ours, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
     assert asked.end == ours.marks[END] and asked.tokens.count(asked.end) == 1
     assert answer(ours, asked, [*ours.encode("Paris."), asked.end]) == "Paris."

@@ -124,12 +124,15 @@ def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(
     ids, _ = ChatEncoder(ours, append_eod=False).encode(pieces)
     assert ids == expected and ids.count(ours.marks["<|im_end|>"]) == 4
     thought = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b"}]
+    system = [{"role": "system", "content": "<think> first"}, *CHAT[1:]]
     expected = theirs.apply_chat_template(thought, return_dict=True)["input_ids"]
     for name in ("chatml", "tokenizer"):
         template = load_template(name, ours, str(plain_marks))
         assert ChatEncoder(ours, False).encode(template.pieces(messages_of({"messages": thought})))[0] == expected
         assert turn_end(template, ours) == ours.marks["<|im_end|>"] and not missing_marks(template, ours)
-    for message in (*FORGED[:2], {"role": "system", "content": "<think>"}):
+    expected = theirs.apply_chat_template(system, return_dict=True)["input_ids"]
+    assert ChatEncoder(ours, False).encode(template.pieces(turns_of(system)))[0] == expected
+    for message in (*FORGED[:2], {"role": "system", "content": "<|im_start|>"}):
         with pytest.raises(ValueError, match=r"a content holds <.*>, which is a token of its own"):
             template.asking(turns_of([message, CHAT[3]]))
 

@@ -1,6 +1,8 @@
 import functools
+import hashlib
 import importlib.util
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -234,8 +236,8 @@ def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> 
 
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(RIVERS), model_writer=model, model_type="bpe", vocab_size=330, byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, minloglevel=2, **options,
+        sentence_iterator=iter(RIVERS), model_writer=model, model_type="bpe", minloglevel=2, split_digits=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, **{"byte_fallback": True, "vocab_size": 330, **options},
     )  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
@@ -262,7 +264,28 @@ def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
         assert not set(ours.specials.values()) & set(ours.encode(named))
     bare = load_tokenizer(str(llama_folder(tmp_path / "bare", None)))
     assert (bare.start, bare.decode(bare.encode("river \u2581"))) == ((), "river \u2581")
-    assert (bare.fingerprint == ours.fingerprint) is not begins
+    assert bare.fingerprint != ours.fingerprint
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"add_dummy_prefix": False}, {"byte_fallback": False, "vocab_size": 50}], ids=str
+)
+def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Whatever tokenizer_config.json says of it; alone its fingerprint is that of its file."""
+    switches = [dict(zip(("add_bos_token", "add_prefix_space", "legacy"), said, strict=True)) for said in itertools.product((False, True), repeat=3)]  # fmt: skip
+    prefixed = options.get("add_dummy_prefix", True)
+    abouts = [{**LLAMA, **each} for each in switches if prefixed or not each["add_prefix_space"]]
+    abouts += [{"tokenizer_class": "PreTrainedTokenizer", **each} for each in switches]
+    found: dict[str, object] = {}
+    for number, about in enumerate([None, *abouts]):
+        folder = llama_folder(tmp_path / str(number), about, **options)
+        ours = load_tokenizer(str(folder))
+        if about is None:
+            assert ours.fingerprint == hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
+        texts = (*RIVERS[:3], " two  spaces", "slow\u2581river", "\u2581a")
+        ids = ours.start, ours.eod, [(ours.encode(text), ours.encode_inside(text)) for text in texts]
+        assert found.setdefault(ours.fingerprint, ids) == ids, about
+    assert len({str(ids) for ids in found.values()}) == len(found) > 2
 
 
 @pytest.mark.parametrize(
@@ -312,17 +335,31 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     train_byte_bpe(RIVERS, str(tmp_path / "tokenizer.json"), 290, "hf", ["<|im_end|>"])
     made = Theirs.from_file(str(tmp_path / "tokenizer.json"))
-    made.add_tokens([AddedToken("<|fim_prefix|>", normalized=False), AddedToken("<think>"), "   "])
+    made.add_tokens(
+        [
+            AddedToken("<|fim_prefix|>", normalized=False),
+            AddedToken("<think>"),
+            "   ",
+            "[INST]",
+            "covid",
+            "春天",
+            "sep here",
+        ]
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert "sep here" not in load_tokenizer(str(tmp_path)).marks
+    about = {"eos_token": "<|endoftext|>", "sep_token": "sep here"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     ours = load_tokenizer(str(tmp_path))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=False)
-    assert set(ours.marks) - set(ours.specials) == {"<|fim_prefix|>", "<think>"}
+    assert set(ours.marks) - set(ours.specials) == {"<|fim_prefix|>", "<think>", "[INST]", "sep here"}
     for text in ("a<|fim_prefix|>b <think>   c", "river   runs", *RIVERS[:3]):
         assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
         said = ours.encode_content(text)
         assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
-    assert ours.encode_content("river   runs") == ours.encode("river   runs")
+    for text in ("river   runs", "春天 of covid"):  # words that were added to the vocabulary are words
+        assert ours.encode_content(text) == ours.encode(text) == theirs(text)["input_ids"]
 
 
 def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
