@@ -18,6 +18,16 @@ NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-}
+for each in GPUS_PER_NODE NNODES NODE_RANK MP_SIZE PP_SIZE; do
+    if ! [[ ${!each:-0} =~ ^[0-9]+$ ]] || [[ $each =~ ^(GPUS_PER_NODE|NNODES|MP_SIZE)$ && ${!each:-1} -lt 1 ]]; then
+        echo "run_$NAME.sh: $each=${!each} must be a whole number$([[ $each =~ ^(NODE_RANK|PP_SIZE)$ ]] || echo " of at least 1")" >&2
+        exit 2
+    fi
+done
+if [ "$NODE_RANK" -ge "$NNODES" ]; then
+    echo "run_$NAME.sh: NODE_RANK=$NODE_RANK must be below NNODES=$NNODES: nodes are counted from 0" >&2
+    exit 2
+fi
 HOSTFILE=${HOSTFILE:-}
 WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
 if [ -n "$HOSTFILE" ]; then WORLD_SIZE=$(sed -n 's/^[^#]*slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | awk '{n += $1} END {print n + 0}'); fi
@@ -58,7 +68,8 @@ preset_of() {
     if [ ! -f "$ROOT/configs/models/$1_$2.json" ]; then
         local there
         there=$(cd "$ROOT/configs/models" && ls "$1"_*.json | sed 's/.*_//; s/\.json$//' | tr '\n' ' ')
-        echo "run_$NAME.sh: there is no MODEL_SIZE=$2 of $1; there are: $there" >&2
+        if [ -n "${MODEL_SIZE:-}" ]; then there="there is no MODEL_SIZE=$2 of $1; there are: $there"; else there="$1 needs a MODEL_SIZE of these: $there"; fi
+        echo "run_$NAME.sh: ${there% }" >&2
         exit 2
     fi
     model=(--config "${AT}configs/models/$1_$2.json")

@@ -8,7 +8,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 files=(requirements.txt)
-[ "${1:-}" = dev ] && files+=(requirements-dev.txt)
+case "${1:-}" in
+    "") ;;
+    dev) files+=(requirements-dev.txt) ;;
+    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' scripts/setup.sh; exit 0 ;;
+    *) echo "setup.sh: $1 is not known; dev is, or nothing (--help)" >&2; exit 2 ;;
+esac
 
 # One stamp per list of requirements; its content is the list it was installed from.
 fresh=1

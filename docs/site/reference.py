@@ -25,6 +25,13 @@ FOLDER = ROOT / "docs" / "reference"
 NAMES = ROOT / "tests" / "unit" / "public_names.txt"
 
 
+def _words(default: object) -> str:
+    """A default as it would be given on a command line."""
+    return " ".join(
+        f'"{each}"' if " " in str(each) else str(each) for each in (default if isinstance(default, list) else [default])
+    )
+
+
 def cell(text: object) -> str:
     """Text that stays in one cell of a table; what looks like a flag, a path or a tag is code."""
     words = " ".join(str(text).split()).replace("|", "\\|")
@@ -149,7 +156,13 @@ def _parsers(parser: argparse.ArgumentParser, say: dict[str, str], name: str) ->
             choices = ", ".join(map(code, action.choices)) if action.choices else ""
             if not choices and action.nargs != 0:
                 choices = code(action.metavar or action.dest.upper()) + (" ..." if action.nargs in ("+", "*") else "")
-            rows.append((names, choices, cell((action.help or "").replace("%%", "%"))))
+            rows.append(
+                (
+                    names,
+                    choices,
+                    cell((action.help or "").replace("%%", "%").replace("%(default)s", _words(action.default))),
+                )
+            )
     title = f"### {name}\n\n" if name else ""
     if rows:
         yield title + table((say["flag"], say["values"], say["meaning"]), rows)

@@ -32,6 +32,7 @@ def find_start(config: Config, save_dir: str) -> Start:
     path = on_all_ranks(lambda: latest_checkpoint(Path(save_dir)))
     if path is not None and load:
         wanted = Wanted()  # the flags were for --load
+        print_rank_0(f"--load {load} is not used: this run has a checkpoint of its own, {path}")
     elif load:
         path = on_all_ranks(lambda: find_checkpoint(load))
     return Start(path, wanted)

@@ -58,12 +58,19 @@ def export(args: argparse.Namespace) -> None:
     if config.model.family == "llama" and config.model.hidden_dropout:
         print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
 
-    def shape(name: str) -> list[int]:
-        found: list[int] = reader.tensors[f"{WEIGHT}.{name}"]["shape"]
+    def entry_of(name: str) -> dict[str, Any]:
+        if f"{WEIGHT}.{name}" not in reader.tensors:
+            raise ValueError(
+                f"{path} holds no weight {name}: it is of a model of your own, and this tool knows GPT-2, Llama and T5"
+            )
+        found: dict[str, Any] = reader.tensors[f"{WEIGHT}.{name}"]
         return found
 
+    def shape(name: str) -> list[int]:
+        return list(entry_of(name)["shape"])
+
     def read(name: str) -> Tensor:
-        entry = reader.tensors[f"{WEIGHT}.{name}"]
+        entry = entry_of(name)
         return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
 
     by_name = {match.ours: match for match in matches_of(config.model)}

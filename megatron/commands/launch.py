@@ -133,6 +133,20 @@ def final_if_refused() -> None:
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
+def wait_for_others(args: Any) -> None:
+    """Of several nodes: say that they are waited for, as long as the ranks would wait for each other, and let Ctrl-C end that."""
+    if str(args.nnodes) in ("1", "1:1") or args.rdzv_backend != "static":
+        return
+    words = list(args.training_script_args)
+    for name, value in [*zip(words, words[1:], strict=False), *(word.split("=", 1) for word in words if "=" in word)]:
+        if name.replace("_", "-") == "--startup-timeout-minutes" and "timeout=" not in args.rdzv_conf:
+            with contextlib.suppress(ValueError):
+                args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={max(int(float(value) * 60), 1)}"]))
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler waits for torch's socket to give up
+    say(f"node {args.node_rank} of {args.nnodes} waits for the others at {args.master_addr}:{args.master_port}")
+
+
 def not_met(error: Exception, args: Any) -> str:
     """Why the nodes did not find each other, in a sentence."""
     text = " ".join(str(error).split())
@@ -170,6 +184,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = patient(args)
     final_if_refused()
+    wait_for_others(args)
     try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

@@ -32,7 +32,10 @@ def main() -> None:
     """Exit code 0, or 2 after what the training script would have said."""
     family, ranks, *argv = sys.argv[1:]
     try:
-        parse(argv, DEFAULTS[family], int(ranks))
+        config = parse(argv, DEFAULTS[family], int(ranks))
+        config.parallel.data_parallel_size(int(ranks))
+        if (path := config.train.deepspeed_config) and not Path(path).is_file():
+            raise ConfigError(f"--deepspeed-config {path}: there is no such file")
     except ConfigError as error:
         print(f"pretrain_{family}.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -17,7 +19,7 @@ from megatron.ranks import signals
 from megatron.ranks.signals import StopSignal, StopSignals, signals_as_before
 from tds.launched import started
 from tests import support
-from tests.support import FULL, on_ranks
+from tests.support import FULL, ROOT, on_ranks
 
 # A rank as the launcher sees it, without the price of torch.
 RANK = """
@@ -225,7 +227,39 @@ def test_a_port_in_use_and_a_missing_node_are_a_sentence(tmp_path: Path) -> None
     more = ["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", "timeout=1", str(tmp_path / "rank.py")]
     done = support.command(*base, port, *more)
     assert done.returncode == 1
-    assert done.stderr.startswith(
+    assert done.stderr.splitlines()[-1].startswith(
         f"launch.py: node 0 of 2 did not meet the others at 127.0.0.1:{port} (Timed out after"
     )
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 2
+
+
+def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "0",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+    ]
+    argv = [sys.executable, "tools/launch.py", *nodes, str(script), "--startup-timeout-minutes", "0.02"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    first, last = done.stderr.strip().splitlines()
+    assert first == f"launch.py: node 0 of 2 waits for the others at 127.0.0.1:{port}"
+    assert "did not meet the others" in last and "start the missing ones" in last
+    argv[-1] = "10"
+    waiting = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert waiting.stderr and "waits for the others" in waiting.stderr.readline()
+    time.sleep(0.5)
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(timeout=20)

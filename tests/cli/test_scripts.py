@@ -40,6 +40,11 @@ def test_every_variable_that_is_read_is_listed() -> None:
         ({"MODEL_SIZE": "9b"}, [], "there is no MODEL_SIZE=9b of gpt2; there are: 1.3B 2.7B 3.7B 345M small"),
         ({}, ["--hidden-sise", "3"], "unknown argument --hidden-sise; did you mean --hidden-size?"),
         ({"NHEADS": "3"}, ["--lr", "0.1"], "--num-attention-heads 3"),
+        ({"GPUS_PER_NODE": "two"}, [], "GPUS_PER_NODE=two must be a whole number of at least 1"),
+        ({"GPUS_PER_NODE": "0"}, [], "GPUS_PER_NODE=0 must be a whole number of at least 1"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, [], "NODE_RANK=2 must be below NNODES=2"),
+        ({"GPUS_PER_NODE": "2", "MP_SIZE": "4"}, [], "start a multiple of 4 ranks"),
+        ({"CONFIG_JSON": "nix.json"}, [], "--deepspeed-config nix.json: there is no such file"),
     ],
 )
 def test_a_mistake_costs_nothing(env: dict[str, str], argv: list[str], words: str, tmp_path: Path) -> None:
