@@ -73,9 +73,11 @@ def startup(rounds: int) -> None:
             )  # fmt: skip
             assert process.stdout is not None
             for line in process.stdout:
-                if line.startswith("iteration"):
+                if "| iteration " in line and " 1/1 " in line:
                     whole.append(time.perf_counter() - begin)
             process.wait()
+    if len(whole) < rounds:
+        sys.exit(f"cost.py: only {len(whole)} of {rounds} runs wrote the line of their first step")
     ordered = sorted(whole)
     print(
         f"from the launch of two ranks to the end of the first step, imports included: {statistics.median(ordered):.1f} s "
