@@ -159,7 +159,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     print("training the tokenizers that all contenders share ...", flush=True)
     train_sentencepiece(sample, models["unigram"], 8000, "unigram")
     train_sentencepiece(sample, models["bpe"], 8000)
-    train_cpm(sample, models["cpm"], 6000)
+    train_cpm(sample, models["cpm"], args.words)
     train_byte_bpe(sample, str(folder / "tokenizer.json"), 8000, "hf")
     big = folder / "big.jsonl"  # the fast ones get more
     big.write_bytes(Path(source).read_bytes() * max(1, round(100 / size)))
@@ -375,6 +375,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        args.words = 6000 if args.corpus else 3000  # words that are made up are cut into single characters
         if args.corpus is None:
             args.corpus = str(folder / "made_up.jsonl")
             made_up(Path(args.corpus), 20)

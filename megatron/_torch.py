@@ -68,6 +68,13 @@ def flash_on_cpu_backward(
     return kernel(grad, query, key, value, out, sums, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
 
 
+def assert_later(condition: Tensor, words: str) -> None:
+    """Let the device stop with these words where not all of `condition` holds; the host does not wait. Nothing where torch cannot."""
+    check = getattr(torch, "_assert_async", None)
+    if check is not None:
+        check(condition.all(), words)
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """What `tensor` is a view of, or itself: autograd keeps views of weights, which only this tells from activations."""
     base: Tensor | None = getattr(tensor, "_base", None)

@@ -53,6 +53,14 @@ if [ -z "${CORPUS:-}" ] && [ -f "$RUN_DIR/data/source" ]; then # a run goes on w
     case "$CORPUS" in /*) ;; *) CORPUS=$AT$CORPUS ;; esac
 fi
 CORPUS=${CORPUS:-${AT}corpus/sample.jsonl}
+if [ -n "${VOCAB_FILE:-}" ] && [ ! -e "$VOCAB_FILE" ]; then
+    echo "run_$NAME.sh: VOCAB_FILE=$VOCAB_FILE is not there; without it a tokenizer is trained on CORPUS, and tools/train_tokenizer.py makes one anywhere" >&2
+    exit 2
+fi
+if [ -n "${DATA_PATH:-}" ] && [ ! -e "${VOCAB_FILE:-$RUN_DIR/tokenizer.model}" ]; then
+    echo "run_$NAME.sh: DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with" >&2
+    exit 2
+fi
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}

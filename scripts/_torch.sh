@@ -20,13 +20,17 @@ torch_pinned_by() {
     if [ -f "$1" ]; then sed -n 's/^torch==//p' "$1"; fi
 }
 
-# TORCH_BUILD=cuda or cpu says it where an image is built for another machine.
+case "${TORCH_BUILD:-}" in
+    cuda | cpu | "") ;;
+    *) echo "setup.sh: TORCH_BUILD may be cuda or cpu, not $TORCH_BUILD" >&2; exit 2 ;;
+esac
+
+# TORCH_BUILD says it where an image is built for another machine.
 wants_cuda() {
     case "${TORCH_BUILD:-}" in
         cuda) return 0 ;;
         cpu) return 1 ;;
-        "") compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/dxg ] ;;
-        *) echo "setup.sh: TORCH_BUILD may be cuda or cpu, not $TORCH_BUILD" >&2; exit 2 ;;
+        *) compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/dxg ] ;;
     esac
 }
 

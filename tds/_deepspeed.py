@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,6 +185,21 @@ def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
             if each is weight:
                 return grad  # type: ignore[no-any-return]
     return None
+
+
+def share_has_gradient(optimizer: Any, weights: Sequence[torch.Tensor], group: Any) -> None:
+    """Of weights whose fp32 gradients were added up over `group`: let the bf16 optimizer count and clip each that has one on any rank of it."""
+    places = {
+        weight: (flags, at)
+        for weights_there, flags in zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
+        for at, weight in enumerate(weights_there)
+    }
+    found = [places[weight] for weight in weights if weight in places]
+    if found:
+        there = torch.tensor([flags[at] for flags, at in found], dtype=torch.int32, device=this_device())
+        torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MAX, group=group)
+        for (flags, at), somewhere in zip(found, there.tolist(), strict=True):
+            flags[at] = bool(somewhere)
 
 
 def link_shares(bucket: Any, number: int) -> None:

@@ -42,6 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.buckets: list[Bucket] = []
         self.dp_process_group: Any = None
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._frozen: list[nn.Parameter] = []
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed writes the shapes of these into its checkpoints
         self.fp16_groups = self.bf16_groups
         self._departures: Departures | None = None
@@ -67,6 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._refuse_what_it_cannot_step(module)
         known = {p for p in module.parameters() if p.requires_grad}
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.dp_process_group, chunk_of, apart = group, chunk_of or {}, set(apart)
         for settings in self.param_groups:
             mine = [p for p in settings["params"] if p in known]
@@ -111,6 +113,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return  # a stage without weights has one that is nobody's
         raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
+    def _refuse_changes(self) -> None:
+        """Raise RuntimeError where weights were frozen or set free since `attach`: what is cut over replicas is decided there."""
+        for verb, weights, learn in (
+            ("frozen", self._bucket_of, False),
+            ("set free", self._frozen, True),
+        ):
+            changed = [p for p in weights if p.requires_grad is learn]
+            if changed:
+                raise RuntimeError(
+                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after tds.initialize(), which a "
+                    f"DistributedOptimizer cannot follow: initialize again, or train without it (--zero-stage 0)"
+                )
+
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
@@ -151,7 +166,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the shares and bring the weights together. Nothing changes, step counts included, if the norm is not finite."""
+        """Step the shares and bring the weights together. Nothing changes, step counts included, if the norm is not finite.
+
+        Raises RuntimeError if weights were frozen or set free since the engine was made.
+        """
+        self._refuse_changes()
         if closure is not None or self.norm is None or not self._summed:
             raise RuntimeError(
                 "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it takes no closure"

@@ -332,7 +332,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
-        self._losses.begin(micros * replicas)
+        self._losses.begin(micros, replicas)
         count = getattr(self.module.loss_fn, "count_targets", None) if last else None
         group = self._replicas
         if first or count:

@@ -38,9 +38,9 @@ def _mean(engine: Any) -> Any:
             "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
             "say reduce_output=None for the list of them"
         )
-    means = [torch.stack(each).sum(0) / len(outputs) for each in zip(*outputs, strict=True)]
-    if engine.dp_world_size > 1:
-        for mean in means:
-            dist.all_reduce(mean, group=engine.grid.get_data_parallel_group())
-            mean /= engine.dp_world_size
-    return unwrap(tuple(means))
+    sums = [torch.stack(each).sum(0) for each in zip(*outputs, strict=True)]
+    count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
+    if engine.dp_world_size > 1:  # which may have other numbers of micro-batches
+        for each in [*sums, count]:
+            dist.all_reduce(each, group=engine.grid.get_data_parallel_group())
+    return unwrap(tuple(each / count.to(each.dtype) for each in sums))

@@ -32,11 +32,14 @@ class Losses:
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())  # what all ranks know, of both kinds
         self._sums: dict[str, Tensor] = {}
         self._aside: dict[str, Tensor] = {}
-        self._micros = 1
+        self._agreed: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())  # what all replicas know, of both kinds
+        self._own = self._micros = 1  # micro-batches of this replica, and of all
+        self._counted = False
 
-    def begin(self, micro_batches: int) -> None:
-        """A new step; micro_batches: of all replicas, which is what losses are divided by if nothing is counted."""
-        self.targets, self._micros = float(micro_batches), micro_batches
+    def begin(self, micro_batches: int, replicas: int) -> None:
+        """A new step; micro_batches: of this replica. Losses are divided by those of all replicas if nothing is counted."""
+        self._own, self._micros, self._counted = micro_batches, micro_batches * replicas, False
+        self.targets = float(self._micros)
         self._sums, self._aside = {}, {}
         self.dtype = torch.float32
 
@@ -46,7 +49,7 @@ class Losses:
         for each in labels:
             total += count_targets(each)
         dist.all_reduce(total, group=replicas)
-        self.targets = max(total.item(), 1.0)
+        self.targets, self._counted = max(total.item(), 1.0), True
 
     def add(self, loss: Any, aside: Mapping[str, Any]) -> Tensor:
         """The loss of a micro-batch, a scalar or a dict of scalars; returns what to learn from. aside: additional losses."""
@@ -62,12 +65,52 @@ class Losses:
         return sum(named.values())  # type: ignore[return-value]
 
     def reduce(self, replicas: Any) -> None:
-        """On the last stage: add up over the group of replicas."""
-        sums = torch.stack([*self._sums.values(), *self._aside.values()])
-        dist.all_reduce(sums, group=replicas)
-        learned, aside = sums.tensor_split([len(self._sums)])
-        self.means = dict(zip(self._sums, (learned / self.targets).unbind(), strict=True))
-        self.additional = dict(zip(self._aside, (aside / self._micros).float().unbind(), strict=True))
+        """On the last stage: add up over the group of replicas, by name. Each may have other names, and more or fewer micro-batches."""
+        learned, aside = self._sums, self._aside
+        if dist.get_world_size(replicas) > 1:
+            learned, aside = self._over_replicas(replicas)
+        self.means = {name: total / self.targets for name, total in learned.items()}
+        self.additional = {name: (total / self._micros).float() for name, total in aside.items()}
+
+    def _over_replicas(self, replicas: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """One message with a place for each name of the step before; only where a replica has a name that is not among them, another one."""
+        sums = self._sums, self._aside
+        places = [(kind, name) for kind, names in enumerate(self._agreed) for name in names]
+        strange = any(name not in known for given, known in zip(sums, self._agreed, strict=True) for name in given)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        head = [float(strange), float(self._own), *(float(name in sums[kind]) for kind, name in places)]
+        numbers = torch.cat([
+            torch.tensor(head, dtype=torch.float64).to(self.device),
+            torch.stack([sums[kind].get(name, zero) for kind, name in places]),
+        ])  # fmt: skip
+        dist.all_reduce(numbers, group=replicas)
+        someone, micros, *there = numbers[: len(head)].tolist()
+        self._micros = int(micros)
+        if not self._counted:
+            self.targets = micros
+        found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for (kind, name), count, total in zip(places, there, numbers[len(head) :], strict=True):
+            if count:
+                found[kind][name] = total
+        if someone:
+            found = self._by_name(replicas)
+        self._agreed = tuple(found[0]), tuple(found[1])
+        return found
+
+    def _by_name(self, replicas: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        told: list[Any] = [None] * dist.get_world_size(replicas)
+        mine = [{name: total.item() for name, total in given.items()} for given in (self._sums, self._aside)]
+        dist.all_gather_object(told, mine, group=replicas)
+        added: tuple[dict[str, float], dict[str, float]] = ({}, {})
+        for each in told:
+            for total, given in zip(added, each, strict=True):
+                for name, value in given.items():
+                    total[name] = total.get(name, 0.0) + value
+        learned, aside = (
+            {name: torch.tensor(value, dtype=torch.float64, device=self.device) for name, value in total.items()}
+            for total in added
+        )
+        return learned, aside
 
     def tell(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> Tensor | None:
         """Give the result of rank `source` to the group of stages, which all call this.

@@ -5,6 +5,7 @@ tensor-parallel part). Reading is a collective over the data-parallel ranks wher
 all of them must ask for the same parameters in the same order.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,12 +71,17 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def moment_names(engine: Any) -> list[str]:
-    """Names of the optimizer's tensors of a parameter's size, e.g. exp_avg and exp_avg_sq; none before the first step."""
+    """Names of the optimizer's tensors of a parameter's size, e.g. exp_avg and exp_avg_sq, as this rank knows them.
+
+    None before the first step, and none where no weight of this rank had a gradient so far.
+    """
     _link_moments(engine)
-    for owner in _owners(engine):
-        state = _inner(engine).state.get(owner, {})
-        return sorted(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == owner.shape)
-    return []
+    states = [(owner, _inner(engine).state.get(owner, {})) for owner in _owners(engine)]
+    return sorted({k for owner, state in states for k, v in state.items() if _is_moment(v, owner)})
+
+
+def _is_moment(value: Any, owner: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == owner.shape and value.dim() > 0
 
 
 def has_moments(engine: Any, parameter: nn.Parameter) -> bool:
@@ -100,23 +106,36 @@ def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -
 
 
 def get_step(engine: Any) -> int:
-    """How many times the optimizer has stepped (Adam's t)."""
-    for owner in _owners(engine):
-        step = _inner(engine).state.get(owner, {}).get("step")
-        if step is not None:
-            return int(step)
-    return max(
-        (int(group.get("step", 0)) for group in _inner(engine).param_groups), default=0
-    )  # where apex's Adam counts
-
-
-def make_moments(engine: Any, names: list[str], step: int) -> None:
-    """Give every parameter the state that it would have after `step` steps, moments still zero."""
+    """How many times the optimizer has stepped (Adam's t): of what this rank steps, where that differs, the most."""
     inner = _inner(engine)
+    counted = [step for owner in _owners(engine) if (step := inner.state.get(owner, {}).get("step")) is not None]
+    counted += [group.get("step", 0) for group in inner.param_groups]  # where apex's Adam counts
+    return max(map(int, counted), default=0)
+
+
+def step_of(engine: Any, parameter: nn.Parameter) -> int | None:
+    """The same of one parameter, where each has a count of its own and one that had no gradient lags behind; else None."""
+    step = None if _wrapped(parameter) else _inner(engine).state.get(parameter, {}).get("step")
+    return None if step is None else int(step)
+
+
+def make_moments(
+    engine: Any, names: Sequence[str], step: int, of: Mapping[nn.Parameter, int | None] | None = None
+) -> None:
+    """Give every parameter the state that it would have after `step` steps, moments still zero.
+
+    of: for some, other numbers of steps; None: it had no gradient yet, and gets no state. Heeded where each parameter has a state of its own.
+    """
+    inner, of = _inner(engine), of or {}
+    # As torch's `load_state_dict` has it: kernels that count steps themselves read the count where the weights are.
+    there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for owner in _owners(engine):
+        own = of.get(owner, step)  # type: ignore[call-overload]
+        if own is None:
+            continue
         state: dict[str, Any] = {name: torch.zeros_like(owner) for name in names}
         if isinstance(inner, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+            state["step"] = torch.tensor(float(own), dtype=torch.float32, device=owner.device if there else None)
         inner.state[owner] = state
     if not isinstance(inner, (torch.optim.AdamW, torch.optim.SGD)):
         for group in inner.param_groups:

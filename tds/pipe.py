@@ -156,6 +156,16 @@ def tied_weights(model: Any) -> list[nn.Parameter]:
     ]
 
 
+def chunks(module: Any) -> dict[Any, int]:
+    """By parameter, the chunk of a pipeline stage that uses it; the first one, whose backward pass is the last, of several."""
+    found: dict[Any, int] = {}
+    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "stretches", ())))):
+        for layer in module.forward_funcs[begin:end]:
+            for parameter in getattr(layer, "parameters", list)():
+                found[parameter] = chunk
+    return found
+
+
 class SequentialModule(nn.Module):
     """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO 2 and 3, generation).
 

@@ -7,7 +7,8 @@ import torch
 
 from ._deepspeed import DeepSpeedEngine, is_tested
 from .distributed_optimizer import DistributedOptimizer
-from .pipe import tied_weights
+from .pipe import chunks, tied_weights
+from .reductions import no_zeros_for_nothing
 
 
 class TakesDistributedOptimizer:
@@ -47,8 +48,16 @@ class TakesDistributedOptimizer:
 class PlainEngine(TakesDistributedOptimizer, DeepSpeedEngine):  # type: ignore[misc]
     """With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()` after it,
 
-    then `optimizer.clip(norm, limit)` and `step()`.
+    then `optimizer.clip(norm, limit)` and `step()`. With another optimizer, what DeepSpeed adds up over replicas gives a weight
+    that none of them has used no gradient, so that it does not decay.
     """
+
+    def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
+        if grads is not None or hasattr(self.optimizer, "get_grads_for_reduction"):  # of its own bf16 optimizer
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)
+            return
+        with no_zeros_for_nothing(self.module, self.seq_data_parallel_group):
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)
 
 
 def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None:
@@ -72,13 +81,3 @@ def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None
         )
     if problem:
         raise ValueError(f"tds.DistributedOptimizer has {problem}, or give the optimizer itself")
-
-
-def chunks(module: Any) -> dict[Any, int]:
-    """By parameter, the chunk of a pipeline stage that uses it; the first one, whose backward pass is the last, of several."""
-    found: dict[Any, int] = {}
-    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "stretches", ())))):
-        for layer in module.forward_funcs[begin:end]:
-            for parameter in getattr(layer, "parameters", list)():
-                found[parameter] = chunk
-    return found

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import bf16_gradient, this_device
+from ._deepspeed import bf16_gradient, share_has_gradient, this_device
 from .clip import clip_by_norm, squared_norm_here
-from .pipe import tied_weights
-from .plain import chunks
+from .pipe import chunks, tied_weights
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
 
@@ -220,3 +219,9 @@ class Reductions:
         gradient = self.optimizer.gradient_share if self.distributed else None
         gradient = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else gradient
         reduce_tied_grads(self.module, self.stage_id, gradient)
+        if self.using_bf16_optimizer:
+            for key, comm in self.module.tied_comms.items():
+                tied = [
+                    self.module._recursive_getattr(self.module.tied_modules[key], name) for name in comm["weight_attr"]
+                ]
+                share_has_gradient(self.optimizer, tied, comm["group"])

@@ -137,7 +137,7 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wante
     def load() -> None:
         moments = reader.optimizer["moments"] if wanted.optimizer else []
         if moments:
-            zero_state.make_moments(engine, moments, reader.optimizer["step"])
+            zero_state.make_moments(engine, moments, reader.optimizer["step"], _steps(reader, engine, moments))
         keys = list(_wanted_keys(reader, engine, moments))
         for kind, parameter, value in _read_once(reader, keys, engine.device):
             if kind == WEIGHT:
@@ -148,6 +148,15 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wante
             zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
 
     return load
+
+
+def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
+    """Of each parameter, how often it was stepped; None of one that had no gradient, or was frozen."""
+    common, others = reader.optimizer["step"], reader.optimizer.get("steps", {})
+    return {
+        parameter: others.get(name, common) if any(f"{each}.{name}" in reader.tensors for each in moments) else None
+        for name, parameter in global_parameters(engine.module)
+    }
 
 
 Key = tuple[str, str, nn.Parameter]  # kind (weight or a moment), global name, parameter

@@ -80,6 +80,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._report: dict[str, Any] | None = None
         self._expected: dict[str, list[int]] = {}
+        self._steps: dict[str, int] = {}
         self._problem: Exception | None = None  # one that `on_all_ranks` knows
 
     def save(self, state: TrainState, wait: bool = False) -> None:
@@ -116,9 +117,10 @@ class Saver:
                 temporary.mkdir(parents=True)
 
         self._guard(prepare, temporary)
+        known = _gather((zero_state.get_step(self.engine), zero_state.moment_names(self.engine)))
         optimizer: dict[str, Any] = {
-            "step": zero_state.get_step(self.engine),
-            "moments": zero_state.moment_names(self.engine),
+            "step": max(step for step, _ in known),
+            "moments": sorted({name for _, names in known for name in names}),
             "loss_scaler": zero_state.get_loss_scaler(self.engine),
         }
         self._pending = (final, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
@@ -126,6 +128,7 @@ class Saver:
         path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
         parts = _parts(self.engine, optimizer["moments"])
         self._expected = _expected(parts)
+        self._steps = _steps(self.engine, parts, optimizer["step"])
         self._report, self._problem = None, None
         values = _values(self.engine, parts)
         if not self.background:
@@ -158,9 +161,11 @@ class Saver:
                 raise self._problem
 
         self._guard(settle, temporary)
-        told = _gather((self._report, self._expected), to_all=False)
-        reports = [report for report, _ in told if report]
-        expected = {key: shape for _, each in told for key, shape in each.items()}
+        told = _gather((self._report, self._expected, self._steps), to_all=False)
+        reports = [report for report, _, _ in told if report]
+        expected = {key: shape for _, each, _ in told for key, shape in each.items()}
+        if steps := {name: step for _, _, each in told for name, step in each.items()}:
+            content["optimizer"]["steps"] = steps
 
         def make_valid() -> None:
             if is_rank_0():
@@ -281,6 +286,12 @@ def _expected(parts: list[_Part]) -> dict[str, list[int]]:
         for part in parts
         for kind in (part.kinds if part.mine else [WEIGHT])
     }
+
+
+def _steps(engine: Any, parts: list[_Part], most: int) -> dict[str, int]:
+    """By name, how often the optimizer has stepped the parameters that this rank writes, where that is less than `most`."""
+    steps = {part.name: zero_state.step_of(engine, part.parameter) for part in parts if part.mine}
+    return {name: step for name, step in steps.items() if step is not None and step != most}
 
 
 def _values(engine: Any, parts: list[_Part]) -> Iterator[tuple[str, Tensor]]:

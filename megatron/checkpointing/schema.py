@@ -92,6 +92,9 @@ def _check_optimizer(optimizer: Any) -> None:
     _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
     step, moments, scaler = (optimizer.get(name) for name in ("step", "moments", "loss_scaler"))
     _expect(_is_count(step), "optimizer.step", "a whole number", step)
+    steps = optimizer.get("steps", {})
+    right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
+    _expect(right, "optimizer.steps", "whole numbers by the names of weights", steps)
     right = isinstance(moments, list) and all(isinstance(name, str) for name in moments)
     _expect(right, "optimizer.moments", "a list of names", moments)
     right = isinstance(scaler, dict) and all(

@@ -101,7 +101,7 @@ class Writer:
         """
         stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
         logits = stepper.first(1)
-        if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5":
+        if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and not self.reader.goes_on:
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         p = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
         p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # signs are no text
@@ -116,6 +116,8 @@ class Writer:
         """What was written, as text."""
         if isinstance(self.tokenizer, SentinelTokenizer):
             kept = ids[:-1] if ids[-1:] == [question.end] else ids
+            if self.reader.goes_on:
+                return question.before + answer(self.tokenizer, question, kept)
             return fill(str(question.prompt), self.tokenizer, kept)
         return question.before + answer(self.tokenizer, question, ids) + question.after
 

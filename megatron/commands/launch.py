@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -133,9 +134,14 @@ def final_if_refused() -> None:
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
+def _several(args: Any) -> bool:
+    """Whether the run has more nodes than this one."""
+    return str(args.nnodes) not in ("1", "1:1")
+
+
 def wait_for_others(args: Any) -> None:
     """Of several nodes: say that they are waited for, as long as the ranks would wait for each other, and let Ctrl-C end that."""
-    if str(args.nnodes) in ("1", "1:1") or args.rdzv_backend != "static":
+    if not _several(args) or args.rdzv_backend != "static":
         return
     words = list(args.training_script_args)
     for name, value in [*zip(words, words[1:], strict=False), *(word.split("=", 1) for word in words if "=" in word)]:
@@ -145,13 +151,20 @@ def wait_for_others(args: Any) -> None:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler waits for torch's socket to give up
     say(f"node {args.node_rank} of {args.nnodes} waits for the others at {args.master_addr}:{args.master_port}")
+    try:
+        socket.getaddrinfo(args.master_addr, None)
+    except OSError:  # no refusal: where containers start one by one, names come later
+        say(f"this machine knows no host {args.master_addr} yet: is --master-addr (MASTER_ADDR=) right?")
 
 
 def not_met(error: Exception, args: Any) -> str:
     """Why the nodes did not find each other, in a sentence."""
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
-        return f"port {args.master_port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)"
+        return (
+            f"port {args.master_port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)"
+            + (", or is that a node with --node-rank 0 (NODE_RANK=), too?" if _several(args) else "")
+        )
     return (
         f"node {args.node_rank} of {args.nnodes} did not meet the others at {args.master_addr}:{args.master_port} ({text[:150]}): "
         f"start the missing ones with the same --master-addr and --master-port"
@@ -178,7 +191,7 @@ def main(argv: list[str]) -> int:
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
-    if int(args.max_restarts) and str(args.nnodes) not in ("1", "1:1"):
+    if int(args.max_restarts) and _several(args):
         # Or an attempt of several nodes would meet over a store that still names the ranks of the one before. On one node
         # tds keeps attempts apart itself, without a new port for each, which somebody else may take first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

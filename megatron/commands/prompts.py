@@ -84,7 +84,7 @@ def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vo
             raise ValueError(
                 f"--{given[0].replace('_', '-')} is for decoders; a T5 reads names of its gaps in any prompt"
             )
-        return Reader(tokenizer)
+        return Reader(tokenizer, goes_on=config.objective == "prefix-lm")
     template = _template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
     return Reader(tokenizer, template, _marks(args.fim_tokens, config, tokenizer), args.special_tokens)
 

@@ -78,7 +78,7 @@ def t5_view(
     encoder_ids, decoder_ids = sample["encoder_document_ids"], sample["decoder_document_ids"]
     loss = sample["loss_mask"].clone()
     if config.data.eod_mask_loss:
-        loss[sample["labels"] == tokenizer.eod] = 0
+        loss[sample["decoder"] == tokenizer.eod] = 0
 
     tables: dict[str, Columns] = {
         "encoder": {

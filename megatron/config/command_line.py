@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from .. import presets
 from .decoder import unread
-from .fields import ConfigError, OneOf, flag, types_of
+from .fields import ConfigError, OneOf, describe, flag, types_of
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 from .translate import Translation, add_to, flag_of, settings_for, suggestion, written
@@ -140,7 +140,7 @@ def read_json(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}{_there_are(path)}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
+        raise ConfigError(f"{path}, {describe(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object, found {type(content).__name__}")
     return content

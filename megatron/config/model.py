@@ -131,6 +131,12 @@ class ModelConfig(DecoderConfig):
                 f"{self.head_size} (--kv-hidden-size) must be an even number of them, not {self.rotary_size}"
             )
         self.refuse_scaling()
+        exact = self.relative_attention_num_buckets // 2
+        if self.position_embedding == "relative" and self.relative_attention_max_distance <= exact:
+            raise ConfigError(
+                f"--relative-attention-max-distance {self.relative_attention_max_distance}: of --relative-attention-num-buckets "
+                f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more than that"
+            )
 
     @property
     def decoder_layers(self) -> int:

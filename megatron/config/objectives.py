@@ -38,6 +38,10 @@ def refuse_other_objectives(config: "Config") -> None:
         raise ConfigError(
             "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, too"
         )
+    if family == "t5" and together:
+        raise ConfigError(
+            "--reset-position-ids: a T5 knows documents apart only with --reset-attention-mask; give both, or neither"
+        )
     if data.fim_rate and config.objective != "lm":
         raise ConfigError(
             f"--fim-rate rearranges running text, which --objective {config.objective} does not read: leave it out"

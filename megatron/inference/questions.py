@@ -59,12 +59,16 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns what is asked into tokens. template: of conversations. marks: of gaps. names: those of special tokens in a text stand for these tokens."""
+    """Turns what is asked into tokens. template: of conversations. marks: of gaps. names: those of special tokens in a text stand for these tokens.
+
+    goes_on: a T5 that was taught to go on with a text (--objective prefix-lm), not to fill its gaps.
+    """
 
     tokenizer: Tokenizer
     template: Template | None = None
     marks: Marks | None = None
     names: bool = False
+    goes_on: bool = False
 
     def question(self, asked: Asked) -> Question:
         """Raises ValueError for what this model cannot be asked."""
@@ -73,7 +77,7 @@ class Reader:
                 raise ValueError(
                     "a T5 fills the gaps that its prompt names, such as <extra_id_0>: leave the suffix out"
                 )
-            return _of_t5(asked, self.tokenizer)
+            return _to_go_on(asked, self.tokenizer) if self.goes_on else _of_t5(asked, self.tokenizer)
         if isinstance(asked, Conversation):
             return self._of_conversation(asked)
         if isinstance(asked, Gap):
@@ -121,11 +125,24 @@ def _of_t5(asked: str, tokenizer: SentinelTokenizer) -> Question:
     return Question(asked, source, tokenizer.sentinels[gaps])
 
 
+def _to_go_on(asked: str, tokenizer: SentinelTokenizer) -> Question:
+    """As `megatron.data.t5_dataset` lays out a prefix and what comes after it."""
+    source = tokenizer.encode(asked)
+    if tokenizer.convention == "t5":
+        return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
+    if not source:
+        raise ValueError("the prompt is empty: this T5 goes on with a text")
+    return Question(asked, source, tokenizer.sentinels[1], asked)
+
+
 def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """The text of `ids` up to the end of a document, without what is hidden. After a text it goes on as that does: alone, some tokenizers (Llama 2's) would drop the space in front."""
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
     shown = [i for i in written if i not in question.hidden]
     if not isinstance(question.prompt, str):
         return tokenizer.decode(shown)
-    known, whole = tokenizer.decode(question.tokens), tokenizer.decode([*question.tokens, *shown])
+    read = question.tokens
+    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # the end of what an encoder reads
+        read = read[:-1]
+    known, whole = tokenizer.decode(read), tokenizer.decode([*read, *shown])
     return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(shown)

@@ -152,6 +152,7 @@ class Attention(nn.Module):
         mask: Documents | Views | Tensor | None,
         bias: Tensor | None,
         p: float,
+        turn: int = 0,
     ) -> Tensor:
         if isinstance(mask, Views):
             return self._over_contexts(query, key, value, mask, p)
@@ -175,7 +176,7 @@ class Attention(nn.Module):
             mask = added_mask(mask, query.dtype)
         if by_hand:
             key, value = _for_each(query, key), _for_each(query, value)
-            return attention_dropout.attention_with_dropout(query, key, value, mask, self.scale, p, self.stream)
+            return attention_dropout.attention_with_dropout(query, key, value, mask, self.scale, p, self.stream, turn)
         grouped = key.shape[1] < query.shape[1]
         if grouped and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
             key, value, grouped = _for_each(query, key), _for_each(query, value), False
@@ -202,7 +203,7 @@ class Attention(nn.Module):
             begin, end = views.keys(at)
             seen = key[:, :, begin:end], value[:, :, begin:end]
             if views.masked or p or query.device.type == "cpu" or torch.compiler.is_compiling():
-                found.append(self._sdpa(own, *seen, views.mask(at), None, p))
+                found.append(self._sdpa(own, *seen, views.mask(at), None, p, turn=at))
             else:  # no mask is made
                 keys, values = (_for_each(own, x) for x in seen)
                 from torch.nn.attention.bias import causal_lower_right  # imports the compiler

@@ -15,10 +15,17 @@ from .masks import added_mask, causal_mask
 
 
 def attention_with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, scale: float, p: float, stream: mpu.Stream
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    added: Tensor | None,
+    scale: float,
+    p: float,
+    stream: mpu.Stream,
+    turn: int = 0,
 ) -> Tensor:
-    """query [b, n, q, d], key, value [b, n, k, d], added to the scores [1 or b, 1 or n, q, k] -> [b, n, q, d]."""
-    return _attend(query, key, value, added, scale, lambda weights: stream.drop(weights, p))
+    """query [b, n, q, d], key, value [b, n, k, d], added to the scores [1 or b, 1 or n, q, k] -> [b, n, q, d]. turn: see `mpu.Stream.drop`."""
+    return _attend(query, key, value, added, scale, lambda weights: stream.drop(weights, p, turn))
 
 
 def by_document(

@@ -32,17 +32,23 @@ class Stream:
     def __reduce__(self) -> tuple[Any, ...]:
         return Stream, (self.rng, self.name, self.split)  # a copy has a number of its own
 
-    def drop(self, x: Tensor, p: float) -> Tensor:
-        """[...] -> [...]: each element 0 with probability p, else divided by 1 - p (Srivastava et al. 2014)."""
+    def drop(self, x: Tensor, p: float, turn: int = 0) -> Tensor:
+        """[...] -> [...]: each element 0 with probability p, else divided by 1 - p (Srivastava et al. 2014).
+
+        turn: of several draws from one stream within a layer, which of them this is: a compiler takes two that are told alike for one.
+        """
         rest = 1 - p or 1.0  # where all are dropped nothing is divided
         if x.device.type == "cpu":  # which multiplies by a bool at half the speed
-            return x * self.keep_mask(x.shape, p, x.device, x.dtype).div_(rest)
-        return (x * self.keep_mask(x.shape, p, x.device, torch.bool)).mul_(1 / rest)  # a byte is kept for each element
+            return x * self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(rest)
+        mask = self.keep_mask(x.shape, p, x.device, torch.bool, turn)  # a byte is kept for each element
+        return (x * mask).mul_(1 / rest)
 
-    def keep_mask(self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[*shape] of that dtype: 0 with probability p, else 1."""
+    def keep_mask(
+        self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype, turn: int = 0
+    ) -> Tensor:
+        """[*shape] of that dtype: 0 with probability p, else 1. turn: see `drop`."""
         if torch.compiler.is_compiling():
-            found: Tensor = _in_graph(self.number, list(shape), p, device, dtype)
+            found: Tensor = _in_graph(self.number, list(shape), p, device, dtype, turn)
             return found
         return self.draw(shape, p, device, dtype)
 
@@ -56,10 +62,12 @@ class Stream:
 
 
 @torch.library.custom_op("megatron::keep_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _in_graph(stream: Tensor, shape: list[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _in_graph(
+    stream: Tensor, shape: list[int], p: float, device: torch.device, dtype: torch.dtype, turn: int
+) -> Tensor:
     return _streams[int(stream)].draw(shape, p, device, dtype)
 
 
 @_in_graph.register_fake
-def _(stream: Tensor, shape: list[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _(stream: Tensor, shape: list[int], p: float, device: torch.device, dtype: torch.dtype, turn: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)

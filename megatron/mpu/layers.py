@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import assert_later
 from . import mappings
 from .linear import linear
 from .linear_cross_entropy import DeferredLogits, deferred
@@ -71,12 +72,28 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """[...] integer ids -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]"""
         self.weight.looked_up = True  # type: ignore[attr-defined]  # see linear.py
+        self._refuse_strange(ids)
         if self.axis.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return _sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis, self.options)
+
+    def _refuse_strange(self, ids: Tensor) -> None:
+        """A rank by itself cannot tell what no rank has from what another one has. On a device nobody waits for the answer."""
+        if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta or not ids.numel():
+            return
+        if ids.device.type != "cpu":
+            assert_later(
+                (ids >= 0) & (ids < self.vocab_size), f"a token id is outside of the vocabulary of {self.vocab_size}"
+            )
+            return
+        lowest, highest = map(int, torch.aminmax(ids))
+        if lowest < 0 or highest >= self.vocab_size:
+            raise IndexError(
+                f"the token id {lowest if lowest < 0 else highest} is outside of the vocabulary of {self.vocab_size}"
+            )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] (or [s/t, b, h]) -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""

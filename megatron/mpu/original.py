@@ -103,6 +103,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:
     """Run `function(*args)` keeping only its inputs; run it again in the backward pass.
 
-    rng: the streams whose dropout masks the repeat draws again; this rank's if not given.
+    Whatever it draws, from a stream or as nn.Dropout does from torch's own generators, it draws again.
+    rng: the streams; this rank's if not given.
     """
-    return checkpoint_with(rng or _mesh.surroundings().rng, function, *args)
+    return checkpoint_with(rng or _mesh.surroundings().rng, function, *args, torchs_own=True)

@@ -109,10 +109,13 @@ class RngStreams:
         return nullcontext(), self._replay(dict(self._draws), self.iteration)
 
 
-def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any, torchs_own: bool = False) -> Any:
     """Run `function(*args)` keeping only its inputs; run it again in the backward pass.
 
     The repeat draws the very dropout masks of the first run (Chen et al. 2016, with the
-    replay of Megatron-LM). Not re-entrant, so inputs without gradient are fine.
+    replay of Megatron-LM). Not re-entrant, so inputs without gradient are fine. torchs_own: it may draw from torch's own
+    generators, too, as nn.Dropout does; their states are then kept.
     """
-    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=rng.contexts)
+    return torch_checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=torchs_own, context_fn=rng.contexts
+    )

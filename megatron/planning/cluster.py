@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron.config.fields import describe
+
 from .. import presets
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # of matrix products
@@ -66,7 +68,7 @@ def load_cluster(name: str) -> Cluster:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from None
+        raise ValueError(f"{path}, {describe(error)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     try:

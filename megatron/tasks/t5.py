@@ -95,7 +95,7 @@ class T5(Task):
         batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
         labels, loss_mask = batch["labels"], batch["loss_mask"].float()
         if config.data.eod_mask_loss:
-            loss_mask = loss_mask.masked_fill(labels == words.eod, 0.0)
+            loss_mask = loss_mask.masked_fill(batch["decoder"] == words.eod, 0.0)
         labels = labels.masked_fill(loss_mask == 0, words.pad)
         encoder_ids, decoder_ids = (
             no_documents(labels.device) if plain else batch[f"{side}_document_ids"].short()

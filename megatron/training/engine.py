@@ -148,6 +148,7 @@ class PlainEngine:
         sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
         self.factor = gas if sums else gas * self.data.size
         self.clip_grad = resolved.clip_grad
+        self._names: dict[str, tuple[str, ...]] = {}  # see `_agreed`
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         with trace.span("train_batch", "step"):
@@ -184,21 +185,40 @@ class PlainEngine:
                     norm = self._norm_of_shares(ds)
                     ds.distributed.clip(norm, self.clip_grad)
                 ds.step()
-        loss, *others = (self._sum(torch.stack([total, *aside.values()])) / targets).unbind()
+        names = self._agreed(aside, "training")
+        loss, *others = (self._sum(torch.stack([total, *(aside[name] for name in names)])) / targets).unbind()
         known = ds.get_global_grad_norm() if norm is None else norm
-        return _result(ds, loss, known, dict(zip(aside, others, strict=True)))
+        return _result(ds, loss, known, dict(zip(names, others, strict=True)))
 
     @torch.no_grad()
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval()
         made, targets = self._read(batches)
-        sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=ds.device))
+        loss = torch.zeros((), dtype=torch.float64, device=ds.device)
+        aside: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
         for batch in made:
-            sums["loss"] += self.loss(ds.module, batch).double()
+            loss += self.loss(ds.module, batch).double()
             for name, value in self._aside().items():
-                sums[name] += value
+                aside[name] += value
+        sums = {"loss": loss, **{name: aside[name] for name in self._agreed(aside, "evaluation")}}
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
+
+    def _agreed(self, aside: Mapping[str, Any], when: str) -> tuple[str, ...]:
+        """The names of what is looked at apart, in the order in which replicas add it up. Raises ValueError if they change."""
+        names = tuple(sorted(aside))
+        if self.data.size == 1:
+            return names
+        if when not in self._names:
+            told: list[Any] = [None] * self.data.size
+            dist.all_gather_object(told, names, group=self.data.group)
+            self._names[when] = tuple(sorted({name for each in told for name in each}))
+        if names != self._names[when]:
+            raise ValueError(
+                f"get_additional_losses() names {', '.join(names) or 'nothing'} in this step of {when}, but {', '.join(self._names[when]) or 'nothing'} "
+                f"in another one or on another replica: give the same names in every step"
+            )
+        return names
 
     def _aside(self) -> dict[str, Tensor]:
         """What the model has looked at apart in the last micro-batch."""

@@ -25,6 +25,10 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
     try:
         found.append(RunLock(run_dir, override))
         elsewhere = save_dir_of(config, run_dir)
+        if elsewhere.exists() and not elsewhere.is_dir():
+            raise ValueError(
+                f"{elsewhere} is to hold checkpoints, but is no folder: move it away, or give another --save"
+            )
         if run_dir.resolve() not in elsewhere.resolve().parents:
             found.append(RunLock(elsewhere, override, "the folder of checkpoints"))
     except ValueError:

@@ -67,7 +67,7 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
     env = {
         "GPUS_PER_NODE": "2",
         "DATA_PATH": "data",
-        "VOCAB_FILE": "vocab",
+        "VOCAB_FILE": str(here / "requirements.txt"),  # any file that is there
         "FAKE_SLURM_LIMIT": r"(trains\s+){4}" if per_rank else r"(trains\s+){2}",
     }
     code, log, said = submit(tmp_path, here, *words, RUN_DIR=str(tmp_path / "run"), **env)

@@ -90,3 +90,34 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     for again in (False, True):
         torch.testing.assert_close(run(again), expected, rtol=1e-9, atol=1e-9)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def _stretches() -> None:
+    """Each rank attends in two stretches, which with a window have masks of one shape."""
+    mpu.initialize_model_parallel(context_parallel_size=2)
+    flags = LLAMA.replace("--attention-dropout 0", "--attention-dropout 0.5").replace(
+        "--sliding-window 5", "--sliding-window 3"
+    )
+    config = parse(f"{flags} --context-parallel-size 2".replace("--seq-length 8", "--seq-length 16").split())
+    layer, ids = Block(config.model, "layers.0").double(), no_documents(torch.device("cpu"))
+    init_weights(layer, 1)
+    whole = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = mpu.own_tokens(whole, 0, mpu.context_axis())
+
+    def run() -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        mpu.get_rng().begin(3)
+        out, _ = layer((given, ids))
+        out.square().sum().backward()
+        assert given.grad is not None
+        return [out.detach(), given.grad]
+
+    expected = run()
+    compiling._keep_outside()
+    layer.compile(backend="aot_eager_decomp_partition")  # all that torch.compile does but the kernels
+    for ours, theirs in zip(run(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_stretches_of_a_compiled_layer_draw_masks_of_their_own() -> None:
+    on_ranks(2, _stretches)

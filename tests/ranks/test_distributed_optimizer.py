@@ -308,3 +308,25 @@ def test_what_it_cannot_do_is_refused() -> None:
     stage, half = on_ranks(1, _refused)[0]
     assert stage.startswith("tds.DistributedOptimizer has ZeRO stage 1, not 0: set")
     assert half.startswith("tds.DistributedOptimizer has no loss scale for fp16: use bf16 or fp32")
+
+
+def _changed(learns_first: bool) -> str:
+    torch.manual_seed(0)
+    net = tds.PipelineModule([nn.Linear(6, 6), nn.Linear(6, 6)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    first = next(net.parameters())
+    first.requires_grad_(learns_first)
+    optimizer = tds.DistributedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.05))
+    engine = tds.initialize(model=net, optimizer=optimizer, config=_config())[0]
+    _losses(engine, 2)
+    first.requires_grad_(not learns_first)
+    try:
+        _losses(engine, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_weights_frozen_or_set_free_later_are_refused() -> None:
+    for learns_first, what in ((True, "frozen"), (False, "set free")):
+        for said in on_ranks(2, _changed, learns_first):
+            assert said.startswith(f"1 weights, the first of shape (6, 6), were {what} after tds.initialize()")

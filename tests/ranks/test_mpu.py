@@ -133,6 +133,9 @@ def _embedding(ranks: int) -> None:
         layer.weight.copy_(whole.chunk(axis.size)[axis.rank])
     ids = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(0))
     ids[0, 0], ids[0, 1] = 0, 49
+    for strange in (-5, 50, 10**6):  # 50 is a row of padding
+        with pytest.raises(IndexError, match=f"the token id {strange} is outside of the vocabulary of 50"):
+            layer(torch.tensor([[3, strange]]))
     out = layer(ids)
     plain = whole.clone().requires_grad_()
     expected = F.embedding(ids, plain)

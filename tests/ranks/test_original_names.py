@@ -93,6 +93,7 @@ def _recomputed(ranks: int) -> None:
     layer = nn.Linear(4, 4)
 
     def block(x: Tensor) -> Tensor:
+        x = torch.nn.functional.dropout(x, 0.5)  # from torch's own generator, as nn.Dropout
         with mpu.get_cuda_rng_tracker().fork():
             return torch.nn.functional.dropout(layer(x), 0.5)
 
@@ -101,6 +102,7 @@ def _recomputed(ranks: int) -> None:
         mpu.model_parallel_cuda_manual_seed(5)
         x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
         y = run(x)
+        torch.rand(10)
         with mpu.get_cuda_rng_tracker().fork():
             torch.rand(10)  # what comes later must not show in the repeat
         (y**2).sum().backward()

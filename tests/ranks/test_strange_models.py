@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import tds
 from tests.support import RankFailure, on_ranks
 
 WIDTH, MICROS, STEPS = 6, 3, 3
@@ -263,3 +264,41 @@ def test_a_checkpoint_of_other_stages_is_refused_before_it_is_loaded(tmp_path: P
     (whole,) = on_ranks(1, _load, tmp_path, 1, {"load_module_only": True})
     parts = on_ranks(2, _load, tmp_path, 2, {})
     assert all(torch.equal(a, b) for a, b in zip(whole, [*parts[0], *parts[1]], strict=True))
+
+
+def _without_gradient(module: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, module.weight.detach(), module.bias)
+
+
+def _tie_that_learns_at_the_end(bf16: bool) -> float:
+    """How far a tied weight moves of which only the last stage has a gradient; clipped to 0.01, with a learning rate of 1."""
+    torch.manual_seed(0)
+    layers = [
+        tds.pipe.TiedLayerSpec("w", nn.Linear, 6, 6, forward_fn=_without_gradient),
+        *(tds.pipe.LayerSpec(nn.Linear, 6, 6) for _ in range(2)),
+        tds.pipe.TiedLayerSpec("w", nn.Linear, 6, 6),
+    ]
+    net = tds.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.01, "steps_per_print": 10**9,
+        "zero_optimization": {"stage": int(bf16)}, "zero_allow_untested_optimizer": True, "pipeline": {"timeout": 60},
+    }  # fmt: skip
+    if bf16:  # DeepSpeed's own optimizer
+        config |= {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        }
+    engine = tds.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), config=config)[0]
+    tied = net.tied_modules["w"].weight
+    before = tied.detach().float().clone()
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    batches = [tuple(10 * torch.randn(2, 6).to(dtype) for _ in "xy") for _ in range(2)]
+    engine.train_batch(iter(batches))
+    return float((tied.detach().float() - before).norm())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
+    first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
+    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # in bf16 weights are rounded

@@ -1,6 +1,5 @@
 """The tables of docs/migration.md and docs/migration_zh.md: `python -m tests.unit.flags_table` prints them."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 from megatron.config import foreign_core, foreign_trainer
@@ -8,6 +7,7 @@ from megatron.config.fields import flag
 from megatron.config.foreign_flags import MEGATRON, VALUES
 from megatron.config.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
 from megatron.config.translate import written
+from tests.unit.flags_words import CHINESE
 
 
 def _ours(settings: Mapping[str, object]) -> str:
@@ -17,26 +17,33 @@ def _ours(settings: Mapping[str, object]) -> str:
     )
 
 
-def _outcome(outcome: Outcome) -> str:
+def _outcome(outcome: Outcome, chinese: bool = False) -> str:
+    def say(words: str) -> str:
+        return CHINESE[words] if chinese and words else words
+
+    stop, colon = ("；", "：") if chinese else ("; ", ": ")
     if isinstance(outcome, Means) and outcome.unless:
-        why = f" ({outcome.but})" if outcome.but else ""
-        return f"`{_ours(outcome.settings)}`, and unless said otherwise `{_ours(outcome.unless)}`{why}"
+        why = f"（{say(outcome.but)}）" if chinese else f" ({outcome.but})"
+        more = "，没有另外给出时还有" if chinese else ", and unless said otherwise"
+        return f"`{_ours(outcome.settings)}`{more} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
     if isinstance(outcome, Means):
-        return f"`{_ours(outcome.settings)}`" + (f"; {outcome.but}" if outcome.but else "")
+        return f"`{_ours(outcome.settings)}`" + (f"{stop}{say(outcome.but)}" if outcome.but else "")
     if isinstance(outcome, ByValue):
-        others = [f"else: {_outcome(outcome.other)}"] if outcome.other else []
-        return "; ".join([*(f"{value}: {_outcome(each)}" for value, each in outcome.values.items()), *others])
+        cases = {**outcome.values, **({"其他" if chinese else "else": outcome.other} if outcome.other else {})}
+        return stop.join(f"{value}{colon}{_outcome(each, chinese)}" for value, each in cases.items())
     if isinstance(outcome, Depends):
-        return outcome.says
-    return outcome.why if isinstance(outcome, NoEffect) else outcome.advice
+        return say(outcome.says)
+    return say(outcome.why if isinstance(outcome, NoEffect) else outcome.advice)
 
 
-def _rows(kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS)) -> dict[str, list[str]]:
+def _rows(
+    kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS), chinese: bool = False
+) -> dict[str, list[str]]:
     """Flags by what they come to, in the order of the table."""
     found: dict[str, list[str]] = {}
     for row in of:
         if isinstance(row.outcome, kinds):
-            found.setdefault(_outcome(row.outcome), []).extend(row.names.split())
+            found.setdefault(_outcome(row.outcome, chinese), []).extend(row.names.split())
     return found
 
 
@@ -67,32 +74,14 @@ def english() -> list[str]:
     ]
 
 
-def _taken(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """What is taken for settings of ours, in Chinese."""
-    taken: dict[str, list[str]] = {}
-    for row in rows:
-        if isinstance(row.outcome, Means):
-            more = f"，没有另外给出时还有 `{_ours(row.outcome.unless)}`" if row.outcome.unless else ""
-            taken.setdefault(f"`{_ours(row.outcome.settings)}`{more}", []).extend(row.names.split())
-        elif isinstance(row.outcome, (ByValue, Depends)):
-            ours = dict.fromkeys(re.findall(r"--[a-z0-9-]+", _outcome(row.outcome)))
-            text = "视取值而定" if isinstance(row.outcome, ByValue) else "视其他参数而定"
-            taken.setdefault(f"{text}：{'、'.join(f'`{name}`' for name in ours)}" if ours else text, []).extend(
-                row.names.split()
-            )
-    return taken
-
-
 def chinese() -> list[str]:
-    ours = (*MEGATRON, *foreign_core.ROWS)
-    lists = [
-        _names([name for names in _rows((kind,), rows).values() for name in names])
-        for rows in (ours, foreign_trainer.ROWS)
-        for kind in (NoEffect, Refused)
-    ]
+    """Raises KeyError for words that flags_words.py does not have."""
     return [
-        _table("参数", "当作", _taken(ours) | _values()), *lists[:2], _table("名称", "这里", _taken(foreign_trainer.ROWS)), *lists[2:],
-    ]  # fmt: skip
+        _table("参数", "当作", _rows((Means, ByValue, Depends), chinese=True) | _values()),
+        _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),
+        _table("参数", "被拒绝，建议是", _rows((Refused,), chinese=True)),
+        _table("名称", "这里", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_trainer.ROWS, chinese=True)),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
         (["--max-position-embeddings", "8"], "--seq-length 1024 is longer than --max-position-embeddings 8"),
         (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
+        (
+            ["--family", "t5", "--reset-position-ids"],
+            "--reset-position-ids: a T5 knows documents apart only with --reset-attention-mask; give both, or neither",
+        ),
+        (
+            ["--family", "t5", "--position-embedding", "relative", "--relative-attention-max-distance", "16"],
+            "--relative-attention-max-distance 16: of --relative-attention-num-buckets 32 the first 16 are single distances",
+        ),
     ],
 )
 def test_mistakes_are_named(argv: list[str], message: str) -> None:
@@ -144,10 +153,19 @@ def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: P
             parse(["--config", path, "--config", write(tmp_path / "c.json", {"rope_scaling": wrong})])
 
 
-def test_bad_json_names_the_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n "lr": \n}', "a.json, line 3: Expecting value"),
+        ('{\n "lr": 1,\n "gas": 2,\n\n}', "a.json, line 3: JSON has no comma before a closing }"),
+        ('{"gas": [\n1, ]}', "a.json, line 2: JSON has no comma before a closing ]"),
+        ('{\n // the rate\n "lr": 1}', "a.json, line 2: JSON has no comments"),
+    ],
+)
+def test_bad_json_names_the_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text('{\n "lr": \n}')
-    with pytest.raises(ConfigError, match="a.json, line 3"):
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
         parse(["--config", str(path)])
 
 

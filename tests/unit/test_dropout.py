@@ -68,6 +68,20 @@ def test_a_compiled_graph_draws_the_same_and_takes_any_stream() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_several_draws_in_one_graph_are_several() -> None:
+    """torch merges operations that are given the same: the turn is what tells them apart."""
+    rng, x = _rng(), torch.ones(64, requires_grad=True)
+    stream = mpu.Stream(rng, "a")
+
+    def twice() -> tuple[Tensor, Tensor]:
+        return stream.drop(x, 0.5), stream.drop(x, 0.5, turn=1)
+
+    expected = twice()
+    rng.begin(7)
+    found = torch.compile(twice, fullgraph=True, backend="aot_eager_decomp_partition")()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_copy_has_a_number_of_its_own() -> None:
     stream = mpu.Stream(_rng(), "a")
     for other in (copy.deepcopy(stream), pickle.loads(pickle.dumps(stream))):

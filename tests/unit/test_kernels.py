@@ -143,3 +143,14 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
     assert kernels.norm_class("auto", rms=False) is None
     with pytest.raises(ConfigError, match="there is no CUDA device; use --kernels auto or torch"):
         kernels.norm_class("apex", rms=False)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_counts_of_steps_are_made_where_torch_would_have_them(fused: bool) -> None:
+    """A fused kernel reads them on the device of the weights, where `load_state_dict` puts them; others on the CPU."""
+    weights = [nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)]
+    ours, theirs = (torch.optim.AdamW([weight], fused=fused) for weight in weights)
+    zero_state.make_moments(SimpleNamespace(optimizer=ours), ["exp_avg", "exp_avg_sq"], 3)
+    theirs.load_state_dict(ours.state_dict())
+    found, wanted = (o.state[w]["step"] for o, w in zip((ours, theirs), weights, strict=True))
+    assert found.device == wanted.device and found.dtype == wanted.dtype

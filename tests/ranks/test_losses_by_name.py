@@ -1,0 +1,85 @@
+"""Losses over replicas that name other ones, or evaluate more or fewer micro-batches: each sum is that of its name."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import tds
+from tests.support import on_ranks
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9}
+
+
+def _engine(loss_fn: Any, stages: int) -> Any:
+    torch.manual_seed(0)
+    net = tds.PipelineModule(
+        [nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=stages, loss_fn=loss_fn, partition_method="uniform"
+    )
+    config = {**CONFIG, "pipeline": {"timeout": 60}}
+    return tds.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)[0]
+
+
+def _images_and_text(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`image` for the labels 1 and 2, `text` for 0 and 2."""
+    kind, named = int(labels[0, 0]), {}
+    if kind:
+        named["image"] = 0 * out.sum() + 100.0
+    if kind != 1:
+        named["text"] = 0 * out.sum() + 1.0
+    return named
+
+
+def _named(steps: list[list[list[int]]], stages: int) -> list[dict[str, float]]:
+    """The named losses of each step. steps: of each step, by replica, the kinds of its micro-batches."""
+    engine, found = _engine(_images_and_text, stages), []
+    for kinds in steps:
+        mine = kinds[engine.grid.data_parallel_id]
+        engine.train_batch(iter([(torch.ones(1, 2), torch.full((1, 2), float(kind))) for kind in mine]))
+        found.append({name: value.item() for name, value in engine.named_losses.items()})
+    return found
+
+
+def test_replicas_that_name_other_losses() -> None:
+    steps = [
+        [[2, 0], [0, 2]],  # in another order
+        [[1, 1], [0, 0]],  # one each
+        [[0, 0], [0, 0]],  # a name that was there before and is not any more
+        [[0, 0], [0, 2]],
+        [[2, 2], [2, 2]],
+    ]
+    expected = [
+        {"image": 50.0, "text": 1.0},
+        {"image": 50.0, "text": 0.5},
+        {"text": 1.0},
+        {"text": 1.0, "image": 25.0},
+        {"text": 1.0, "image": 100.0},
+    ]
+    for stages in (1, 2):
+        for found in on_ranks(2 * stages, _named, steps, stages):
+            assert found == expected
+
+
+def _label(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return 0 * out.sum() + labels.mean()
+
+
+def _evaluated(stages: int) -> tuple[float, float]:
+    """(loss, distance of the mean output from the right one); both are known on the last stage of each replica."""
+    engine = _engine(_label, stages)
+    count = 1 if engine.grid.data_parallel_id == 0 else 3
+    batches = [(torch.full((1, 2), float(count)), torch.full((1, 2), 6.0 + count)) for _ in range(count)]
+    loss = engine.eval_batch(iter(batches), num_micro_batches=count).item()
+    mean = engine.eval_batch(iter(batches), num_micro_batches=count, compute_loss=False)
+    if mean is None or stages > 1:
+        return loss, 0.0
+    with torch.no_grad():
+        right = engine.module(torch.tensor([[1.0, 1.0]] + [[3.0, 3.0]] * 3)).mean(0, keepdim=True)
+    return loss, (mean - right).abs().max().item()
+
+
+def test_replicas_that_evaluate_more_or_fewer_micro_batches() -> None:
+    """The mean over all micro-batches, whoever has them: (7 + 3 * 9) / 4."""
+    for stages in (1, 2):
+        for loss, distance in on_ranks(2 * stages, _evaluated, stages):
+            assert loss == 8.5 and distance < 1e-6

@@ -1,0 +1,98 @@
+"""A T5 is taught and asked alike: where a document ends, and what a prompt is to it."""
+
+import argparse
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.commands.generate import Writer
+from megatron.commands.prompts import reader_of
+from megatron.commands.sample_view import t5_view
+from megatron.config.command_line import parse
+from megatron.data.spans import SpanPlan
+from megatron.data.t5_dataset import Objective, Specials, T5Dataset
+from megatron.tasks import T5
+from megatron.tokenizer import SentinelTokenizer, Tokenizer
+
+SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
+
+
+def test_what_follows_an_end_of_document_does_not_count() -> None:
+    """As for a decoder by itself: the end is learned, by T5's own as by that of a document."""
+    eod, pad, first, second = 3, 48, 47, 46
+    config = parse(f"{SMALL} --vocab-size 50 --enc-seq-length 8 --seq-length 8 --eod-mask-loss".split())
+    labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])
+    decoder = torch.cat([torch.tensor([[pad]]), labels[:, :-1]], 1)
+    sample = {
+        "encoder": torch.arange(8)[None] + 4, "decoder": decoder, "labels": labels, "loss_mask": torch.ones_like(labels),
+        "encoder_document_ids": torch.ones(1, 8, dtype=torch.int64), "decoder_document_ids": torch.ones_like(labels),
+    }  # fmt: skip
+    tokenizer = cast(Tokenizer, SimpleNamespace(eod=eod, pad=pad))
+    _, (found, mask) = T5().batch(sample, config, tokenizer)
+    assert mask.tolist() == [[1, 1, 1, 1, 0, 1, 1]] and found.tolist() == [[first, 10, 11, eod, pad, second, eod]]
+    letters = _Letters()
+    letters.eod = eod
+    view, _ = t5_view({name: each[0] for name, each in sample.items()}, letters, config)
+    assert view["decoder"]["loss"] == [1, 1, 1, 1, 0, 1, 1]
+
+
+class _Letters(Tokenizer):
+    name, vocab_size, eod, fingerprint = "letters", 27, 26, "x"
+    specials: dict[str, int] = {}  # noqa: RUF012
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) - 97 for c in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + i) for i in ids if i < 26)
+
+
+class _Writes:
+    """In the place of a model: these tokens, then z without end."""
+
+    def __init__(self, ids: list[int], vocab: int) -> None:
+        self.ids, self.vocab, self.at = ids, vocab, 0
+
+    def first(self, batch: int) -> Tensor:
+        logits = torch.zeros(batch, self.vocab)
+        logits[:, self.ids[self.at] if self.at < len(self.ids) else 25] = 9.0
+        self.at += 1
+        return logits
+
+    def next(self, tokens: Tensor) -> Tensor:
+        return self.first(len(tokens))
+
+    def reorder(self, rows: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("convention", ["t5", "cpm"])
+def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
+    """Of the text "abcd" the data set gives the encoder "ab"; what it then teaches is what a perfect model writes."""
+    tokenizer = SentinelTokenizer(_Letters(), 10, convention)
+    data = T5Dataset.__new__(T5Dataset)
+    data.objective = Objective("prefix-lm", convention)
+    data.specials = Specials(tokenizer.eod, tokenizer.pad, tokenizer.sentinels)
+    data.sentinels = np.array(tokenizer.sentinels)
+    data.plan = SpanPlan(4, 2, 1, 3 if convention == "t5" else 2, 3)
+    masked = np.array([False, False, True, True])
+    sample = data._sample(np.arange(4), np.ones(4, dtype=np.int64), masked, np.diff(masked, prepend=False))
+    labels = sample["labels"].tolist()
+
+    flags = f"{SMALL} --objective prefix-lm --span-convention {convention} --vocab-size {tokenizer.vocab_size}"
+    config = parse(flags.split())
+    args = argparse.Namespace(
+        special_tokens=False, chat=False, suffix=None, fim_tokens=None, num_samples=1, max_new_tokens=12, num_beams=0,
+        temperature=0.0, top_k=0, top_p=1.0, seed=1,
+    )  # fmt: skip
+    writer = Writer(cast(Any, None), tokenizer, config, None, reader_of(args, config, tokenizer, ""))
+    writer.stepper = lambda sources: _Writes(labels, tokenizer.vocab_size)  # type: ignore[method-assign, assignment, return-value]
+    question = writer.question("ab")
+    assert question.tokens == sample["encoder"].tolist() and question.end == labels[-1]
+    written: list[int] = []
+    assert writer.write([question], args, lambda new: written.extend(new)) == [["abcd"]]
+    assert len(written) == len(labels)
