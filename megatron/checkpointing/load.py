@@ -14,6 +14,7 @@ from megatron.config import Config
 from megatron.config.fields import flag
 from megatron.model.layers import global_parameters
 from megatron.ranks.errors import on_all_ranks
+from megatron.ranks.initialize import ranks_here
 from tds import optimizer_state as zero_state
 
 from .files import WEIGHT, CheckpointError
@@ -177,9 +178,14 @@ def _read_once(
     """(kind, parameter, value [local] in fp32 or fp64 on `device`) of each of `keys`; of the data-parallel ranks one reads it and sends it to the others.
 
     As many are read at a time as there are such ranks. Who cannot read goes on, so that nobody waits for it, and raises at
-    the end, a CheckpointError or OSError; what the others got in that case is of no use.
+    the end, a CheckpointError or OSError; what the others got in that case is of no use. On CPUs of one machine each reads for itself:
+    its kernel has read a file once, and gives it out faster than a rank could send it.
     """
     axis, problem = mpu.get_mesh().data, None
+    if device.type == "cpu" and ranks_here(dist.get_world_size()) == dist.get_world_size():
+        for kind, name, parameter in keys:
+            yield kind, parameter, reader.local(f"{kind}.{name}", parameter).to(_dtype(parameter))
+        return
     for at in range(0, len(keys), axis.size):
         mine: Tensor | None = None
         if at + axis.rank < len(keys) and problem is None:

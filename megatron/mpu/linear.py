@@ -34,8 +34,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     onednn = by_onednn(x, options)
     if axis.size == 1 and not onednn and _taker(x, weight, options) is None:
         return F.linear(x, weight, bias)
-    if is_traced(axis) and not onednn:
-        return F.linear(enter(x, axis, options.sequence_parallel), weight, bias)
+    if torch.compiler.is_compiling():
+        x = enter(x, axis, options.sequence_parallel) if is_traced(axis) else x
+        return _in_graph(x, weight, bias) if onednn else F.linear(x, weight, bias)
     return _own_linear(x, weight, bias, axis, options, onednn)
 
 
@@ -79,6 +80,47 @@ def transposed_product(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     if onednn and n * o > n * i + o * i:
         return product(y.t(), x.t(), None, onednn).t().contiguous()
     return product(x.t(), y.t(), None, onednn)
+
+
+# oneDNN's products as operations that a compiler takes as they are: it cannot look into them, and need not.
+
+
+@torch.library.custom_op("megatron::onednn_product", mutates_args=())
+def _in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product(x, weight, bias, onednn=True)
+
+
+@torch.library.custom_op("megatron::onednn_transposed_product", mutates_args=())
+def _transposed_in_graph(x: Tensor, y: Tensor) -> Tensor:
+    return transposed_product(x, y, onednn=True)
+
+
+@_in_graph.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@_transposed_in_graph.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], y.shape[1])
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _gradients_in_graph(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    of_x, of_weight, of_bias = ctx.needs_input_grad
+    flat = grad.reshape(-1, grad.shape[-1])
+    return (
+        _in_graph(grad, weight.t(), None) if of_x else None,
+        _transposed_in_graph(flat, x.reshape(-1, x.shape[-1])) if of_weight else None,
+        flat.sum(0) if of_bias else None,
+    )
+
+
+_in_graph.register_autograd(_gradients_in_graph, setup_context=_keep_factors)
 
 
 def add_product(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:

@@ -25,6 +25,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_here(world: int) -> int | None:
+    """Ranks on this machine, as torchrun or DeepSpeed's launcher says it; None where nobody does. world: ranks in all."""
+    known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(known) if known else 1 if world == 1 else None
+
+
 def initialize_megatron(config: Config) -> torch.device:
     """Join the other ranks and build the (pipe, data, model) grid. Returns this rank's device.
 

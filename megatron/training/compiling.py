@@ -9,15 +9,15 @@ from .._torch import cpp_compiler_found
 from ..config import Config
 from ..model.attention import Attention
 from ..model.block import TransformerLayer
-from ..mpu import linear, mappings
+from ..mpu import mappings
 from ..ranks.rank_0 import print_rank_0
 
 
 def compile_layers(model: Any, config: Config) -> None:
     """Let each transformer layer of this process be compiled at its first call.
 
-    Sums over model-parallel ranks are part of it (`mpu/traced.py`), and dropout with its named streams (`mpu/dropout.py`). Recomputation,
-    oneDNN's products and, on accelerators, attention with dropout stay outside.
+    Sums over model-parallel ranks are part of it (`mpu/traced.py`), and dropout with its named streams (`mpu/dropout.py`). So are
+    oneDNN's products (`mpu/linear.py`). Recomputation and, on accelerators, attention with dropout stay outside.
     Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes.
     """
     if not config.train.compile:
@@ -39,7 +39,6 @@ def _keep_outside() -> None:
         (Attention, "_computed_again"),
         (mappings, "over_ranks"),
         (mappings, "sum_in_place"),
-        (linear, "_own_linear"),
     ]
     for owner, name in kept:
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]

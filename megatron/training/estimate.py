@@ -1,6 +1,5 @@
 """What a run will need, said before the first weight is drawn; a machine that cannot even hold the weights is told so at once."""
 
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.planning.sizes import parameters, stages_of
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..ranks import device as device_module
+from ..ranks.initialize import ranks_here
 from .task import Task
 
 KNOBS = "take more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; tools/plan.py finds a layout"
@@ -37,7 +37,7 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     room = device_module.memory(device)
     if room is None or _offloads(resolved):
         return lines
-    ranks = _ranks_here(world) if device.type == "cpu" else 1
+    ranks = ranks_here(world) if device.type == "cpu" else 1
     if ranks is None:
         return lines
     weights, total = ranks * sum(each.weights for each in found) / len(found), ranks * most.total
@@ -62,9 +62,3 @@ def _parts(memory: Memory) -> str:
 def _offloads(resolved: Resolved) -> bool:
     section: dict[str, Any] = resolved.deepspeed.get("zero_optimization", {})
     return any(name.startswith("offload") for name in section)
-
-
-def _ranks_here(world: int) -> int | None:
-    """As torchrun or DeepSpeed's launcher says it; None where nobody does."""
-    known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(known) if known else 1 if world == 1 else None

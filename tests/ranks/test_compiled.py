@@ -10,6 +10,7 @@ from megatron.config.command_line import parse
 from megatron.model.block import Block
 from megatron.model.layers import init_weights
 from megatron.model.masks import no_documents
+from megatron.model.t5 import DecoderBlock
 from megatron.training import compiling
 from megatron.training.compiling import compile_layers, compiler_found
 from tests.support import covering, on_ranks
@@ -24,40 +25,53 @@ LLAMA = (
 )
 
 
-def _compiled(flags: str, sequence: bool) -> int:
+def _compiled(flags: str, sequence: bool, onednn: bool) -> int:
     """Breaks of the graph in one layer; asserts that outputs and gradients are those of the layer itself."""
     config = parse(flags.split())
-    mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=sequence))
+    mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=sequence, onednn=onednn))
     torch.manual_seed(0)
-    layer, ids = Block(config.model, "layers.0"), no_documents(torch.device("cpu"))
+    ids = no_documents(torch.device("cpu"))
+    layer: nn.Module = DecoderBlock(config.model, "layers.0") if config.is_t5 else Block(config.model, "layers.0")
     torch.manual_seed(1 + dist.get_rank() * sequence)
-    x = torch.randn(8 // (2 if sequence else 1), 2, 32)
+    x = torch.randn((64 if onednn else 8) // (2 if sequence else 1), 2, 32)
+    others = [torch.randn(16, 2, 32), ids, ids, torch.randn(32, 2)] if config.is_t5 else [ids]
 
     def run() -> list[Tensor]:
         given = x.clone().requires_grad_()
         layer.zero_grad()
         mpu.get_rng().begin(3)
-        out, _ = layer((given, ids))
+        out, *_ = layer((given, *others))
         out.square().sum().backward()
         return [out.detach(), given.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[union-attr,list-item]
 
     expected = run()
     compiling._keep_outside()
-    found = torch._dynamo.explain(layer)((x, ids))  # type: ignore[attr-defined]
+    found = torch._dynamo.explain(layer)((x, *others))  # type: ignore[attr-defined]
     compile_layers(layer, config)
     for ours, theirs in zip(run(), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
     return int(found.graph_break_count)
 
 
-CASES = [(f"{FLAGS} {dropout}", sequence) for dropout in DROPOUTS for sequence in (False, True)] + [(LLAMA, True)]
+T5 = (
+    "--family t5 --position-embedding relative --normalization rmsnorm --activation gated-gelu --no-hidden-bias --num-layers 1 "
+    "--hidden-size 32 --num-attention-heads 4 --vocab-size 64 --compile"
+)
+CASES = [(f"{FLAGS} {dropout}", sequence, False) for dropout in DROPOUTS for sequence in (False, True)]
+CASES += [(LLAMA, True, False), (f"{FLAGS} {DROPOUTS[1]}", True, True), (f"{T5} {DROPOUTS[0]}", False, True)]
 
 
-@pytest.mark.parametrize(("flags", "sequence"), covering(CASES, lambda case: DROPOUTS[1] in case[0] and case[1], True))
-def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "sequence", "onednn"),
+    covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0], True),
+)
+def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool, onednn: bool) -> None:
+    """Whoever multiplies."""
     if not compiler_found():
         pytest.skip("needs a C++ compiler")
-    assert max(on_ranks(2, _compiled, flags, sequence, timeout=200)) == 0
+    if onednn and not mpu.onednn_is_there():
+        pytest.skip("this build of torch has no oneDNN")
+    assert max(on_ranks(2, _compiled, flags, sequence, onednn, timeout=200)) == 0
 
 
 def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_not() -> None:

@@ -1,6 +1,8 @@
 """What a large run reads, it reads once: corpora on ranks that train on them, checkpoints on one of all copies, weights that follow from a file never drawn."""
 
 import math
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +140,21 @@ def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[i
     return read, drawn, again
 
 
+def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    return _resumes(*given)
+
+
+def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
+    """There each rank reads all that it holds, and the loss after the resume is the same."""
+    losses = losses_of(folder)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "metrics.jsonl").unlink()
+    again = on_ranks(4, _resumes_on_one_machine, first, second, *given)
+    assert losses_of(folder) == losses
+    assert sum(read for read, _, _ in again) >= 2 * sum(read for read, _, _ in told)
+
+
 @pytest.mark.parametrize(
     ("model", "precision", "zero", "pipe"),
     covering(
@@ -150,6 +167,7 @@ def test_each_number_of_a_checkpoint_is_read_once(
     """Over all data-parallel ranks; what is loaded is what was saved; and no weight is drawn to be overwritten."""
     first, second = (Start(model, tmp_path, FLAGS.format(n, precision, zero, pipe, 1), n == 3) for n in (2, 3))
     told = on_ranks(4, _resumes, first, second, tiny_data, vocab_file)
+    _same_on_one_machine(tmp_path, told, first, second, tiny_data, vocab_file)
     whole = whole_tensors(tmp_path / "checkpoints" / "iter_0000002")
     held = sum(tensor.size for tensor in whole.values())
     tied = sum(tensor.size for key, tensor in whole.items() if "word_embeddings" in key) if pipe else 0
