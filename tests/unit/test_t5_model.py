@@ -116,7 +116,7 @@ def test_documents_do_not_see_each_other() -> None:
     """Two documents in one sample give what each gives alone, with learned positions counted again."""
     flags = (
         "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 16 "
-        "--reset-position-ids"
+        "--reset-position-ids --reset-attention-mask"
     )
     model = T5Model(parse(flags.split()), parallel_output=False).eval()
     source, target = torch.arange(14).view(1, 14), torch.arange(20, 30).view(1, 10)
