@@ -46,6 +46,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     ):
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.refuse_unknown_autocast(made[0])
+        _deepspeed.time_without_waiting(made[0])
     if notes and made[0].global_rank == 0:
         print("\n".join(notes), flush=True)
     return made
@@ -58,7 +59,8 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     _deepspeed.prepare()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
-    meet_again(dist_backend, kwargs.get("timeout"))
+    _deepspeed.settle_local_rank()
+    meet_again(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
     _ds.init_distributed(dist_backend, *args, **kwargs)
 
 

@@ -107,6 +107,23 @@ def _build_no_shared_memory_op() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def settle_local_rank() -> None:
+    """Before ranks meet: LOCAL_RANK, by which DeepSpeed takes its device, where each rank is shown a device of its own.
+
+    So do `srun --gpus-per-task=1` and schedulers of containers. Raises ValueError where a rank has no device.
+    """
+    count = torch.accelerator.device_count() if not on_cpu() else 0
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not count or local < count:
+        return
+    if count > 1:
+        raise ValueError(
+            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} accelerators: "
+            f"start {count} ranks on a machine (--nproc-per-node, GPUS_PER_NODE=), or one for each that a rank sees"
+        )
+    os.environ["LOCAL_RANK"] = "0"
+
+
 def this_device() -> torch.device:
     """The device that DeepSpeed puts this rank's layers on."""
     name = deepspeed.accelerator.get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0")))
@@ -167,6 +184,13 @@ def refuse_unknown_autocast(engine: Any) -> None:
             f'DeepSpeed {deepspeed.__version__} does not know "torch_autocast" and would train without it: install a '
             f'newer one, or set "bf16": {{"enabled": true}} instead'
         )
+
+
+def time_without_waiting(engine: Any) -> None:
+    """Let DeepSpeed's throughput timer not wait for the device in every micro-batch, unless the ds_config says how it is to measure."""
+    config = getattr(getattr(engine, "tput_timer", None), "config", None)
+    if config is not None and "timers" not in (getattr(engine._config, "_param_dict", None) or {}):
+        config.synchronized = False
 
 
 def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,10 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LAUNCHER = "TDS_LAUNCHER"  # its process id, by tools/launch.py
 THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # torchrun's and deepspeed's, whose ranks are their children
@@ -54,8 +58,10 @@ def _launches(pid: int) -> bool:
     return any(word in name for word in ("python", "torchrun", "deepspeed", "pt_elastic"))
 
 
-def meet_again(backend: str, timeout: timedelta | None) -> None:
+def meet_again(backend: str, timeout: timedelta | None, device: "torch.device | None" = None) -> None:
     """Make the process group of a further attempt over the store that torchrun shares among all of them.
+
+    device: of this rank, to which an NCCL group is bound, as DeepSpeed binds it.
 
     What an attempt before has left there, addresses of its ranks and the report of its end, would end this one, too.
     """
@@ -69,7 +75,8 @@ def meet_again(backend: str, timeout: timedelta | None) -> None:
         return
     store, rank, ranks = next(rendezvous("env://", timeout=timeout or timedelta(minutes=30)))
     own = PrefixStore(f"attempt{attempt}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+    bound = device if backend == "nccl" and ranks > 1 else None
+    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout, device_id=bound)
 
 
 class _Watch:

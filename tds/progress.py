@@ -1,7 +1,7 @@
 """The line of progress every few steps, and where the time of a step went."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from . import trace
-from ._deepspeed import finish
 
+MOST_TIMED = 1000  # steps whose times DeepSpeed's timer keeps, each two events of the device
 COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
 class Progress:
-    """every: steps between two lines; None: no lines. breakdown: measure each kind of instruction, which waits for the device.
+    """every: steps between two lines; None: no lines. breakdown: measure each kind of instruction.
 
     On a CPU `busy` are the seconds that this rank computed, waiting for no other stage (but for model-parallel ranks), since it was last set to 0.
     """
@@ -25,32 +25,47 @@ class Progress:
         self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last line
         self._since = time.perf_counter()
         self._on_cpu = device.type == "cpu"
+        self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # by the device, and not added up yet
         self.busy = 0.0
         self._mark: trace.Mark | None = None  # of the timeline, where one is recorded
 
-    def begin(self, what: str) -> float | None:
+    def begin(self, what: str) -> "float | torch.Event | None":
         """Before an instruction: when it began, if that is measured."""
         self._mark = trace.begin()
         if not self.breakdown and not (self._on_cpu and what in COMPUTING):
             return None
-        if not self._on_cpu:
-            finish(self.device)
-        return time.perf_counter()
+        return self._now()
 
-    def end(self, what: str, begun: float | None, at: tuple[int, int] = (-1, 0)) -> None:
+    def _now(self) -> "float | torch.Event":
+        """On an accelerator the device notes it: who waited for it in a step would wait for messages that are posted, too, perhaps for ever."""
+        if self._on_cpu:
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, what: str, begun: "float | torch.Event | None", at: tuple[int, int] = (-1, 0)) -> None:
         """After it. begun: what `begin` gave. at: its micro-batch and chunk, if it has one."""
         if self._mark is not None:
             kind = "part" if at[0] < 0 else "pass" if what in COMPUTING else "message"
             trace.end(self._mark, what, kind, *at)
         if begun is None:
             return
-        if not self._on_cpu:
-            finish(self.device)
+        if not isinstance(begun, float):
+            self._noted.append((what, begun, self._now()))  # type: ignore[arg-type]
+            return
         took = time.perf_counter() - begun
-        if self._on_cpu and what in COMPUTING:
+        if what in COMPUTING:
             self.busy += took
         if self.breakdown:
             self._seconds[what] += took
+
+    def _add_up(self, wait: bool) -> None:
+        """What the device has noted. wait: for what it has not done yet."""
+        while self._noted and (wait or self._noted[0][2].query()):
+            what, begun, ended = self._noted.popleft()
+            ended.synchronize()
+            self._seconds[what] += begun.elapsed_time(ended) / 1e3
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -61,6 +76,7 @@ class Progress:
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
         """After each step: the line to print, if it is time for one. samples: of a step."""
+        self._add_up(wait=False)
         if not self.every or steps % self.every:
             return None
         took = (time.perf_counter() - self._since) / self.every
@@ -73,7 +89,8 @@ class Progress:
         return line
 
     def take(self) -> dict[str, float]:
-        """With a breakdown: the seconds of each kind of instruction since they were last asked for."""
+        """With a breakdown: the seconds of each kind of instruction since they were last asked for. Between two steps."""
+        self._add_up(wait=True)
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds

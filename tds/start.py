@@ -1,6 +1,8 @@
 """What is checked before the first step: settings that cannot be, and stages that do not fit together."""
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
-from .queues import POSTED_AHEAD, Rules, one_hardware_queue
+from .queues import POSTED_AHEAD, Rules, in_queues, one_hardware_queue
 from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 
@@ -36,14 +38,18 @@ def tell_error(error: Exception | None) -> None:
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Prove that training and evaluation end, by the rules by which messages move here."""
     narrow = one_hardware_queue(engine.device)
-    rules = Rules(ahead=0 if narrow else POSTED_AHEAD, one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
+    later = Rules(ahead=0 if narrow else POSTED_AHEAD, one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
+    ways = (
+        [later, replace(later, ahead=0)] if in_queues(engine.device) and not narrow else [later]
+    )  # see Borders.post_ahead
     stages, micros = engine.num_stages, engine.micro_batches
     for each in (schedule, partial(forward_only, chunks=chunks)):
         plan = [list(each(stage, stages, micros)) for stage in range(stages)]
         if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):
             raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
         try:
-            check(plan, micros, rules)
+            for rules in ways:
+                check(plan, micros, rules)
         except ScheduleError as error:
             if not narrow:
                 raise
@@ -66,6 +72,11 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
         raise ValueError(
             "the schedule zb-h1 would recompute activations twice, once for each half of the backward pass: "
             "use 1f1b with activation checkpointing, or zb-h1 without"
+        )
+    if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        raise ValueError(
+            "CUDA_LAUNCH_BLOCKING=1 lets a stage wait for a message before it has sent the one that the other waits for: "
+            "unset it, or look for the fault without a pipeline (--pipe-parallel-size 0)"
         )
     config = engine._config
     if getattr(config, "curriculum_enabled_legacy", False):  # of DeepSpeed before 0.19

@@ -84,16 +84,14 @@ class VocabParallelEmbedding(nn.Module):
         """A rank by itself cannot tell what no rank has from what another one has. On a device nobody waits for the answer."""
         if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta or not ids.numel():
             return
-        if ids.device.type != "cpu":
-            assert_later(
-                (ids >= 0) & (ids < self.vocab_size), f"a token id is outside of the vocabulary of {self.vocab_size}"
-            )
-            return
-        lowest, highest = map(int, torch.aminmax(ids))
-        if lowest < 0 or highest >= self.vocab_size:
-            raise IndexError(
-                f"the token id {lowest if lowest < 0 else highest} is outside of the vocabulary of {self.vocab_size}"
-            )
+        words = f"is outside of the vocabulary of {self.vocab_size}"
+        try:
+            assert_later((ids >= 0) & (ids < self.vocab_size), f"a token id {words}")
+        except RuntimeError:
+            if ids.device.type != "cpu":
+                raise
+            lowest, highest = map(int, torch.aminmax(ids))
+            raise IndexError(f"the token id {lowest if lowest < 0 else highest} {words}") from None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] (or [s/t, b, h]) -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""

@@ -78,6 +78,8 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any, aside: Mapping[str, Tensor]) -> Step:
     skipped = zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
+    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 has it on the CPU where its optimizer is there
+        norm = norm.to(loss.device)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aside)
 
 

@@ -4,7 +4,8 @@ What differs for a program that was only ever run on gloo: (1) the messages of a
 in the order in which this rank asked for them; (2) nothing has happened when a call returns: a message reads
 and writes memory some time later, and `wait` only makes later tensor operations wait; (3) where communicators are
 made late, the first message between two ranks blocks the program until the other asks for its first;
-(4) with one hardware queue, computations and messages start in the order in which they were asked for.
+(4) with one hardware queue, computations and messages start in the order in which they were asked for; (5) where
+kernels are loaded when they are first used, that waits until all is done that was asked for before, messages included.
 """
 
 import functools
@@ -48,10 +49,12 @@ class Work:
 
 
 class Device:
-    """The queues of one rank. pending: what the next computation waits for."""
+    """The queues of one rank. pending: what the next computation waits for. loaded: kernels that were used."""
 
-    def __init__(self, lazy: bool, one_hardware_queue: bool) -> None:
-        self.lazy, self.one_hardware_queue = lazy, one_hardware_queue
+    def __init__(self, lazy: bool, one_hardware_queue: bool, loading: bool) -> None:
+        self.lazy, self.one_hardware_queue, self.loading = lazy, one_hardware_queue, loading
+        self.loaded: set[Any] = set()
+        self._all: list[Work] = []
         self.pending: list[Work] = []
         self._asked: Work | None = None
         self._queues: dict[Any, queue.SimpleQueue[Any]] = {}
@@ -62,6 +65,7 @@ class Device:
     def ask(self, stream: Any, operation: Callable[[], Any]) -> Work:
         work, after = Work(self), list(self.pending)
         first, self._asked = self._asked if self.one_hardware_queue else None, work
+        self._all = [*(each for each in self._all if not each.done.is_set()), work]
         if stream not in self._queues:
             self._queues[stream] = queue.SimpleQueue()
             threading.Thread(target=self._serve, args=(self._queues[stream],), daemon=True).start()
@@ -95,6 +99,13 @@ class Device:
         if self.one_hardware_queue and self._asked:
             self._asked.started.wait()
 
+    def load(self, kernel: Any) -> None:
+        """Before it is used."""
+        if self.loading and kernel not in self.loaded:
+            self.loaded.add(kernel)
+            for each in self._all:
+                each.done.wait()
+
     def meet(self, group: Any, peer: int) -> None:
         """Two ranks make their communicator: both are blocked until both are there."""
         if not self.lazy or (group, peer) in self._met:
@@ -111,6 +122,7 @@ class _Computing(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._device.load(func)
         self._device.compute()
         return func(*args, **(kwargs or {}))
 
@@ -142,8 +154,8 @@ def _collective(device: Device, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def nccl(rules: str) -> Iterator[Device]:
-    """Put NCCL's rules over gloo. rules: "eager", "lazy" or "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
-    device = Device(rules == "lazy", rules == "one queue")
+    """Put NCCL's rules over gloo. rules: "eager", "lazy", "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1) or "loading" (CUDA_MODULE_LOADING=LAZY)."""
+    device = Device(rules == "lazy", rules == "one queue", rules == "loading")
     homes = (dist, dist.distributed_c10d)
     raw = {name: getattr(dist, name) for name in (*MESSAGES, *COLLECTIVES)}
     put = {name: _collective(device, raw[name]) for name in COLLECTIVES}

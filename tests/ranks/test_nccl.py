@@ -45,7 +45,8 @@ def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Every schedule with plain layers, fewer micro-batches than stages and an uneven number; the other cases by turns."""
     plain = BY_NAME[NAMES[0]]
     for pipeline in SCHEDULES:
-        for micros in (1, 5):
+        # Where kernels are loaded late this schedule ends if the stages divide the micro-batches (docs/tds.md).
+        for micros in (1, 2 * stages if rules == "loading" and pipeline["schedule"] == "interleaved" else 5):
             yield dataclasses.replace(plain, rows=((4,) * micros,) * 2), pipeline
     turns = [pipeline for pipeline in SCHEDULES if not _may_be_refused(rules, pipeline)]
     for number, name in enumerate(NAMES[1:]):
@@ -60,17 +61,18 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 def _told_of_one_queue(rules: str) -> Iterator[None]:
     """Let the engine know what it asks of a GPU and of its environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tds.borders, "in_queues", lambda device: True)
         for home in (tds.borders, tds.start):
+            patch.setattr(home, "in_queues", lambda device: True)
             patch.setattr(home, "one_hardware_queue", lambda device: rules == "one queue")
         yield
 
 
 def _errors(rules: str, stages: int) -> list[tuple[str, float]]:
     found = []
-    with remembered_groups() as begin, _told_of_one_queue(rules), nccl(rules):
+    with remembered_groups() as begin, _told_of_one_queue(rules), nccl(rules) as device:
         for case, pipeline in _tasks(stages, rules):
             begin()
+            device.loaded.clear()
             what = f"{pipeline}, {len(case.rows[0])} micro-batches, {case.name}"
             try:
                 found.append((what, max(train("tds", case, stages, 1, pipeline, torch.float64))))
@@ -81,8 +83,8 @@ def _errors(rules: str, stages: int) -> list[tuple[str, float]]:
     return found
 
 
-GRID = [(rules, stages) for rules in ("eager", "lazy", "one queue") for stages in (2, 3, 4)]
-IN_CI = [("eager", 3), ("one queue", 3)]
+GRID = [(rules, stages) for rules in ("eager", "lazy", "one queue", "loading") for stages in (2, 3, 4)]
+IN_CI = [("eager", 3), ("one queue", 3), ("loading", 2)]
 
 
 @pytest.mark.timeout(300)

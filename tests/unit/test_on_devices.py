@@ -1,0 +1,109 @@
+"""What is done otherwise on an accelerator, shown with stand-ins: nobody waits for a device in the middle of a step."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tds
+from megatron.training.engine import _result
+from tds import _deepspeed, launched, progress, start
+
+
+class Event:
+    """Notes the time that `now` says; done when `done` says so."""
+
+    now, done, waited = 0.0, False, 0
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return Event.done
+
+    def synchronize(self) -> None:
+        Event.waited += not Event.done
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait in a step is for the messages that are posted, too, of which one may come only after this rank goes on."""
+    monkeypatch.setattr(progress.torch, "Event", Event)
+    found = progress.Progress(torch.device("meta"), None, breakdown=True)
+    for _ in range(3):
+        begun = found.begin("Forward")
+        Event.now += 2.0
+        found.end("Forward", begun, (0, 0))
+    assert found.step(1, 4, {}) is None and not Event.waited and len(found._noted) == 3
+    Event.done = True
+    assert found.step(2, 4, {}) is None and not found._noted, "what is done is not kept"
+    assert found.take() == {"Forward": 6.0} and not Event.waited
+
+
+def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_deepspeed, "on_cpu", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for shown, wanted in ((8, "3"), (4, "3"), (1, "0")):
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        monkeypatch.setattr(_deepspeed.torch.accelerator, "device_count", lambda shown=shown: shown)
+        _deepspeed.settle_local_rank()
+        assert _deepspeed.os.environ["LOCAL_RANK"] == wanted
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(_deepspeed.torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="has LOCAL_RANK 3, but this machine shows it 2 accelerators: start 2 ranks"):
+        _deepspeed.settle_local_rank()
+
+
+def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
+    """As DeepSpeed's ZeRO 3 gives it with an optimizer on the CPU; a line of the log reads both at once."""
+    engine = SimpleNamespace(optimizer=SimpleNamespace(), fp16_enabled=lambda: False)
+    step = _result(engine, torch.zeros((), device="meta"), torch.ones(()), {})
+    assert isinstance(step.grad_norm, torch.Tensor) and step.grad_norm.device == step.loss.device
+
+
+def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = SimpleNamespace(
+        num_stages=2, device=torch.device("cuda"), fp16_enabled=lambda: False, _config=SimpleNamespace(),
+        module=SimpleNamespace(activation_checkpoint_interval=0),
+    )  # fmt: skip
+    start._refuse_what_cannot_be(engine, {}, 1)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING=1 lets a stage wait"):
+        start._refuse_what_cannot_be(engine, {}, 1)
+
+
+def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    given: dict[str, Any] = {}
+    module = importlib.import_module("torch.distributed.rendezvous")  # of which the package hides the name
+    monkeypatch.setattr(module, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for backend, wanted in (("nccl", torch.device("cuda", 0)), ("gloo", None)):
+        launched.meet_again(backend, None, torch.device("cuda", 0))
+        assert given["device_id"] == wanted
+
+
+def _waits(timers: dict[str, Any]) -> bool:
+    torch.manual_seed(0)
+    net = nn.Linear(2, 2)
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, **timers}
+    engine = tds.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)[0]
+    return bool(engine.tput_timer.config.synchronized)
+
+
+def test_deepspeeds_timer_of_throughput_waits_only_if_it_is_told_to() -> None:
+    from tests.support import on_ranks
+
+    assert on_ranks(1, _waits, {}) == [False]
+    assert on_ranks(1, _waits, {"timers": {"throughput": {"enabled": True, "synchronized": True}}}) == [True]
