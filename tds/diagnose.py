@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -32,6 +33,9 @@ POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the others
 SILENCE_SECONDS = 4 * COLLECT_SECONDS  # in which the store answers, and a report is written
 FAULT, PRINTED = "tds/fault", "tds/printed"
+_LOST = re.compile(
+    r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
+)
 INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
 
 
@@ -85,6 +89,16 @@ def _callers(error: BaseException) -> list[str]:
     """The lines of the stack above the place where `error` was caught: the user's own script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
+
+
+def _who_is_to_blame(fault: str, dead: list[int]) -> str:
+    """The fault, or where it is a lost connection and some ranks are `dead`, these, in words that need no knowledge of the library."""
+    lost = _LOST.search(fault)
+    if not dead or not lost:
+        return fault
+    whose, be = ("its process is", "does") if len(dead) == 1 else ("their processes are", "do")
+    ranks = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
+    return f"{ranks} {be} not answer: {whose} dead or stopped; {fault.split(' raised ')[0]} lost the connection ({lost[0]})"
 
 
 def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
@@ -286,7 +300,8 @@ class Watchdog:
 
     def _print(self, fault: str, with_stacks: bool) -> None:
         answered = self._collect("tds/report", set(range(self.world)))
-        lines = [f"{self._name} stopped: {fault}"]
+        dead = sorted(set(range(self.world)) - answered)
+        lines = [f"{self._name} stopped: {_who_is_to_blame(fault, dead)}"]
         if with_stacks:
             found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
             lines += where_ranks_stand(found, self.world)

@@ -73,6 +73,8 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
     for rank in range(STAGES):
         if kind == "kill" and rank == victim:
             assert f"--- rank {rank} does not answer" in report, words
+            first = f"pipeline stopped: rank {victim} does not answer: its process is dead or stopped; rank "
+            assert report.startswith((first, "pipeline stopped: rank 0, stage")), words  # or nobody had a message of it
         else:
             assert f"--- rank {rank}, stage {rank}, " in report, words
     if kind in ("raise", "sleep"):
