@@ -257,6 +257,10 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Pa
     first, last = done.stderr.strip().splitlines()
     assert first == f"launch.py: node 0 of 2 waits for the others at 127.0.0.1:{port}"
     assert "did not meet the others" in last and "start the missing ones" in last
+    strange = [word.replace("127.0.0.1", "no-such-host.invalid") for word in argv]
+    strange[strange.index("--node-rank") + 1] = "1"
+    done = subprocess.run(strange, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert "this machine knows no host no-such-host.invalid yet: is --master-addr (MASTER_ADDR=) right?" in done.stderr
     argv[-1] = "10"
     waiting = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert waiting.stderr and "waits for the others" in waiting.stderr.readline()

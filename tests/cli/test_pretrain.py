@@ -252,6 +252,9 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path, flags: list[str]
     (tmp_path / "file").write_text("in the way")
     sentence = said(launch(2, *flags, "--run-dir", str(tmp_path / "file" / "run")), 1)
     assert "cannot write to the run directory" in sentence
+    (tmp_path / "checkpoints").write_text("in the way")
+    sentence = said(launch(2, *flags, "--run-dir", str(tmp_path)), 1)
+    assert "checkpoints is to hold checkpoints, but is no folder: move it away, or give another --save" in sentence
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "json", "latest"])
