@@ -17,6 +17,7 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.merge_split import find_damage, merge, split
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer.base import other_end
 from megatron.tokenizer.chat import is_undated
 
 from .cli import Parser, run, write_json
@@ -105,6 +106,8 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
         vocab_size = tokenizer.vocab_size
         if about and about["fingerprint"] != tokenizer.fingerprint:
             wrong.append(f"{prefix}.bin was made with another tokenizer than {args.vocab_file}")
+        elif otherwise := other_end(about, tokenizer, args.vocab_file):
+            wrong.append(f"{prefix}.bin {otherwise}")
         checked.append("tokenizer")
     if vocab_size and not name.endswith((LOSS, *(f"_{part}" for part in TRIPLE))):
         wrong += _strange_ids(indexed, vocab_size)
@@ -150,6 +153,12 @@ def merge_pairs(args: argparse.Namespace) -> None:
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
         raise ValueError(f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with one")
+    ends = {about["eod"] for about in abouts if "eod" in about and about.get("append_eod", True)}
+    if len(ends) > 1:
+        raise ValueError(
+            f"{', '.join(prefixes)} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
+            f"preprocess them again with one tokenizer"
+        )
     pairs = [_with_loss(prefix) for prefix in prefixes]
     if len({len(each) for each in pairs}) > 1:
         raise ValueError(f"some of {', '.join(prefixes)} say which tokens count in the loss, and some do not")
