@@ -11,6 +11,7 @@ from .streams import COMPRESSED, InputError, is_utf8
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".parquet")
 KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
+REPORT = ".report.json"  # what tools/clean_corpus.py adds to the name of its output
 NAMED = 3  # of the files that are not read
 
 
@@ -32,7 +33,7 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
 
     An input is a file, a folder (searched through with the folders that it links to, but for what is hidden) or a glob
     pattern of files and folders, and may end with `@WEIGHT`. say: is told which files of folders and patterns are of no
-    kind that is read, and which links lead to what is read already.
+    kind that is read or reports of tools/clean_corpus.py, and which links lead to what is read already.
     Raises InputError for what does not exist, cannot be read, or is of an unknown kind.
     """
     is_utf8(encoding)
@@ -151,13 +152,22 @@ def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], enco
 
 
 def _known(where: str, paths: Iterable[Path], say: Callable[[str], None]) -> list[str]:
-    """Those of a kind that is read, sorted; the others are said."""
+    """Those of a kind that is read, sorted; the others are said, and the reports of what is read."""
     every = sorted(map(str, paths))
+    reports = [path for path in every if _is_report(path)]
+    if reports:
+        say(f"{where}: {len(reports)} reports of tools/clean_corpus.py are not read ({_some(reports)})")
+        every = [path for path in every if not _is_report(path)]
     known = [path for path in every if kind(path)]
     others = [path for path in every if not kind(path)]
     if known and others:
         say(f"{where}: {len(others)} of {len(every)} files are not read, being of another kind ({_some(others)})")
     return known
+
+
+def _is_report(path: str) -> bool:
+    """By its name, which goes on after that of a corpus: x.report.json alone may be a text."""
+    return path.endswith(REPORT) and kind(path.removesuffix(REPORT)) is not None
 
 
 def _some(paths: Sequence[Path | str]) -> str:

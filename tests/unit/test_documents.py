@@ -20,6 +20,7 @@ import pytest
 from data_utils.documents import chunks, documents, texts
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError
+from megatron.commands import clean_corpus
 from tests.support import ROOT
 
 LARGEST = 4000
@@ -161,6 +162,28 @@ def test_folders(tmp_path: Path) -> None:
     assert "z.md" in said[0]
     find_files([f"{tmp_path}/*"], say=said.append)
     assert "2 of 7 files" in said[1]
+
+
+def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards are cleaned into one folder, which is then cleaned as a whole: the reports in it are no texts. See docs/data.md."""
+
+    def clean(source: Path, output: Path, *more: str) -> None:
+        argv = ["--input", str(source), "--output", str(output), "--workers", "0", "--quiet", *more]
+        clean_corpus.main(clean_corpus.build_parser().parse_args(argv))
+
+    for name, shard in (("part-0", "zero"), ("part-1", "one")):
+        lines = [json.dumps({"text": f"Document {i} of shard {shard} tells a story."}) for i in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        clean(tmp_path / f"{name}.jsonl", tmp_path / f"cleaned/{name}.jsonl", "--no-shuffle")
+    capsys.readouterr()
+    clean(tmp_path / "cleaned", tmp_path / "clean.jsonl")
+    assert "2 reports of tools/clean_corpus.py are not read" in capsys.readouterr().err
+    assert len(list(texts(find_files([str(tmp_path / "clean.jsonl")])))) == 18
+    report = tmp_path / "cleaned/part-0.jsonl.report.json"
+    assert [each.path for each in find_files([str(report)])] == [str(report)], "by its name it is read"
+    (tmp_path / "cleaned/annual.report.json").write_text('{"text": "a"}')
+    said: list[str] = []
+    assert len(find_files([f"{tmp_path}/cleaned/*"], say=said.append)) == 3 and "2 reports" in said[0]
 
 
 def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
