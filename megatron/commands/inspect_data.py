@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config import Config
 from megatron.config.data import prefix_of, prefixes_of
+from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
@@ -51,6 +53,14 @@ def sidecar(prefix: str) -> dict[str, Any]:
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
     return content
+
+
+def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """The corpora that a run learned conversations from, and what the sidecar of each says; those that say no chat template are left out."""
+    data = config.data
+    if config.objective != "sft" or not (data.data_path or data.train_data_path):
+        return []
+    return [(prefix, about) for prefix in corpora_of(data.paths) if (about := sidecar(prefix)).get("chat_template")]
 
 
 def info(args: argparse.Namespace) -> None:
