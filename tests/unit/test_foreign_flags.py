@@ -265,6 +265,25 @@ def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("words", ["--tie-word-embeddings False", "--tie_word_embeddings=false", "FILE"])
+def test_a_false_turns_off_what_the_name_turns_on(words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(
+        json.dumps({"tie_word_embeddings": False, "bf16": False, "deepspeed": False, "checkpoint_activations": True})
+    )
+    config, notes = taken(words.replace("FILE", f"--config {path}"))
+    assert not config.model.tie_embeddings and len(notes) == 1
+    assert notes[0].endswith("--tie-word-embeddings False taken for --no-tie-embeddings")
+    config, notes = taken(f"--config {path} --gradient-checkpointing False --fp16 False")
+    assert not config.parallel.checkpoint_activations and config.train.precision == Config().train.precision
+    assert notes[1:] == ["--gradient-checkpointing False taken for --no-checkpoint-activations"]
+    assert taken("--gradient-checkpointing --gradient-checkpointing False")[0] == taken("")[0], "the last one wins"
+    with pytest.raises(
+        ConfigError, match="--tie-word-embeddings False means --no-tie-embeddings, against --tie-embeddings"
+    ):
+        taken("--tie-embeddings --tie-word-embeddings False")
+
+
 def test_defaults_of_a_script_may_use_the_names_too() -> None:
     notes: list[str] = []
     config = parse(["--gas", "2"], {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 3}, tell=notes.append)
