@@ -109,11 +109,7 @@ def settings_for(key: str) -> list[str]:
 def _is_switch(name: str) -> bool:
     """Whether a flag of another project does nothing but turn settings of ours on."""
     row = FLAGS[name]
-    return (
-        row.takes in (None, object)
-        and isinstance(row.outcome, Means)
-        and all(value is True for value in row.outcome.settings.values())
-    )
+    return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
 
 
 def written(name: str, value: Any) -> str:
@@ -176,7 +172,11 @@ class Translation:
                 if stands and setting not in said and setting not in self.values
                 if values.get(setting, _USUAL[setting]) == _USUAL[setting]
             }
-            self.notes.append(_taken(given, {**new, **more}, outcome.but if more else ""))
+            if taken := {**new, **more}:
+                self.notes.append(_taken(given, taken, outcome.but if more else ""))
+            else:
+                settled = " and ".join(written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless)
+                self.notes.append(f"{given} has no effect: it is {settled}")
             found |= more
         return found
 
