@@ -33,6 +33,7 @@ def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
 
 def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
     from ..data.corpora import made_with
+    from ..tokenizer.base import other_end
 
     try:
         about = made_with(prefix)
@@ -43,6 +44,9 @@ def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> 
         theirs = about.get("fingerprint")
         if theirs != tokenizer.fingerprint:
             yield failed("tokenizer of the data", f"{prefix}.bin was made with the one of SHA-256 {str(theirs)[:12]}, --vocab-file {config.data.vocab_file} is {tokenizer.fingerprint[:12]}", "give the tokenizer it was made with, or preprocess again")  # fmt: skip
+            return
+        if otherwise := other_end(about, tokenizer, config.data.vocab_file):
+            yield failed("tokenizer of the data", f"{prefix}.bin {otherwise}", "give the one that it was made with, or preprocess it again")  # fmt: skip
             return
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
     size = config.model.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from data_utils.dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
 from data_utils.documents import Chunk, chunks, documents
-from data_utils.files import find_files, refuse_as_outputs
+from data_utils.files import REPORT, find_files, refuse_as_outputs
 from data_utils.parallel import ordered_map
 from data_utils.shuffle import shuffled
 from data_utils.streams import BadLine, InputError
@@ -177,9 +177,7 @@ def main(args: argparse.Namespace) -> None:
                 raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
     finally:
         report.close()
-    Path(f"{output}.report.json").write_text(
-        json.dumps(report.content(), indent=2, ensure_ascii=False), encoding="utf-8"
-    )
+    Path(f"{output}{REPORT}").write_text(json.dumps(report.content(), indent=2, ensure_ascii=False), encoding="utf-8")
     print("\n".join([*report.lines(), f"-> {output}"]))
 
 

@@ -15,7 +15,7 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weigh
 from megatron.convert.hf_config import check_tokenizer
 from megatron.convert.hf_folder import Folder, is_hf_folder
 from megatron.inference.lm_eval import Harness, evaluate_tasks
-from megatron.inference.scoring import Logits, Score, completes, nats_of
+from megatron.inference.scoring import Logits, Score, border, completes, nats_of
 from megatron.model import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import Tokenizer, load_tokenizer
@@ -124,9 +124,7 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             ) from None
         # Together, as the text would be: tokens may reach over the border, and those that do belong to the target.
         known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(known, whole, strict=False)) if a != b), min(len(known), len(whole))
-        )
+        same = border(known, whole)
         if same == len(whole):
             raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
         total += 1

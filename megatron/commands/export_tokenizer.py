@@ -13,7 +13,7 @@ from megatron.tokenizer.chat import NAMED, ChatML, is_undated, missing_marks, ow
 from megatron.tokenizer.load import file_of
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
-from .inspect_data import sidecar
+from .inspect_data import of_conversations
 
 
 class Chat(NamedTuple):
@@ -34,7 +34,7 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
         return Chat(own, None, tuple(notes))
     data = config.data
     prefixes = prefixes_of(data.paths) if data.data_path or data.train_data_path else []
-    abouts = [about for prefix in prefixes if "chat_template" in (about := sidecar(prefix))]
+    abouts = [about for _, about in of_conversations(config)]
     if not abouts:
         notes.append(
             f"no sidecar of {', '.join(prefixes) or 'the corpora'} is there to say how conversations were written: "

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config import Config
 from megatron.config.data import prefix_of, prefixes_of
+from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.merge_split import find_damage, merge, split
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer.base import other_end
 from megatron.tokenizer.chat import is_undated
 
 from .cli import Parser, run, write_json
@@ -50,6 +53,14 @@ def sidecar(prefix: str) -> dict[str, Any]:
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
     return content
+
+
+def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """The corpora that a run learned conversations from, and what the sidecar of each says; those that say no chat template are left out."""
+    data = config.data
+    if config.objective != "sft" or not (data.data_path or data.train_data_path):
+        return []
+    return [(prefix, about) for prefix in corpora_of(data.paths) if (about := sidecar(prefix)).get("chat_template")]
 
 
 def info(args: argparse.Namespace) -> None:
@@ -105,6 +116,8 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
         vocab_size = tokenizer.vocab_size
         if about and about["fingerprint"] != tokenizer.fingerprint:
             wrong.append(f"{prefix}.bin was made with another tokenizer than {args.vocab_file}")
+        elif otherwise := other_end(about, tokenizer, args.vocab_file):
+            wrong.append(f"{prefix}.bin {otherwise}")
         checked.append("tokenizer")
     if vocab_size and not name.endswith((LOSS, *(f"_{part}" for part in TRIPLE))):
         wrong += _strange_ids(indexed, vocab_size)
@@ -150,6 +163,12 @@ def merge_pairs(args: argparse.Namespace) -> None:
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
         raise ValueError(f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with one")
+    ends = {about["eod"] for about in abouts if "eod" in about and about.get("append_eod", True)}
+    if len(ends) > 1:
+        raise ValueError(
+            f"{', '.join(prefixes)} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
+            f"preprocess them again with one tokenizer"
+        )
     pairs = [_with_loss(prefix) for prefix in prefixes]
     if len({len(each) for each in pairs}) > 1:
         raise ValueError(f"some of {', '.join(prefixes)} say which tokens count in the loss, and some do not")

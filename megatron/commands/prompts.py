@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.corpora import prefixes_of
 from megatron.inference.questions import Asked, Conversation, Gap, Marks, Reader
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
@@ -25,7 +24,7 @@ from megatron.tokenizer.chat import (
     turns_of,
 )
 
-from .inspect_data import sidecar
+from .inspect_data import of_conversations
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -104,12 +103,10 @@ def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file
 
 def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tuple[Template, str]:
     """The template, and whose it is."""
-    prefixes = prefixes_of(config.data.paths) if config.objective == "sft" and config.data.data_path else []
-    for prefix in prefixes:
-        if (about := sidecar(prefix)).get("chat_template"):
-            date = about.get("chat_date")
-            when = f", of {date}," if date else ", without a date," if is_undated(about) else ""
-            return template_of_corpus(about, tokenizer, vocab_file), f"the corpus {prefix}{when}"
+    for prefix, about in of_conversations(config):
+        date = about.get("chat_date")
+        when = f", of {date}," if date else ", without a date," if is_undated(about) else ""
+        return template_of_corpus(about, tokenizer, vocab_file), f"the corpus {prefix}{when}"
     if source := own_template(vocab_file):
         return template_from(source, tokenizer, vocab_file), "the tokenizer"
     return load_template("chatml", tokenizer, vocab_file), "chatml"

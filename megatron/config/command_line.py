@@ -164,7 +164,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
                 raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
     for name, value in foreign.items():
-        if value is not False and value is not None:  # written down by a program, and not asked for
+        if value is not None:  # written down by a program, and not asked for
             found.add(name, value)
     found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
     return found

@@ -4,7 +4,9 @@
 `translate.py` goes by them, what looks like one of them is suggested by them, and docs/migration.md shows them.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from . import foreign_core, foreign_trainer
 from .dependent import (
@@ -31,6 +33,12 @@ _SELECTIVE = Means({"checkpoint_attention": True})
 _ALWAYS = NoEffect("every run is DeepSpeed's")
 _REALM = Refused("there is no retrieval here")
 _ROPE = Means({"position_embedding": "rope"})
+
+
+def counted_from_1(words: Sequence[Any]) -> list[str]:
+    """Iterations, or ranges A-B of them, by numbers that are one more; what is none is left for our setting to refuse."""
+    return [re.sub(r"\d+", lambda number: str(int(number[0]) + 1), str(word)) for word in words]
+
 
 MEGATRON = (
     # layout and batch
@@ -182,8 +190,12 @@ MEGATRON = (
     Row("--fp32-residual-connection", Refused("hidden states have --precision; take fp32 for all")),
     Row(
         "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "
-        "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion",
+        "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion",
         SAME_LOSS,
+    ),
+    Row(
+        "--no-bias-gelu-fusion",
+        Means({}, "gelu goes by tanh there if it is fused, else by erf", {"activation": "gelu"}),
     ),
     # length of the run and learning rate
     Row("--train-samples", Depends(iterations("train_iters"), "--train-iters, by the global batch"), int),
@@ -196,7 +208,11 @@ MEGATRON = (
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
         NoEffect("it is so without --override-lr-schedule"),
     ),
-    Row("--iterations-to-skip", same("skip_iterations"), list),
+    Row(
+        "--iterations-to-skip",
+        Means({"skip_iterations": counted_from_1}, "the first iteration is 0 there and 1 here"),
+        list,
+    ),
     Row("--check-weight-hash-across-dp-replicas-interval", same("check_replicas"), int),
     Row("--sgd-momentum", Depends(momentum, "no effect if 0.9, refused otherwise"), float),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is the same from beginning to end"), float),

@@ -31,8 +31,7 @@ class _Keep(argparse.Action):
             if row.takes is None and not isinstance(value, bool):
                 parser.error(f"{option_string} takes no value, it was given {values}")
             values = value
-        if values is not False:
-            setattr(namespace, self.dest, {**kept, self.theirs: values})
+        setattr(namespace, self.dest, {**kept, self.theirs: values})
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +106,12 @@ def settings_for(key: str) -> list[str]:
     return list(outcome.settings) if isinstance(outcome, Means) else []
 
 
+def _is_switch(name: str) -> bool:
+    """Whether a flag of another project does nothing but turn settings of ours on."""
+    row = FLAGS[name]
+    return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
+
+
 def written(name: str, value: Any) -> str:
     """As it stands on a command line."""
     if isinstance(value, bool):
@@ -136,9 +141,15 @@ class Translation:
                 self.notes.append(f"{written(flag(setting), there)} taken for {written(flag(setting), ours)}")
 
     def add(self, name: str, value: Any) -> None:
-        """A flag of FLAGS. What depends on other settings waits for `settle`."""
+        """A flag of FLAGS. What depends on other settings waits for `settle`.
+
+        False turns off what the flag would turn on here; of any other it is what a program writes down that was not asked for it.
+        """
         outcome = FLAGS[name].outcome
-        if isinstance(outcome, Depends):
+        if value is False:
+            if _is_switch(name):
+                self._take(name, False, Means(dict.fromkeys(settings_for(name[2:].replace("-", "_")), False)))
+        elif isinstance(outcome, Depends):
             self._waiting[name] = value
         else:
             self._take(name, value, outcome)
@@ -161,7 +172,11 @@ class Translation:
                 if stands and setting not in said and setting not in self.values
                 if values.get(setting, _USUAL[setting]) == _USUAL[setting]
             }
-            self.notes.append(_taken(given, {**new, **more}, outcome.but if more else ""))
+            if taken := {**new, **more}:
+                self.notes.append(_taken(given, taken, outcome.but if more else ""))
+            else:
+                settled = " and ".join(written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless)
+                self.notes.append(f"{given} has no effect: it is {settled}")
             found |= more
         return found
 
@@ -175,7 +190,7 @@ class Translation:
         return config
 
     def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
-        said = written(name, value)
+        said = written(name, value) if value is not False else f"{name} False"
         if isinstance(outcome, ByValue):
             refused = outcome.other or Refused(f"it may be {', '.join(outcome.values)}")
             outcome = outcome.values.get(str(value), refused)

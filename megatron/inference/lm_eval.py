@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..tokenizer import Tokenizer
-from .scoring import Logits, nats_of
+from .scoring import Logits, border, nats_of
 
 
 class Harness:
@@ -28,14 +28,15 @@ class Harness:
         stem = context.rstrip()
         context, continuation = stem, context[len(stem) :] + continuation
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
-        wanted = whole[len(known) :]
-        ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
-        wanted = wanted[-len(ids) + 1 :]
-        if not wanted:
+        if not continuation or not whole:
             return 0.0, True
+        # A token over the border is the continuation's, which has one at least: nothing that is asked for is free.
+        wanted = len(whole) - min(border(known, whole), len(whole) - 1)
+        ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
+        wanted = min(wanted, len(ids) - 1)
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.device)
-        scores = torch.log_softmax(self.logits_of(tokens[:, :-1])[0, -len(wanted) :].float(), dim=-1)
-        targets = tokens[0, -len(wanted) :]
+        scores = torch.log_softmax(self.logits_of(tokens[:, :-1])[0, -wanted:].float(), dim=-1)
+        targets = tokens[0, -wanted:]
         total = scores.gather(1, targets[:, None]).sum().item()
         return total, bool((scores.argmax(-1) == targets).all())
 

@@ -63,6 +63,15 @@ def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, de
     return found
 
 
+def border(context: Sequence[int], whole: Sequence[int]) -> int:
+    """The first of the ids of a text, `whole`, that is not the one in its place among those of the text's beginning.
+
+    A token may reach over the end of the beginning: it belongs to what follows.
+    """
+    pairs = enumerate(zip(context, whole, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(context), len(whole)))
+
+
 @torch.no_grad()
 def completes(
     context: Sequence[int], target: Sequence[int], logits_of: Logits, longest: int, device: torch.device

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,20 @@ def fingerprint(kind: str, *contents: bytes) -> str:
     for content in contents:
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
+
+
+def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | None) -> str:
+    """That a corpus ends its documents with another token than `tokenizer` of the same fingerprint, in words; "" where it does not.
+
+    about: the sidecar of the corpus. The fingerprint is of tokenizer.json, while the end of a document may stand in
+    tokenizer_config.json next to it: a model for texts and one for conversations often share the one and not the other.
+    """
+    theirs = about.get("eod")
+    if not isinstance(theirs, int) or theirs == tokenizer.eod or not about.get("append_eod", True):
+        return ""
+    names = {i: f" ({name})" for name, i in tokenizer.marks.items()}
+    ours = f"{tokenizer.eod}{names.get(tokenizer.eod, '')}"
+    return f"ends its documents with token {theirs}{names.get(theirs, '')}, --vocab-file {vocab_file} with {ours}"
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

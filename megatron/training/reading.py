@@ -109,7 +109,9 @@ def _corpora(config: Config) -> list[str]:
 
 
 def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
-    """Raise ValueError if a corpus was made with another tokenizer, as far as that is known."""
+    """Raise ValueError if a corpus was made with another tokenizer, or another end of a document, as far as that is known."""
+    from ..tokenizer.base import other_end
+
     for path in _corpora(config):
         about = made_with(path)
         if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
@@ -117,6 +119,8 @@ def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
                 f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
                 f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
             )
+        if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
+            raise ValueError(f"{path}.bin {otherwise}: give the one that it was made with, or preprocess it again")
 
 
 def _looks(config: Config) -> dict[str, str]:

@@ -25,6 +25,8 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
     if isinstance(outcome, Means) and outcome.unless:
         why = f"（{say(outcome.but)}）" if chinese else f" ({outcome.but})"
         more = "，没有另外给出时还有" if chinese else ", and unless said otherwise"
+        if not outcome.settings:
+            return f"{'没有另外给出时为' if chinese else 'unless said otherwise'} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
         return f"`{_ours(outcome.settings)}`{more} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
     if isinstance(outcome, Means):
         return f"`{_ours(outcome.settings)}`" + (f"{stop}{say(outcome.but)}" if outcome.but else "")

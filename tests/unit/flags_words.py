@@ -3,6 +3,8 @@
 CHINESE = {
     # taken for another
     "no pipeline is 1 there and 0 here": "没有流水线在那里是 1，在这里是 0",
+    "the first iteration is 0 there and 1 here": "第一次迭代在那里是 0，在这里是 1",
+    "gelu goes by tanh there if it is fused, else by erf": "那里融合的 gelu 用 tanh，否则用 erf",
     "--gas, by --batch-size and the replicas": "--gas，由 --batch-size 和副本数算出",
     "--pipeline-schedule interleaved --virtual-pipeline-size, by --num-layers": "--pipeline-schedule interleaved --virtual-pipeline-size，由 --num-layers 算出",
     "every run is DeepSpeed's": "每次运行都由 DeepSpeed 驱动",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -14,11 +15,14 @@ from typing import Any
 
 import pytest
 
-from megatron.checks import machine, memory, network, run_dir, settings
+from megatron.checks import corpora, machine, memory, network, run_dir, settings
 from megatron.checks.finding import Finding
-from megatron.commands import doctor
+from megatron.commands import doctor, inspect_data, preprocess_data
 from megatron.config.command_line import parse
 from megatron.data.corpora import made_with
+from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer.train import train_byte_bpe
+from megatron.training.reading import _check_tokenizer
 from megatron.training.run_lock import Holder, RunLock
 from tests.support import ROOT
 
@@ -307,6 +311,57 @@ def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"data\.json is (damaged|no JSON object).*: copy it again"):
         made_with(str(tmp_path / "data"))
     assert made_with(str(tmp_path / "other")) is None
+
+
+def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
+    """A model for texts and one for conversations share a tokenizer.json, and so a fingerprint."""
+    train_byte_bpe(["The river runs"] * 9, str(tmp_path / "tokenizer.json"), 264, "hf", ["<|im_end|>"])
+    pair, jsonl = str(tmp_path / "c_text_document"), tmp_path / "c.jsonl"
+    jsonl.write_text("".join(json.dumps({"text": f"river {i} runs"}) + "\n" for i in range(9)))
+
+    def tokenizer_with(end: str) -> Tokenizer:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        return load_tokenizer(str(tmp_path))
+
+    def preprocess(name: str, *more: str) -> None:
+        argv = ["--input", str(jsonl), "--vocab-file", str(tmp_path), "--workers", "0", "--quiet", *more]
+        preprocess_data.main(
+            preprocess_data.build_parser().parse_args([*argv, "--output-prefix", f"{tmp_path}/{name}"])
+        )
+
+    def checked(tokenizer: Tokenizer, prefix: str = pair) -> str:
+        config = parse(["--data-path", prefix, "--vocab-file", str(tmp_path), "--seq-length", "8"])
+        found = only(corpora.corpora(config, tokenizer), "tokenizer of the data")
+        try:
+            _check_tokenizer(config, tokenizer)
+        except ValueError as error:
+            assert found.state == "failed" and str(error) == f"{found.words}: {found.remedy}"
+            return str(error)
+        return found.state
+
+    def inspect(*argv: str) -> None:
+        args = inspect_data.build_parser().parse_args(list(argv))
+        args.function(args)
+
+    usual = tokenizer_with("<|endoftext|>")
+    preprocess("c")
+    assert checked(usual) == "ok"
+    inspect("verify", pair, "--vocab-file", str(tmp_path))
+    other = tokenizer_with("<|im_end|>")
+    assert other.fingerprint == usual.fingerprint and other.eod != usual.eod
+    words = rf"token {usual.eod} \(<\|endoftext\|>\), --vocab-file \S+ with {other.eod} \(<\|im_end\|>\)"
+    assert re.search(words, checked(other))
+    with pytest.raises(ValueError, match=words):
+        inspect("verify", pair, "--vocab-file", str(tmp_path))
+    preprocess("d")
+    with pytest.raises(ValueError, match="end their documents with different tokens"):
+        inspect("merge", pair, f"{tmp_path}/d_text_document", "--output", f"{tmp_path}/m")
+    preprocess("e", "--no-append-eod")  # no such token is in it
+    assert checked(usual, f"{tmp_path}/e_text_document") == "ok"
+    about = json.loads((tmp_path / "c_text_document.json").read_text())
+    del about["eod"]  # of an old corpus that does not say it
+    (tmp_path / "c_text_document.json").write_text(json.dumps(about))
+    assert checked(other) == "ok"
 
 
 def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,25 @@
 
 import bz2
 import csv
+import errno
 import gzip
 import importlib
 import io
 import json
 import lzma
+import os
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_utils.documents import chunks, documents, texts
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError
+from megatron.commands import clean_corpus
 from tests.support import ROOT
 
 LARGEST = 4000
@@ -157,7 +161,29 @@ def test_folders(tmp_path: Path) -> None:
     assert "2 of 7 files are not read, being of another kind" in said[0]
     assert "z.md" in said[0]
     find_files([f"{tmp_path}/*"], say=said.append)
-    assert "2 of 6 files" in said[1]
+    assert "2 of 7 files" in said[1]
+
+
+def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards are cleaned into one folder, which is then cleaned as a whole: the reports in it are no texts. See docs/data.md."""
+
+    def clean(source: Path, output: Path, *more: str) -> None:
+        argv = ["--input", str(source), "--output", str(output), "--workers", "0", "--quiet", *more]
+        clean_corpus.main(clean_corpus.build_parser().parse_args(argv))
+
+    for name, shard in (("part-0", "zero"), ("part-1", "one")):
+        lines = [json.dumps({"text": f"Document {i} of shard {shard} tells a story."}) for i in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        clean(tmp_path / f"{name}.jsonl", tmp_path / f"cleaned/{name}.jsonl", "--no-shuffle")
+    capsys.readouterr()
+    clean(tmp_path / "cleaned", tmp_path / "clean.jsonl")
+    assert "2 reports of tools/clean_corpus.py are not read" in capsys.readouterr().err
+    assert len(list(texts(find_files([str(tmp_path / "clean.jsonl")])))) == 18
+    report = tmp_path / "cleaned/part-0.jsonl.report.json"
+    assert [each.path for each in find_files([str(report)])] == [str(report)], "by its name it is read"
+    (tmp_path / "cleaned/annual.report.json").write_text('{"text": "a"}')
+    said: list[str] = []
+    assert len(find_files([f"{tmp_path}/cleaned/*"], say=said.append)) == 3 and "2 reports" in said[0]
 
 
 def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,6 +306,47 @@ def test_a_link_to_nothing_ends_it(tmp_path: Path) -> None:
     for given in (str(tmp_path), f"{tmp_path}/*"):
         with pytest.raises(InputError, match="b.jsonl is a link to /gone/b.jsonl, which is not there"):
             find_files([given])
+
+
+def test_folders_behind_links_and_patterns(tmp_path: Path) -> None:
+    """They are read, each once: a link may lead to where it stands."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "raw/c").mkdir(parents=True)
+    for name in ("raw/a.jsonl", "raw/c/c.jsonl", "raw/c/.no.jsonl", "disk/w.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": Path(name).stem}) + "\n")
+    (tmp_path / "raw/web").symlink_to(tmp_path / "disk")
+    for pattern in ("raw", "raw/*", "raw/**", "r*", "[r]aw/**/*.jsonl"):
+        said: list[str] = []
+        assert list(texts(find_files([f"{tmp_path}/{pattern}"], say=said.append))) == ["a", "c", "w"], pattern
+        assert said == []
+    (tmp_path / "disk/back").symlink_to(tmp_path / "raw")
+    (tmp_path / "raw/d").symlink_to(tmp_path / "raw/c")
+    for pattern in ("raw", "raw/*", "raw/**", "raw/**/*.jsonl"):
+        said = []
+        assert list(texts(find_files([f"{tmp_path}/{pattern}"], say=said.append))) == ["a", "c", "w"], pattern
+        assert len(said) == 1 and "is not read again" in said[0] and "raw/d" in said[0]
+
+
+@pytest.mark.parametrize("error", [True, False], ids=["listing", "entering"])
+def test_a_folder_that_cannot_be_read_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
+    """Root reads all, so that the system's word is made up."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    for name in ("a/a.jsonl", "a/b/b.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    scandir, closed = os.scandir, str(tmp_path / "a/b")
+
+    def refusing(path: Any = ".") -> Any:
+        if os.fspath(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return scandir(path)
+
+    if error:
+        monkeypatch.setattr(os, "scandir", refusing)
+    else:
+        monkeypatch.setattr(os, "access", lambda path, mode: str(path) != closed)
+    for pattern in ("a", "*") if error else ("a", "*", "a/*/*.jsonl", "a/**/*.jsonl", "a/b/*"):
+        with pytest.raises(InputError, match="cannot read the folder .*a/b: .*make it readable"):
+            find_files([f"{tmp_path}/{pattern}"])
 
 
 def test_a_column_that_stands_there_twice(tmp_path: Path) -> None:

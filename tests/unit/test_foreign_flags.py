@@ -12,6 +12,7 @@ from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
 from megatron.config.foreign_flags import FLAGS, ROWS
 from megatron.config.outcomes import ByValue, Means, NoEffect, Refused
+from megatron.data.skips import Skips, parse_ranges
 from megatron.optim import lr_at
 from tests.support import ROOT
 from tests.unit import flags_table
@@ -263,6 +264,58 @@ def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
         "--micro-batch-size 4 means --batch-size 4, against --batch-size 2; leave one of them out",
         "--global-batch-size depends on other settings; give it as a flag",
     ]
+
+
+def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
+    config, notes = taken("--iterations-to-skip 0 10 20-29")
+    assert parse_ranges(config.train.skip_iterations) == parse_ranges(("1", "11", "21-30"))
+    assert notes == [
+        "--iterations-to-skip 0 10 20-29 taken for --skip-iterations 1 11 21-30 (the first iteration is 0 there and 1 here)"
+    ]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"iterations_to_skip": [10, 11]}))
+    skips = Skips(parse_ranges(taken(f"--config {path}")[0].train.skip_iterations))
+    # Megatron-LM's loop begins with iteration 0; the n-th one here begins with sample (n - 1) * batch.
+    assert [n for n in range(0, 80, 4) if skips.hold(n // 4 + 1, n, 4)] == [10 * 4, 11 * 4]
+    with pytest.raises(ConfigError, match="--skip-iterations"):
+        taken("--iterations-to-skip soon")
+
+
+@pytest.mark.parametrize(
+    ("more", "activation"),
+    [
+        ("", "gelu"),
+        ("--openai-gelu", "gelu-tanh"),
+        ("--swiglu", "swiglu"),
+        ("--activation relu", "relu"),
+        ("--activation gelu", "gelu"),
+    ],
+)
+def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
+    """As convert/megatron_settings.py reads it out of a checkpoint."""
+    config, notes = taken(f"--no-bias-gelu-fusion {more}")
+    assert config.model.activation == activation
+    taken_for = "taken for --activation gelu (gelu goes by tanh there if it is fused, else by erf)"
+    assert f"--no-bias-gelu-fusion {f'has no effect: it is --activation {activation}' if more else taken_for}" in notes
+
+
+@pytest.mark.parametrize("words", ["--tie-word-embeddings False", "--tie_word_embeddings=false", "FILE"])
+def test_a_false_turns_off_what_the_name_turns_on(words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(
+        json.dumps({"tie_word_embeddings": False, "bf16": False, "deepspeed": False, "checkpoint_activations": True})
+    )
+    config, notes = taken(words.replace("FILE", f"--config {path}"))
+    assert not config.model.tie_embeddings and len(notes) == 1
+    assert notes[0].endswith("--tie-word-embeddings False taken for --no-tie-embeddings")
+    config, notes = taken(f"--config {path} --gradient-checkpointing False --fp16 False")
+    assert not config.parallel.checkpoint_activations and config.train.precision == Config().train.precision
+    assert notes[1:] == ["--gradient-checkpointing False taken for --no-checkpoint-activations"]
+    assert taken("--gradient-checkpointing --gradient-checkpointing False")[0] == taken("")[0], "the last one wins"
+    with pytest.raises(
+        ConfigError, match="--tie-word-embeddings False means --no-tie-embeddings, against --tie-embeddings"
+    ):
+        taken("--tie-embeddings --tie-word-embeddings False")
 
 
 def test_defaults_of_a_script_may_use_the_names_too() -> None:

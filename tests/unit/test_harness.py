@@ -57,6 +57,22 @@ def test_loglikelihood() -> None:
     assert found[3][0] == pytest.approx(log_probability("ca", 2), rel=1e-5), "what lies before the window is forgotten"
 
 
+class Pairs(Letters):
+    """The same, but `ab` is one token, of the id of `i`, and a space at the end of a text is none."""
+
+    @staticmethod
+    def encode(text: str) -> list[int]:
+        return Letters.encode(text.rstrip().replace("ab", "i"))
+
+
+def test_a_token_over_the_border_belongs_to_the_continuation() -> None:
+    pairs = Harness(logits_of, Pairs(), 6, torch.device("cpu"))  # type: ignore[arg-type]
+    found = pairs.loglikelihood([ask("ca", "b"), ask("ca", "bd"), ask("ca", " "), ask("ca", "")])
+    wanted = [log_probability("ci", 2), log_probability("cid", 2), log_probability("ca", 2), 0]
+    assert [total for total, _ in found] == pytest.approx(wanted, rel=1e-5)
+    assert [greedy for _, greedy in found[:2]] == [False, False]
+
+
 def test_greedy_is_said_of_greedy_continuations_alone() -> None:
     best = LETTERS[int(TABLE[LETTERS.index("c")].argmax())]
     other = LETTERS[int(TABLE[LETTERS.index("c")].argmin())]

@@ -112,6 +112,7 @@ MAY_IMPORT = {
         "megatron.ranks",
         "megatron.model",
         "megatron.data",
+        "megatron.tokenizer",
         "megatron.checkpointing",
         "megatron.training",
         "megatron.tasks",

@@ -148,8 +148,10 @@ def test_the_template_of_the_training_comes_first(
     prefix = str(tmp_path / "chats_sft")
     Path(f"{prefix}.json").write_text(json.dumps({"objective": "sft", "chat_template": ENDS_WITH_EOS}))
     trained = parse(["--objective", "sft", "--data-path", prefix])
+    by_parts = parse(["--objective", "sft", "--train-data-path", prefix])
     for argv, config, vocab_file, source, told in (
         ([], trained, str(folder), ENDS_WITH_EOS, f"as the corpus {prefix} has them"),
+        ([], by_parts, str(folder), ENDS_WITH_EOS, f"as the corpus {prefix} has them"),
         ([], parse([]), str(folder), CHATML, "as the tokenizer has them"),
         (["--chat-template", "chatml"], trained, str(folder), "chatml", ""),
     ):
