@@ -153,7 +153,7 @@ def right() -> Iterator[Case]:
     )
     for eps, buckets in itertools.product((1e-6, 1e-2), (8, 32)):
         yield "t5", {"layer_norm_epsilon": eps, "relative_attention_num_buckets": buckets}, nothing, "float32"
-    yield "t5", {"relative_attention_max_distance": 16}, nothing, "float32"
+    yield "t5", {"relative_attention_max_distance": 17}, nothing, "float32"
     yield "t5", {"num_decoder_layers": 1}, nothing, "float32"
     yield "t5", {"num_decoder_layers": None}, old(num_decoder_layers=None), "float32"
     yield "t5", {}, old(dense_act_fn="gelu_new", is_gated_act=..., feed_forward_proj="relu"), "float32"
