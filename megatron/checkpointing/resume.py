@@ -58,9 +58,12 @@ def start_or_resume(
         state.sample_hash = begin
         return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
-    config, note = settled(config, plain_config(CheckpointReader(path)))
-    if note and state.iteration:
-        print_rank_0(f"note: {note}")
+    if (
+        state.iteration
+    ):  # weights that were brought in have no schedule, only the defaults that were written down with them
+        config, note = settled(config, plain_config(CheckpointReader(path)))
+        if note:
+            print_rank_0(f"note: {note}")
 
     def sample_hash() -> int:
         found = extend(begin, dataset, 0, state.consumed_samples)

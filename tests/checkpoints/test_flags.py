@@ -37,6 +37,10 @@ def index(run_dir: Path, iteration: int) -> dict[str, Any]:
     return content
 
 
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def weights(run_dir: Path, iteration: int) -> dict[str, bytes]:
     whole = whole_tensors(run_dir / "checkpoints" / f"iter_{iteration:07d}")
     return {key: value.tobytes() for key, value in whole.items() if key.startswith("weight.")}
@@ -71,6 +75,16 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
     name = "weight.layers.0.attention.dense.bias"
     np.testing.assert_allclose(np.abs(new[name] - old[name]), 1e-3, rtol=2e-2)
+
+
+def test_weights_that_were_never_trained_here_have_no_schedule(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """As what tools/convert_checkpoint.py brings in: the flags hold, and config.json says them."""
+    go(tmp_path / "first", "--train-iters 1 --lr 5e-4", tiny_data, vocab_file)
+    start = tmp_path / "first" / "checkpoints" / "iter_0000000"
+    go(tmp_path / "new", f"--load {start} --train-iters 2 --lr 2e-3", tiny_data, vocab_file)
+    assert [row["lr"] for row in rows(tmp_path / "new")] == [2e-3] * 2
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["optim"]["lr"] == 2e-3
+    assert index(tmp_path / "new", 2)["config"]["optim"]["lr"] == 2e-3
 
 
 def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
