@@ -93,6 +93,37 @@ def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: 
     go(tmp_path, f"--load {before} --optimizer sgd --train-iters 4 --no-load-optim", tiny_data, vocab_file)
 
 
+def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Only a dynamic one goes on as a dynamic one."""
+    scales = {
+        "low": {"loss_scale": 128},
+        "high": {"loss_scale": 1024},
+        "moving": {"loss_scale": 0, "initial_scale_power": 9, "loss_scale_window": 1, "hysteresis": 1},
+    }
+    for name, scale in scales.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"fp16": {"enabled": True, **scale}}))
+
+    def start(name: str, way: str, iterations: int) -> Start:
+        flags = f"--batch-size 2 --precision auto --deepspeed-config {tmp_path / way}.json --train-iters {iterations}"
+        return Start("gpt2", tmp_path / name, flags)
+
+    pairs = {
+        "raised": "low high",
+        "lowered": "high low",
+        "fixed": "moving low",
+        "freed": "low moving",
+        "whole": "moving moving",
+    }
+    starts = [start(name, way, n) for name, pair in pairs.items() for n, way in zip((2, 4), pair.split(), strict=True)]
+    on_ranks(1, run_all, starts, tiny_data, vocab_file)
+    found = {name: [row["loss_scale"] for row in rows(tmp_path / name)] for name in pairs}
+    assert found["raised"] == [128, 128, 1024, 1024]
+    assert found["lowered"] == [1024, 1024, 128, 128]
+    assert found["fixed"][2:] == [128, 128]
+    assert found["freed"] == [128, 128, *found["whole"][:2]]
+    assert len(set(found["whole"])) == 4, "it goes on to rise"
+
+
 def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
     before: Path, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
