@@ -28,10 +28,10 @@ class Start(NamedTuple):
 def find_start(config: Config, save_dir: str) -> Start:
     """The newest checkpoint of this run; else what --load names, as its flags say; else nothing. Raises RunError alike on every rank."""
     on_all_ranks(lambda: recover(Path(save_dir)) if is_rank_0() else None)
-    load, wanted = config.checkpoint.load, Wanted.by(config)
+    load = config.checkpoint.load
     path = on_all_ranks(lambda: latest_checkpoint(Path(save_dir)))
+    wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if path is not None and load:
-        wanted = Wanted()  # the flags were for --load
         print_rank_0(f"--load {load} is not used: this run has a checkpoint of its own, {path}")
     elif load:
         path = on_all_ranks(lambda: find_checkpoint(load))

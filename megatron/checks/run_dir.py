@@ -75,7 +75,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
     save_dir, load = save_dir_of(config, run_dir), config.checkpoint.load
     try:
         path = latest_checkpoint(save_dir)
-        wanted = Wanted() if path is not None and load else Wanted.by(config)
+        wanted = Wanted.by(config, beside_load=path is not None and bool(load))
         path = find_checkpoint(load) if path is None and load else path
         if path is None:
             yield ok("checkpoint", "none: the run begins at iteration 0")

@@ -10,7 +10,10 @@ import pytest
 
 from data_utils.documents import texts
 from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.tasks import TASKS
 from megatron.tokenizer.train import train_sentencepiece
+from megatron.training.inputs import MissingInputs, refuse_missing
 from tests.materials import SAMPLE
 from tests.support import RankFailure, on_ranks
 
@@ -144,6 +147,26 @@ def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None
     with pytest.raises(RankFailure, match="trained with another tokenizer .* --override-tokenizer goes on"):
         go(tmp_path / "refused", more, tiny_data, other)
     go(tmp_path / "new", f"{more} --override-tokenizer", tiny_data, other)
+
+
+def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """--load is not used and may be gone, but what is overridden stays so."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(before, base)
+    load = f"--load {base} --override-data"
+    go(run, f"{load} --split 7,3 --train-iters 4", tiny_data, vocab_file)
+    go(run, f"{load} --split 6,4 --train-iters 5", tiny_data, vocab_file)
+    assert index(run, 5)["optimizer"]["step"] == 5
+    shutil.rmtree(base)
+    with pytest.raises(RankFailure, match="samples before this point were others .* --override-data goes on"):
+        go(run, f"--load {base} --split 5,5 --train-iters 6", tiny_data, vocab_file)
+    argv = ["--load", str(base), "--data-path", tiny_data, "--vocab-file", vocab_file]
+    task = TASKS["gpt2"]()
+    for own in (["--run-dir", str(run)], ["--save", str(run / "checkpoints")]):
+        refuse_missing(task, parse([*argv, *own]))
+    for other in ([], ["--run-dir", str(tmp_path / "new")]):
+        with pytest.raises(MissingInputs, match="base holds no checkpoint: there is no such folder"):
+            refuse_missing(task, parse([*argv, *other]))
 
 
 def test_finetune_without_load_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
