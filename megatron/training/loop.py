@@ -144,8 +144,21 @@ def train(run: Run) -> None:
         return
     if (state.iteration != saved or run.saver.failures) and config.checkpoint.save_at_end:
         window.save(saved, must=True)
-    evaluate(run, "valid")
-    evaluate(run, "test")
+    for part in ("valid", "test"):
+        if not _held(run, part):
+            evaluate(run, part)
+
+
+def _held(run: Run, part: str) -> bool:
+    """Whether metrics.jsonl has this evaluation already, as of a finished run that is started again; alike on all ranks."""
+    held = [run.metrics.holds(part, run.state.iteration)]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(held)
+    if held[0]:
+        print_rank_0(
+            f"note: {run.run_dir}/metrics.jsonl holds the {part} loss of iteration {run.state.iteration} already"
+        )
+    return held[0]
 
 
 def _advance(run: Run) -> Taken:
