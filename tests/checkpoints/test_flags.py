@@ -11,6 +11,8 @@ import pytest
 from data_utils.documents import texts
 from megatron import mpu
 from megatron.config.command_line import parse
+from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tasks import TASKS
 from megatron.tokenizer.train import train_sentencepiece
 from megatron.training.inputs import MissingInputs, refuse_missing
@@ -167,6 +169,25 @@ def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data:
     for other in ([], ["--run-dir", str(tmp_path / "new")]):
         with pytest.raises(MissingInputs, match="base holds no checkpoint: there is no such folder"):
             refuse_missing(task, parse([*argv, *other]))
+
+
+def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """The hash does not tell these apart; other numbers of the same split are no contradiction."""
+    total = IndexedDataset(tiny_data).num_documents
+
+    def of(n: int) -> int:
+        split = f"{n},{total - n}"
+        (train, *_), _ = build_train_valid_test_datasets([tiny_data], split, 512, 1234, 3000)
+        return int(train.samples_per_epoch)
+
+    n = next(n for n in range(total // 2, total - 1) if of(n) == of(n + 1))
+    more = "--seq-length 512 --train-iters"
+    go(tmp_path, f"{more} 1 --split {n},{total - n}", tiny_data, vocab_file)
+    other = f"{more} 2 --split {n + 1},{total - n - 1}"
+    with pytest.raises(RankFailure, match="samples before this point were others .* --override-data goes on"):
+        go(tmp_path, other, tiny_data, vocab_file)
+    go(tmp_path, f"{more} 2 --split {2 * n},{2 * (total - n)}", tiny_data, vocab_file)
+    go(tmp_path, f"{other} --override-data --train-iters 3", tiny_data, vocab_file)
 
 
 def test_finetune_without_load_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
