@@ -145,12 +145,11 @@ def train(run: Run) -> None:
     if (state.iteration != saved or run.saver.failures) and config.checkpoint.save_at_end:
         window.save(saved, must=True)
     for part in ("valid", "test"):
-        if not _held(run, part):
-            evaluate(run, part)
+        _evaluate_once(run, part)
 
 
-def _held(run: Run, part: str) -> bool:
-    """Whether metrics.jsonl has this evaluation already, as of a finished run that is started again; alike on all ranks."""
+def _evaluate_once(run: Run, part: str) -> None:
+    """Evaluate, unless metrics.jsonl has that already, as of a finished run that is started again; alike on all ranks."""
     held = [run.metrics.holds(part, run.state.iteration)]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(held)
