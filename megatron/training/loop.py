@@ -157,7 +157,8 @@ def _evaluate_once(run: Run, part: str) -> None:
         print_rank_0(
             f"note: {run.run_dir}/metrics.jsonl holds the {part} loss of iteration {run.state.iteration} already"
         )
-    return held[0]
+    else:
+        evaluate(run, part)
 
 
 def _advance(run: Run) -> Taken:
