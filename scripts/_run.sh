@@ -85,11 +85,13 @@ preset_of() {
 
 # Train with these settings. A wrong flag is found before a tokenizer is trained and a corpus prepared.
 train() {
+    local min_lr
+    min_lr=$(awk -v lr="$LR" 'BEGIN { print lr / 10 < 1e-5 ? lr / 10 : "1e-5" }')  # never above the peak
     local settings=(
         --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE" --split 90,10,0
         --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"
         --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS"
-        --lr "$LR" --lr-decay-style cosine --min-lr 1e-5 --warmup "$WARMUP" --weight-decay 0.1
+        --lr "$LR" --lr-decay-style cosine --min-lr "$min_lr" --warmup "$WARMUP" --weight-decay 0.1
         --eval-interval "$EVERY" --eval-iters 10 --save-interval $((2 * EVERY))
         --deepspeed-config "$CONFIG_JSON" "$@"
     )

@@ -170,14 +170,16 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float]:
-    """State of fp16's dynamic loss scale; empty without one."""
+    """State of fp16's loss scale, of which a static one has only `cur_scale`; empty in another precision."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)} if engine.fp16_enabled() else {}
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
-    """The reverse of `get_loss_scaler`."""
+    """The reverse of `get_loss_scaler`, where both scales are dynamic: a static one is a setting, and that of this run holds."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if "cur_iter" not in state or not hasattr(scaler, "cur_iter"):
+        return
     for key, value in state.items():
         if hasattr(scaler, key):
             setattr(scaler, key, value)

@@ -39,9 +39,11 @@ class Wanted:
     same_tokenizer: bool = True
 
     @classmethod
-    def by(cls, config: Config) -> "Wanted":
-        """As the flags say."""
+    def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
+        """As the flags say. beside_load: of the run's own checkpoint, next to a --load that some of the flags are for."""
         c = config.checkpoint
+        if beside_load:  # --finetune and --no-load-*: to heed them again would throw away what the run has learned
+            return cls(same_data=not c.override_data, same_tokenizer=not c.override_tokenizer)
         return cls(
             position=not c.finetune,
             optimizer=c.load_optim and not c.finetune,

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_hash import extend
+from megatron.data.splits import parse_split, split_documents
 from megatron.optim import settled
 from megatron.ranks.errors import on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
@@ -28,10 +30,10 @@ class Start(NamedTuple):
 def find_start(config: Config, save_dir: str) -> Start:
     """The newest checkpoint of this run; else what --load names, as its flags say; else nothing. Raises RunError alike on every rank."""
     on_all_ranks(lambda: recover(Path(save_dir)) if is_rank_0() else None)
-    load, wanted = config.checkpoint.load, Wanted.by(config)
+    load = config.checkpoint.load
     path = on_all_ranks(lambda: latest_checkpoint(Path(save_dir)))
+    wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if path is not None and load:
-        wanted = Wanted()  # the flags were for --load
         print_rank_0(f"--load {load} is not used: this run has a checkpoint of its own, {path}")
     elif load:
         path = on_all_ranks(lambda: find_checkpoint(load))
@@ -58,9 +60,11 @@ def start_or_resume(
         state.sample_hash = begin
         return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
-    config, note = settled(config, plain_config(CheckpointReader(path)))
-    if note and state.iteration:
-        print_rank_0(f"note: {note}")
+    saved = plain_config(CheckpointReader(path))
+    if state.iteration:  # brought-in weights have no schedule, only the defaults that were stored with them
+        config, note = settled(config, saved)
+        if note:
+            print_rank_0(f"note: {note}")
 
     def sample_hash() -> int:
         found = extend(begin, dataset, 0, state.consumed_samples)
@@ -68,7 +72,8 @@ def start_or_resume(
         def known() -> bool:  # until checkpoints knew the corpora, the hash began with 0
             return state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
 
-        if wanted.same_data and not known():
+        others = state.consumed_samples > 0 and _other_documents(saved, config)
+        if wanted.same_data and (others or not known()):
             raise CheckpointError(
                 f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "
                 f"--seed give, so what follows may have been seen before; --override-data goes on"
@@ -77,6 +82,24 @@ def start_or_resume(
 
     state.sample_hash = on_all_ranks(lambda: sample_hash() if is_rank_0() else 0)
     return state, config
+
+
+def _other_documents(saved: Config, config: Config) -> bool:
+    """Whether --split gives other documents for training than it gave there.
+
+    The hash, whose form checkpoints keep, knows how many samples an epoch has, which two splits may have in common.
+    """
+    if saved.data.split == config.data.split or not (saved.data.data_path and config.data.data_path):
+        return False
+    there, here = parse_split(saved.data.split), parse_split(config.data.split)
+    for prefix in prefixes_of(config.data.paths):
+        try:
+            documents = IndexedDataset(prefix).num_documents
+        except (DatasetError, OSError):  # a corpus of another form, or of an entry script of one's own
+            return there[0] != here[0]
+        if split_documents(there, documents)[0] != split_documents(here, documents)[0]:
+            return True
+    return False
 
 
 def _corpora(config: Config) -> int:

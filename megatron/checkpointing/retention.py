@@ -13,14 +13,19 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[s
     """Delete older checkpoints; a note on each that cannot be deleted.
 
     keep_last: how many of the newest stay; None keeps all. keep_every: those of iterations divisible by
-    it stay, too. The one that `latest` names always stays, and the newest one whose files hold all that its index
-    names: whatever went wrong with newer ones, there is one to go back to. Each is renamed before it is deleted, so
-    that a crash leaves no half of one under its name.
+    it stay, too. The one that `latest` names always stays, and the newest one up to it whose files hold all that its
+    index names: whatever went wrong with newer ones, there is one to go back to. Those numbered above `latest` were given up by
+    whoever went back to an earlier one by hand: they neither count nor go. Each is renamed before it is deleted, so that a
+    crash leaves no half of one under its name.
     """
     if keep_last is None:
         return []
     latest = latest_name(folder)
-    names = sorted(path.name for path in folder.glob("iter_*") if path.name[5:].isdigit())
+    names = sorted(
+        (path.name for path in folder.glob("iter_*") if path.name[5:].isdigit()), key=lambda name: int(name[5:])
+    )
+    if latest is not None and latest[5:].isdigit():
+        names = [name for name in names if int(name[5:]) <= int(latest[5:])]
     dropped = [
         name for name in names[:-keep_last] if name != latest and not (keep_every and int(name[5:]) % keep_every == 0)
     ]

@@ -28,12 +28,13 @@ def writable(run_dir: Path) -> Iterator[Finding]:
         yield ok("run directory", f"{there} can be written" + ("" if there == run_dir.absolute() else f"; {run_dir} will be made"))  # fmt: skip
 
 
-def lock(run_dir: Path) -> Iterator[Finding]:
-    """Who holds it."""
+def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
+    """Who holds it, or the folder of checkpoints, which other runs may name, too."""
     from ..training.run_lock import NAME, Holder, holder_of
 
-    path = run_dir / NAME
-    if not path.exists():
+    folder = Path(config.checkpoint.save) if config and config.checkpoint.save else run_dir / "checkpoints"
+    path = next((each / NAME for each in (run_dir, folder) if (each / NAME).exists()), None)
+    if path is None:
         yield ok("run lock", "nobody has it")
         return
     holder = holder_of(path)
@@ -44,7 +45,7 @@ def lock(run_dir: Path) -> Iterator[Finding]:
             "run lock", f"{path} was left by {holder}, which has ended", "nothing: the next run takes it over"
         )
     else:
-        yield failed("run lock", f"{run_dir} is in use by {holder}", f"end that process, or give another --run-dir; if it is of another machine and has ended, --override-lock (or delete {path})")  # fmt: skip
+        yield failed("run lock", f"{path.parent} is in use by {holder}", f"end that process, or give another {'--run-dir' if path.parent == run_dir else '--save'}; if it is of another machine and has ended, --override-lock (or delete {path})")  # fmt: skip
 
 
 def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
@@ -75,7 +76,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
     save_dir, load = save_dir_of(config, run_dir), config.checkpoint.load
     try:
         path = latest_checkpoint(save_dir)
-        wanted = Wanted() if path is not None and load else Wanted.by(config)
+        wanted = Wanted.by(config, beside_load=path is not None and bool(load))
         path = find_checkpoint(load) if path is None and load else path
         if path is None:
             yield ok("checkpoint", "none: the run begins at iteration 0")

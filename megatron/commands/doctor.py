@@ -53,7 +53,7 @@ class Examination:
             yield from self._size_and_resume(self.config)
         if self.run_dir is not None:
             yield from findings_of("run directory", lambda: run_dir.writable(self.run_dir or Path()))
-            yield from findings_of("run lock", lambda: run_dir.lock(self.run_dir or Path()))
+            yield from findings_of("run lock", lambda: run_dir.lock(self.run_dir or Path(), self.config))
         yield from self._hosts()
 
     @property

@@ -203,6 +203,7 @@ def parse(
         said, trained = config.model.family, (defaults or {}).get("family")
         if trained and said != trained:
             line.problems.append(f"this script trains a {trained}: it cannot take --family {said}")
+        _refuse_a_rise(config)
     except ConfigError as error:
         line.problems.append(str(error))
     problems += line.problems
@@ -212,6 +213,13 @@ def parse(
     for note in notes + line.notes:
         tell(note)
     return config
+
+
+def _refuse_a_rise(config: Config) -> None:
+    """Raise ConfigError for a rate that would end above its peak. Not in the section itself: checkpoints of such runs can be read."""
+    o = config.optim
+    if o.min_lr > o.lr and o.lr_decay_style != "constant":
+        raise ConfigError(f"--min-lr {o.min_lr:g} is above --lr {o.lr:g}, the peak: give a smaller --min-lr")
 
 
 def _laid_over(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:

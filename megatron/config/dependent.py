@@ -3,7 +3,6 @@
 Each function takes the settings so far, the value that is given and the number of ranks.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,7 @@ def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
 def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
     if not 0 <= rising <= of:
         return Refused(f"it must lie between 0 and the {of} {unit} of the decay")
-    share = rising / of
-    if int(share * of) < int(rising):  # a quotient that was rounded down would lose an iteration
-        share = math.nextafter(share, 2.0)
-    return Means({"warmup": share}, f"{rising} of the {of} {unit} of the decay")
+    return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the decay")
 
 
 def warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:

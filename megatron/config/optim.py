@@ -5,6 +5,13 @@ from dataclasses import dataclass
 from .fields import Section, at_least, between, one_of, opt
 
 
+def share_of(share: float, total: int) -> int:
+    """Whole iterations of a share of `total`: a product that rounding left a hair below a whole number is that number (0.29 of 100 is 29)."""
+    product = share * total
+    nearest = round(product)
+    return nearest if abs(product - nearest) <= 1e-9 * max(1, nearest) else int(product)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
     """The optimizer and its learning rate."""

@@ -12,7 +12,7 @@ from . import objectives
 from .data import DataConfig
 from .fields import ConfigError, Section, at_least, between, flag, is_range, one_of, opt
 from .model import ModelConfig, heads_problem
-from .optim import OptimConfig
+from .optim import OptimConfig, share_of
 from .output import CheckpointConfig, LogConfig
 
 
@@ -253,7 +253,7 @@ class Config:
     def _refuse_a_long_fall(self) -> None:
         """Raise ConfigError for a schedule whose end would have to begin before its warm-up is over."""
         o, total = self.optim, self.lr_decay_iters
-        warmup, fall = int(o.warmup * total), o.lr_wsd_decay_iters
+        warmup, fall = share_of(o.warmup, total), o.lr_wsd_decay_iters
         if o.lr_decay_style == "wsd" and fall is not None and warmup + fall > total:
             raise ConfigError(
                 f"--lr-wsd-decay-iters {fall} after {warmup} iterations of --warmup is more than the {total} of --lr-decay-iters"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.optim import share_of
 
 
 def lr_at(iteration: int, config: Config) -> float:
@@ -15,7 +16,7 @@ def lr_at(iteration: int, config: Config) -> float:
     decay has exactly --min-lr; `constant` stays at the peak, `wsd` until it falls at the end (Hu et al. 2024).
     """
     o, total = config.optim, config.lr_decay_iters
-    warmup = int(o.warmup * total)
+    warmup = share_of(o.warmup, total)
     if iteration < warmup:
         return o.lr * (iteration + 1) / warmup
     if o.lr_decay_style == "constant":
@@ -50,7 +51,7 @@ def _schedule(config: Config) -> dict[str, Any]:
 def describe(config: Config) -> str:
     """The schedule in words."""
     o, total = config.optim, config.lr_decay_iters
-    rise = f"up to {o.lr:g} over {int(o.warmup * total)} iterations"
+    rise = f"up to {o.lr:g} over {share_of(o.warmup, total)} iterations"
     if o.lr_decay_style == "constant":
         return f"{rise}, then constant"
     if o.lr_decay_style == "wsd":

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..checkpointing.files import latest_name
 from ..config import Config
 from ..config.fields import ConfigError
 from ..data.corpora import prefixes_of
@@ -11,6 +12,7 @@ from ..data.cpm_triples import is_triple
 from ..data.indexed_dataset import DatasetError
 from ..tokenizer.base import TokenizerError
 from ..tokenizer.load import file_of
+from .run_folder import save_dir_of
 from .task import Task
 
 
@@ -27,7 +29,7 @@ def refuse_missing(task: Task, config: Config) -> None:
     if os.environ.get("RANK", "0") == "0":
         problems += [*_corpora(task, config)]
     load, json = config.checkpoint.load, config.train.deepspeed_config
-    if load is not None and not Path(load).exists():
+    if load is not None and not Path(load).exists() and not _has_begun(config):
         problems.append(f"--load {load} holds no checkpoint: there is no such folder")
     if (
         json is not None and not Path(json).exists() and problems
@@ -36,6 +38,14 @@ def refuse_missing(task: Task, config: Config) -> None:
     if problems:
         many = f"{len(problems)} things are missing:"
         raise MissingInputs(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+
+
+def _has_begun(config: Config) -> bool:
+    """Whether the run goes on from a checkpoint of its own, so that --load is not used, and may be gone; a note says so later."""
+    run_dir = config.log.run_dir
+    return (run_dir or config.checkpoint.save) is not None and bool(
+        latest_name(save_dir_of(config, Path(run_dir or "runs")))
+    )
 
 
 def _tokenizer(config: Config) -> Iterator[str]:

@@ -144,8 +144,21 @@ def train(run: Run) -> None:
         return
     if (state.iteration != saved or run.saver.failures) and config.checkpoint.save_at_end:
         window.save(saved, must=True)
-    evaluate(run, "valid")
-    evaluate(run, "test")
+    for part in ("valid", "test"):
+        _evaluate_once(run, part)
+
+
+def _evaluate_once(run: Run, part: str) -> None:
+    """Evaluate, unless metrics.jsonl has that already, as of a finished run that is started again; alike on all ranks."""
+    held = [run.metrics.holds(part, run.state.iteration)]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(held)
+    if held[0]:
+        print_rank_0(
+            f"note: {run.run_dir}/metrics.jsonl holds the {part} loss of iteration {run.state.iteration} already"
+        )
+    else:
+        evaluate(run, part)
 
 
 def _advance(run: Run) -> Taken:

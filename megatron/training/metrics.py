@@ -162,19 +162,25 @@ class MetricsWriter:
         self._path: Path | None = None
         self._others = list(others)
         self._waiting: list[str] = []  # lines that could not be written yet
+        self._held: set[tuple[str, int]] = set()  # part and iteration of the lines that were there
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
             self._forget_after(self._path, iteration)
 
-    @staticmethod
-    def _forget_after(path: Path, iteration: int) -> None:
+    def holds(self, part: str, iteration: int) -> bool:
+        """Whether a run before this one has written the line of a part at an iteration; known on rank 0."""
+        return (part, iteration) in self._held
+
+    def _forget_after(self, path: Path, iteration: int) -> None:
         if not path.exists():
             return
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                if json.loads(line)["iteration"] <= iteration:
+                row = json.loads(line)
+                if row["iteration"] <= iteration:
                     kept.append(line + "\n")
+                    self._held.add((str(row.get("split")), row["iteration"]))
             except (ValueError, KeyError):
                 continue  # cut short by a crash
         write_text(path, "".join(kept))

@@ -9,7 +9,7 @@ from ..atomic import write_text
 from ..checkpointing.files import latest_name
 from ..checkpointing.nearby import keep_tokenizer
 from ..config import Config
-from .run_lock import RunLock
+from .run_lock import CHECKPOINTS, RunLock, RunLockedError
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
 
@@ -20,21 +20,33 @@ def save_dir_of(config: Config, run_dir: Path) -> Path:
 
 
 def lock(config: Config, run_dir: Path) -> list[RunLock]:
-    """Hold the run directory, and the folder of checkpoints where it lies elsewhere. Raises ValueError."""
+    """Hold the run directory, and the folder of checkpoints, which another run may name by --save. Raises ValueError."""
     override, found = config.log.override_lock, list[RunLock]()
     try:
         found.append(RunLock(run_dir, override))
-        elsewhere = save_dir_of(config, run_dir)
-        if elsewhere.exists() and not elsewhere.is_dir():
-            raise ValueError(
-                f"{elsewhere} is to hold checkpoints, but is no folder: move it away, or give another --save"
-            )
-        if run_dir.resolve() not in elsewhere.resolve().parents:
-            found.append(RunLock(elsewhere, override, "the folder of checkpoints"))
+        folder = save_dir_of(config, run_dir)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is to hold checkpoints, but is no folder: move it away, or give another --save")
+        own = run_dir.resolve() in folder.resolve().parents
+        try:
+            found.append(RunLock(folder, override, CHECKPOINTS))
+        except RunLockedError:
+            raise
+        except ValueError:
+            if not own:  # else nobody can save there, which a run is to say when it saves
+                raise
+        else:
+            if own and found[0].notes:
+                found[1].notes.clear()  # of the same crash
     except ValueError:
         release(found)
         raise
     return found
+
+
+def keep(locks: Sequence[RunLock]) -> None:
+    """The run has begun: its directory stays, and a folder of checkpoints if there are some."""
+    locks[0].keep()
 
 
 def release(locks: Sequence[RunLock]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from tds.launched import started
 
 NAME = "run.lock"
+CHECKPOINTS = "the folder of checkpoints"
 PATIENCE = 5.0  # seconds that ranks may take to notice that their launcher is gone
 
 
@@ -68,6 +69,7 @@ class RunLock:
         override: do so although the process of another machine that has it may live. what: the directory is, for messages.
         """
         self.path, self.notes = folder / NAME, list[str]()
+        self._way_out = "another --save" if what == CHECKPOINTS else "another --run-dir"
         self._me, self._made = Holder.here(), list[Path]()
         try:
             self._make_folders(folder)
@@ -102,7 +104,7 @@ class RunLock:
                     )
                     self.notes.append(f"took over {self.path.parent} from {holder}, which {gone}")
             elif time.monotonic() > deadline or holder.host != self._me.host:
-                raise RunLockedError(_refusal(self.path, holder, self._me.host))
+                raise RunLockedError(_refusal(self.path, holder, self._me.host, self._way_out))
             time.sleep(0.1)
 
     def _create(self) -> bool:
@@ -172,9 +174,9 @@ def _parse(text: str | None) -> Holder | None:
         return None
 
 
-def _refusal(path: Path, holder: Holder, here: str) -> str:
+def _refusal(path: Path, holder: Holder, here: str, other: str) -> str:
     way_out = (
-        "end it, or give another --run-dir"
+        f"end it, or give {other}"
         if holder.host == here
         else f"if it has ended, --override-lock goes on (or delete {path})"
     )

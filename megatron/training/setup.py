@@ -95,8 +95,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
         clear(Path(save_dir))
         for note in run_folder.accept(config, run_dir, iteration):
             print_rank_0(f"note: {note}")
-        for each in locks:
-            each.keep()
+        run_folder.keep(locks)
     others = writers.writers(config, run_dir, iteration) if is_rank_0() else []
     return MetricsWriter(str(run_dir), iteration, is_rank_0(), others)
 

@@ -138,6 +138,21 @@ def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> N
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
 
 
+def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> None:
+    """Gone back by hand from 8 to 4, a run has saved 5: 6 and 8 push nothing out."""
+    from megatron.checkpointing import prune
+
+    folder = tmp_path / "checkpoints"
+    for n in (2, 3, 4, 5, 6, 8):
+        shutil.copytree(saved / "iter_0000001", folder / f"iter_{n:07d}")
+    (folder / "latest").write_text("iter_0000005\n")
+    assert prune(folder, 2, None) == []
+    assert sorted(int(path.name[5:]) for path in folder.glob("iter_*")) == [4, 5, 6, 8]
+    (folder / "latest").write_text("iter_0000008\n")
+    prune(folder, 2, None)
+    assert sorted(int(path.name[5:]) for path in folder.glob("iter_*")) == [6, 8]
+
+
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
     """Between the two renames: the one moved aside comes back."""
     from megatron.checkpointing.files import clear, recover

@@ -10,7 +10,12 @@ import pytest
 
 from data_utils.documents import texts
 from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tasks import TASKS
 from megatron.tokenizer.train import train_sentencepiece
+from megatron.training.inputs import MissingInputs, refuse_missing
 from tests.materials import SAMPLE
 from tests.support import RankFailure, on_ranks
 
@@ -35,6 +40,10 @@ def index(run_dir: Path, iteration: int) -> dict[str, Any]:
     path = run_dir / "checkpoints" / f"iter_{iteration:07d}" / "checkpoint.json"
     content: dict[str, Any] = json.loads(path.read_text())
     return content
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(run_dir: Path, iteration: int) -> dict[str, bytes]:
@@ -73,10 +82,51 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     np.testing.assert_allclose(np.abs(new[name] - old[name]), 1e-3, rtol=2e-2)
 
 
+def test_weights_that_were_never_trained_here_have_no_schedule(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """As what tools/convert_checkpoint.py brings in: the flags hold, and config.json says them."""
+    go(tmp_path / "first", "--train-iters 1 --lr 5e-4", tiny_data, vocab_file)
+    start = tmp_path / "first" / "checkpoints" / "iter_0000000"
+    go(tmp_path / "new", f"--load {start} --train-iters 2 --lr 2e-3", tiny_data, vocab_file)
+    assert [row["lr"] for row in rows(tmp_path / "new")] == [2e-3] * 2
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["optim"]["lr"] == 2e-3
+    assert index(tmp_path / "new", 2)["config"]["optim"]["lr"] == 2e-3
+
+
 def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     with pytest.raises(RankFailure, match="has the state of --optimizer adam, this run uses sgd; --no-load-optim"):
         go(tmp_path, f"--load {before} --optimizer sgd --train-iters 4", tiny_data, vocab_file)
     go(tmp_path, f"--load {before} --optimizer sgd --train-iters 4 --no-load-optim", tiny_data, vocab_file)
+
+
+def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Only a dynamic one goes on as a dynamic one."""
+    scales = {
+        "low": {"loss_scale": 128},
+        "high": {"loss_scale": 1024},
+        "moving": {"loss_scale": 0, "initial_scale_power": 9, "loss_scale_window": 1, "hysteresis": 1},
+    }
+    for name, scale in scales.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"fp16": {"enabled": True, **scale}}))
+
+    def start(name: str, way: str, iterations: int) -> Start:
+        flags = f"--batch-size 2 --precision auto --deepspeed-config {tmp_path / way}.json --train-iters {iterations}"
+        return Start("gpt2", tmp_path / name, flags)
+
+    pairs = {
+        "raised": "low high",
+        "lowered": "high low",
+        "fixed": "moving low",
+        "freed": "low moving",
+        "whole": "moving moving",
+    }
+    starts = [start(name, way, n) for name, pair in pairs.items() for n, way in zip((2, 4), pair.split(), strict=True)]
+    on_ranks(1, run_all, starts, tiny_data, vocab_file)
+    found = {name: [row["loss_scale"] for row in rows(tmp_path / name)] for name in pairs}
+    assert found["raised"] == [128, 128, 1024, 1024]
+    assert found["lowered"] == [1024, 1024, 128, 128]
+    assert found["fixed"][2:] == [128, 128]
+    assert found["freed"] == [128, 128, *found["whole"][:2]]
+    assert len(set(found["whole"])) == 4, "it goes on to rise"
 
 
 def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
@@ -99,6 +149,45 @@ def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None
     with pytest.raises(RankFailure, match="trained with another tokenizer .* --override-tokenizer goes on"):
         go(tmp_path / "refused", more, tiny_data, other)
     go(tmp_path / "new", f"{more} --override-tokenizer", tiny_data, other)
+
+
+def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """--load is not used and may be gone, but what is overridden stays so."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(before, base)
+    load = f"--load {base} --override-data"
+    go(run, f"{load} --split 7,3 --train-iters 4", tiny_data, vocab_file)
+    go(run, f"{load} --split 6,4 --train-iters 5", tiny_data, vocab_file)
+    assert index(run, 5)["optimizer"]["step"] == 5
+    shutil.rmtree(base)
+    with pytest.raises(RankFailure, match="samples before this point were others .* --override-data goes on"):
+        go(run, f"--load {base} --split 5,5 --train-iters 6", tiny_data, vocab_file)
+    argv = ["--load", str(base), "--data-path", tiny_data, "--vocab-file", vocab_file]
+    task = TASKS["gpt2"]()
+    for own in (["--run-dir", str(run)], ["--save", str(run / "checkpoints")]):
+        refuse_missing(task, parse([*argv, *own]))
+    for other in ([], ["--run-dir", str(tmp_path / "new")]):
+        with pytest.raises(MissingInputs, match="base holds no checkpoint: there is no such folder"):
+            refuse_missing(task, parse([*argv, *other]))
+
+
+def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """The hash does not tell these apart; other numbers of the same split are no contradiction."""
+    total = IndexedDataset(tiny_data).num_documents
+
+    def of(n: int) -> int:
+        split = f"{n},{total - n}"
+        (train, *_), _ = build_train_valid_test_datasets([tiny_data], split, 512, 1234, 3000)
+        return int(train.samples_per_epoch)
+
+    n = next(n for n in range(total // 2, total - 1) if of(n) == of(n + 1))
+    more = "--seq-length 512 --train-iters"
+    go(tmp_path, f"{more} 1 --split {n},{total - n}", tiny_data, vocab_file)
+    other = f"{more} 2 --split {n + 1},{total - n - 1}"
+    with pytest.raises(RankFailure, match="samples before this point were others .* --override-data goes on"):
+        go(tmp_path, other, tiny_data, vocab_file)
+    go(tmp_path, f"{more} 2 --split {2 * n},{2 * (total - n)}", tiny_data, vocab_file)
+    go(tmp_path, f"{other} --override-data --train-iters 3", tiny_data, vocab_file)
 
 
 def test_finetune_without_load_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

@@ -88,7 +88,7 @@ def _break_saves(folder: str, data: str, vocab_file: str) -> dict[str, str]:
         flags = "--precision fp32 --batch-size 2 --train-iters 1 --async-save --keep-last 1 --zero-stage 1"
         run = make(Start("gpt2", Path(folder), flags), data, vocab_file)
         train(run)
-        run.metrics.close()
+        run.__exit__()
         later = TrainState(iteration=2)
         for name, (target, attribute, by, _) in FAULTS.items():
             with _struck(target, attribute, by) if dist.get_rank() == 1 else contextlib.nullcontext():
@@ -129,7 +129,7 @@ def _three(folder: str, data: str, vocab_file: str) -> None:
         flags = "--precision fp32 --batch-size 2 --train-iters 3 --save-interval 1"
         run = make(Start("gpt2", Path(folder), flags), data, vocab_file)
         train(run)
-        run.metrics.close()
+        run.__exit__()
 
 
 def test_the_newest_whole_checkpoint_stays(three: Path) -> None:

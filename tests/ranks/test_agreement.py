@@ -171,7 +171,7 @@ def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str
                 with pytest.raises(RunError) as error:
                     action()
                 told[name].append(str(error.value))
-            run.metrics.close()
+            run.__exit__()
     return told
 
 
@@ -226,7 +226,7 @@ def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) ->
                 if dist.get_rank() == dist.get_world_size() - 1:
                     run.engine.deepspeed.module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
                 train(run)
-                run.metrics.close()
+                run.__exit__()
             told[name] = said.getvalue()
     return told
 

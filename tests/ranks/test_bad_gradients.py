@@ -106,7 +106,7 @@ def _one_bad_step(
                 spoil(run, layout.where, [BAD])
                 found = watched(run)
                 train(run)
-                run.metrics.close()
+                run.__exit__()
             changed = [a != b for a, b in zip(found, found[1:], strict=False)]
             assert found[-1][0] == (b"0" if "sgd" in name else b"3"), (name, found[-1][0])  # SGD counts none
             results[name] = changed, said.getvalue()
@@ -148,7 +148,7 @@ def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_
                     train(run)
                 except RunError as error:
                     ends[name] = str(error)
-                run.metrics.close()
+                run.__exit__()
     return ends
 
 
@@ -206,7 +206,7 @@ def _all(starts: list[tuple[Start, list[int]]], data: str, vocab_file: str) -> N
                 run = make(start, data, vocab_file)
                 spoil(run, NORM, bad)
                 train(run)
-                run.metrics.close()
+                run.__exit__()
 
 
 @pytest.mark.parametrize("workers", covering([0, 1], lambda workers: not workers))

@@ -231,6 +231,15 @@ def test_hosts_over_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "did not answer" in found["host slow"].words
 
 
+def test_a_lock_of_the_folder_of_checkpoints(tmp_path: Path) -> None:
+    held = RunLock(tmp_path / "a" / "checkpoints")
+    config = parse(["--save", str(tmp_path / "a" / "checkpoints")])
+    found = only(run_dir.lock(tmp_path / "b", config), "run lock")
+    assert found.state == "failed" and "a/checkpoints is in use" in found.words and "another --save" in found.remedy
+    held.release()
+    assert only(run_dir.lock(tmp_path / "b", config), "run lock").state == "ok"
+
+
 def test_run_locks(tmp_path: Path) -> None:
     held = RunLock(tmp_path)
     found = only(run_dir.lock(tmp_path), "run lock")

@@ -86,3 +86,19 @@ def test_a_fall_that_does_not_fit_is_refused() -> None:
         ConfigError, match="--lr-wsd-decay-iters 95 after 10 iterations of --warmup is more than the 100"
     ):
         rates("--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "95")
+
+
+def test_an_end_above_the_peak_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--min-lr 1e-05 is above --lr 5e-06, the peak: give a smaller --min-lr"):
+        parse(["--lr", "5e-6", "--min-lr", "1e-5"])
+    parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # has no end
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "rise"),
+    [("0.29", 100, 29), ("0.145", 200, 29), ("0.0003", 10_000, 3), ("0.043", 5000, 215), ("0.299", 100, 29)],
+)
+def test_rounding_takes_no_iteration_from_the_warmup(share: str, total: int, rise: int) -> None:
+    config = parse(["--lr", "1", "--lr-decay-style", "constant", "--warmup", share, "--train-iters", str(total)])
+    assert lr_at(rise - 2, config) < lr_at(rise - 1, config) == 1
+    assert f"over {rise} iterations" in describe(config)

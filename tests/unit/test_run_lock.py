@@ -1,6 +1,7 @@
 """One run at a time in a directory, and a directory that is as it was when a run is refused."""
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from megatron.config.command_line import parse
 from megatron.training import run_lock
-from megatron.training.run_folder import accept, lock, refuse_to_forget
+from megatron.training.run_folder import accept, keep, lock, refuse_to_forget, release
 from megatron.training.run_lock import Holder, RunLock, RunLockedError
 
 
@@ -120,6 +121,50 @@ def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, neighbour: "subproce
     with pytest.raises(RunLockedError, match="there is in use"):
         lock(parse(["--save", str(tmp_path / "there")]), tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_another_run_may_not_name_the_checkpoints_of_one_that_lives(
+    tmp_path: Path, neighbour: "subprocess.Popen[str]"
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    held = lock(parse([]), a)
+    assert sorted(path.relative_to(a).as_posix() for path in a.rglob("*")) == [
+        "checkpoints",
+        "checkpoints/run.lock",
+        "run.lock",
+    ]
+    for folder in (a, a / "checkpoints"):
+        held_by(folder, pid=neighbour.pid, started=run_lock.started(neighbour.pid))
+    with pytest.raises(RunLockedError, match=r"a/checkpoints is in use .*: end it, or give another --save"):
+        lock(parse(["--save", str(a / "checkpoints")]), b)
+    assert not b.exists()
+    neighbour.kill()
+    neighbour.wait()
+    again = lock(parse([]), a)
+    assert len([note for each in again for note in each.notes]) == 1, "of one crash one note"
+    release(again)
+    release(held)
+    assert not a.exists()
+    held = lock(parse([]), a)
+    keep(held)
+    release(held)
+    assert list(a.iterdir()) == [], "nothing was saved"
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_no_fault_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = RunLock._create
+
+    def create(self: RunLock) -> bool:
+        if self.path.parent.name == "checkpoints":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return honest(self)
+
+    monkeypatch.setattr(RunLock, "_create", create)
+    held = lock(parse([]), tmp_path)
+    assert [each.path.parent for each in held] == [tmp_path]
+    release(held)
 
 
 def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
