@@ -85,8 +85,13 @@ preset_of() {
 
 # Train with these settings. A wrong flag is found before a tokenizer is trained and a corpus prepared.
 train() {
-    local min_lr
-    min_lr=$(awk -v lr="$LR" 'BEGIN { print lr / 10 < 1e-5 ? lr / 10 : "1e-5" }')  # never above the peak
+    local min_lr peak=$LR word before=
+    for word in "$@"; do # a flag wins
+        if [ "$before" = --lr ]; then peak=$word; fi
+        case "$word" in --lr=*) peak=${word#--lr=} ;; esac
+        before=$word
+    done
+    min_lr=$(awk -v lr="$peak" 'BEGIN { print lr / 10 < 1e-5 ? lr / 10 : "1e-5" }')  # never above the peak
     local settings=(
         --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE" --split 90,10,0
         --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"
