@@ -92,6 +92,8 @@ class RunLock:
             holder = _parse(text)
             if holder is None and text is not None and time.monotonic() > deadline - PATIENCE + 1:  # not half-written
                 raise RunLockedError(f"{self.path} is damaged; delete it if no run uses {self.path.parent}")
+            if text is None and time.monotonic() > deadline and self.path.is_symlink():
+                raise RunLockedError(f"{self.path} is a link to nothing; delete it if no run uses {self.path.parent}")
             if holder is None or holder.same_process(self._me):
                 if holder is not None:
                     return

@@ -100,6 +100,13 @@ def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         RunLock(tmp_path / "file" / "run")
 
 
+def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "PATIENCE", 0.2)
+    (tmp_path / run_lock.NAME).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RunLockedError, match="run.lock is a link to nothing; delete it if no run uses"):
+        RunLock(tmp_path)
+
+
 def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at a stale lock and its removal another run has taken over."""
     held_by(tmp_path, pid=2**22 - 1, started="1")
