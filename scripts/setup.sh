@@ -41,6 +41,8 @@ if [ ! -x .venv/bin/python ]; then
         exit 2
     fi
     theirs=$(torch_of "$python")
+    # A virtual environment hands on the packages of the interpreter below it, not its own.
+    if "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then theirs=; fi
     over=
     if is_usable "$theirs"; then over=--system-site-packages; fi
     echo "setup.sh: making .venv with $("$python" -V 2>&1)${over:+, over its packages, torch $theirs among them}"

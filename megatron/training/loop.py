@@ -133,6 +133,8 @@ def train(run: Run) -> None:
             asked, written = signals.agree(run.saver.pending and not run.saver.busy)
             if due(state.iteration, config.checkpoint.exit_interval or 0):
                 asked = StopSignal.SAVE_AND_STOP
+            if asked is StopSignal.SAVE_AND_STOP:
+                window.report_rest(lr_at(state.iteration - 1, config))
             if run.saver.pending and written and state.iteration > began + 1:  # or it was said of the save before
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or asked is not StopSignal.NOTHING:
@@ -289,6 +291,12 @@ class _Window:
                 self.run.saver.save(good, must=must)
         self.restart()
         return good.iteration
+
+    def report_rest(self, lr: float) -> None:
+        """Before a stop between two lines: a line of the iterations since the last one, so that each is in one."""
+        self.check()
+        if self.losses or self.skipped or self.left_out:
+            self.report(lr)
 
     def report(self, lr: float) -> None:
         run, config = self.run, self.run.config
