@@ -124,7 +124,7 @@ def train(run: Run) -> None:
             if due(state.iteration, config.train.check_replicas):
                 check_replicas(run.engine.deepspeed)
             if due(state.iteration, run.resolved.log_interval) or state.iteration == last:
-                window.report(lr_at(state.iteration - 1, config))
+                window.report()
             if due(state.iteration, config.train.eval_interval) and state.iteration < last:
                 window.check()
                 with trace.span("evaluation"):
@@ -133,8 +133,6 @@ def train(run: Run) -> None:
             asked, written = signals.agree(run.saver.pending and not run.saver.busy)
             if due(state.iteration, config.checkpoint.exit_interval or 0):
                 asked = StopSignal.SAVE_AND_STOP
-            if asked is StopSignal.SAVE_AND_STOP:
-                window.report_rest(lr_at(state.iteration - 1, config))
             if run.saver.pending and written and state.iteration > began + 1:  # or it was said of the save before
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or asked is not StopSignal.NOTHING:
@@ -279,10 +277,12 @@ class _Window:
     def save(self, saved: int, must: bool = False) -> int:
         """Save what the last applied step left, unless iteration `saved` was that; returns the iteration of the newest save.
 
-        must: see PatientSaver.save.
+        must: see PatientSaver.save; it is so before a stop, and what came since the last line gets a line, so that each iteration is in one.
         So nothing is saved, and nothing pruned, for steps that were not applied.
         """
         self.check()
+        if must and (self.losses or self.skipped or self.left_out):
+            self.report()
         good = self.health.worth_saving(self.run.state)
         if good.iteration != self.run.state.iteration:
             print_rank_0(f"no step was applied since iteration {good.iteration}, which is what a checkpoint can hold")
@@ -292,13 +292,7 @@ class _Window:
         self.restart()
         return good.iteration
 
-    def report_rest(self, lr: float) -> None:
-        """Before a stop between two lines: a line of the iterations since the last one, so that each is in one."""
-        self.check()
-        if self.losses or self.skipped or self.left_out:
-            self.report(lr)
-
-    def report(self, lr: float) -> None:
+    def report(self) -> None:
         run, config = self.run, self.run.config
         self.check()
         device_module.synchronize(run.device)
@@ -314,7 +308,7 @@ class _Window:
             "consumed_samples": run.state.consumed_samples,
             "consumed_tokens": run.state.consumed_tokens,
             "lm_loss": loss,
-            "lr": lr,
+            "lr": lr_at(run.state.iteration - 1, config),
             "grad_norm": self.grad_norm,
             "loss_scale": self.loss_scale,
             "skipped_steps": self.skipped,
