@@ -26,6 +26,7 @@ from _alternate import ROOT, spread
 from data_utils.documents import texts
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION
 from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.tokenizer import TokenizerError
 from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_sentencepiece
 
 Rates = dict[str, list[float]]
@@ -151,6 +152,17 @@ def measured(command: list[str]) -> tuple[float, int, str]:
     return cpu, peak, said
 
 
+def _train_cpm(sample: list[str], path: str) -> None:
+    """With 6,000 tokens, or as many as the text gives: words that are made up are cut into single characters."""
+    for size in range(6000, 1000, -250):
+        try:
+            train_cpm(sample, path, size)
+            return
+        except TokenizerError:
+            continue
+    sys.exit("data.py: no vocabulary can be trained on this text")
+
+
 def preprocess(args: argparse.Namespace, folder: Path) -> None:
     source = args.corpus
     size = sum(len(text.encode()) for text in texts([source])) / 1e6
@@ -159,7 +171,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     print("training the tokenizers that all contenders share ...", flush=True)
     train_sentencepiece(sample, models["unigram"], 8000, "unigram")
     train_sentencepiece(sample, models["bpe"], 8000)
-    train_cpm(sample, models["cpm"], args.words)
+    _train_cpm(sample, models["cpm"])
     train_byte_bpe(sample, str(folder / "tokenizer.json"), 8000, "hf")
     big = folder / "big.jsonl"  # the fast ones get more
     big.write_bytes(Path(source).read_bytes() * max(1, round(100 / size)))
@@ -375,7 +387,6 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        args.words = 6000 if args.corpus else 3000  # words that are made up are cut into single characters
         if args.corpus is None:
             args.corpus = str(folder / "made_up.jsonl")
             made_up(Path(args.corpus), 20)
