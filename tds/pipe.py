@@ -149,11 +149,14 @@ def is_pipeline(model: nn.Module) -> bool:
 
 def tied_weights(model: Any) -> list[nn.Parameter]:
     """The weights of this stage that other stages hold, too; none where `model` is no PipelineModule."""
-    return [
-        model._recursive_getattr(model.tied_modules[key], name)
-        for key, comm in getattr(model, "tied_comms", {}).items()
-        for name in comm["weight_attr"]
-    ]
+    return [weight for _, _, weights in ties(model) for weight in weights.values()]
+
+
+def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
+    """Of each tie of this stage: its key, the group of the stages that have it, and its weights by name."""
+    for key, comm in getattr(model, "tied_comms", {}).items():
+        module = model.tied_modules[key]
+        yield key, comm["group"], {name: model._recursive_getattr(module, name) for name in comm["weight_attr"]}
 
 
 def chunks(module: Any) -> dict[Any, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import bf16_gradient, share_has_gradient, this_device
 from .clip import clip_by_norm, squared_norm_here
-from .pipe import chunks, tied_weights
+from .pipe import chunks, tied_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
 
@@ -47,13 +47,11 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
     this step) keeps none, so no optimizer decays it. gradient: where the gradient of a weight is kept if not in
     `.grad`. Raises RuntimeError where a weight is frozen on one stage and learns on another.
     """
-    for key, comm in module.tied_comms.items():
-        names = comm["weight_attr"]
-        weights = [module._recursive_getattr(module.tied_modules[key], name) for name in names]
-        grads = [gradient(w) if gradient else w.grad for w in weights]
+    for key, group, weights in ties(module):
+        grads = [gradient(w) if gradient else w.grad for w in weights.values()]
         if not weights:
             continue
-        for name, weight, grad, somewhere in zip(names, weights, grads, _somewhere(grads, comm["group"]), strict=True):
+        for (name, weight), grad, somewhere in zip(weights.items(), grads, _somewhere(grads, group), strict=True):
             if not somewhere:
                 continue
             if not weight.requires_grad:
@@ -67,7 +65,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
                 )
             if grad is None:
                 grad = weight.grad = torch.zeros_like(weight)
-            dist.all_reduce(grad, group=comm["group"])
+            dist.all_reduce(grad, group=group)
 
 
 def sum_tied_grads(module: Any, replicas: Any) -> None:
@@ -220,8 +218,5 @@ class Reductions:
         gradient = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else gradient
         reduce_tied_grads(self.module, self.stage_id, gradient)
         if self.using_bf16_optimizer:
-            for key, comm in self.module.tied_comms.items():
-                tied = [
-                    self.module._recursive_getattr(self.module.tied_modules[key], name) for name in comm["weight_attr"]
-                ]
-                share_has_gradient(self.optimizer, tied, comm["group"])
+            for _, group, weights in ties(self.module):
+                share_has_gradient(self.optimizer, list(weights.values()), group)
