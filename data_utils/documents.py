@@ -13,12 +13,12 @@ import bisect
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
 
+from .draws import Draw, uniform
 from .files import Source, find_files, is_compressed, kind
 from .records import is_array, records, too_long
 from .streams import BadLine, InputError, blocks, is_utf8, looks_like
@@ -225,12 +225,16 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 
 def documents(
-    chunk: Chunk, keys: Sequence[str] | Take = ("text",), seed: int = 0, largest: int = LARGEST_DOCUMENT
+    chunk: Chunk,
+    keys: Sequence[str] | Take = ("text",),
+    seed: int = 0,
+    largest: int = LARGEST_DOCUMENT,
+    draw: Draw = uniform,
 ) -> Iterator[tuple[Any, ...] | BadLine]:
-    """The texts under `keys` of each document of a chunk, in order; what cannot be read comes as a BadLine in its place.
+    """Yield the texts under `keys` of each document of a chunk, in order; an unreadable document yields a BadLine.
 
-    keys: or a function that takes what is wanted from a record, and raises ValueError where it cannot.
-    seed: decides which documents of a source of broken weight are taken; a pure function of the place in the file.
+    keys: names of keys, or a function that extracts the result from a record and raises ValueError if it cannot.
+    seed: selects, with `draw`, the documents of a source with a fractional weight.
     """
     content, bad = chunk.read(), dict(chunk.bad)
     for start, end in _between(_border(chunk.path), content):
@@ -246,7 +250,7 @@ def documents(
             continue
         try:
             document = _parse(raw, chunk.source, keys)
-            for _ in range(_copies(chunk, start, seed)):
+            for _ in range(_copies(chunk, start, seed, draw)):
                 yield document
         except ValueError as error:
             yield BadLine(chunk.path, chunk.line_number(start), str(error))
@@ -261,13 +265,10 @@ def _between(border: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, i
         yield start, len(content)
 
 
-def _copies(chunk: Chunk, offset: int, seed: int) -> int:
+def _copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
     whole = int(chunk.source.weight)
     rest = chunk.source.weight - whole
-    if not rest:
-        return whole
-    place = f"{seed}/{chunk.source.number}/{chunk.start + offset}".encode()
-    return whole + (zlib.crc32(place) < rest * 2**32)
+    return whole + (rest > 0 and draw(seed, chunk.source.number, chunk.start + offset) < rest)
 
 
 def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any, ...]:

@@ -100,9 +100,9 @@ def is_utf8(encoding: str) -> bool:
 
 
 def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
-    """The content as UTF-8, in pieces of about `size` bytes; what `encoding` does not allow becomes NEVER.
+    """Yield the content as UTF-8, in pieces of about `size` bytes; what `encoding` does not allow becomes NEVER.
 
-    Raises InputError for damaged data, naming the line, and for a file that is UTF-8 where `encoding` is another.
+    Raises InputError for damaged data, naming the line, and for a file that is UTF-8 or ASCII and not `encoding`.
     """
     pieces = _raw_blocks(path, size)
     if is_utf8(encoding):
@@ -111,8 +111,8 @@ def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
     codecs.register_error("mark", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
     decoder, first = codecs.getincrementaldecoder(encoding)("mark"), True
     for piece in pieces:
-        if first and _is_text_in_utf8(piece):
-            raise InputError(f"{path} is UTF-8, not {encoding}: read it by itself, without --encoding")
+        if first and (other := _contradiction(piece, encoding)):
+            raise InputError(f"{path} is {other}, not {encoding}: read it separately, without --encoding")
         first = False
         yield decoder.decode(piece).encode("utf-8", "surrogateescape")
     yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
@@ -142,23 +142,31 @@ def _damage() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError)
 
 
-def _is_text_in_utf8(head: bytes) -> bool:
-    """Whether there is more than ASCII in it and all of it is UTF-8, but for a character that is cut at the end."""
+SHORTEST_ASCII = 16  # bytes; 8 Chinese characters look like ASCII in UTF-16 once in 100,000 times
+
+
+def _contradiction(head: bytes, encoding: str) -> str:
+    """Return "UTF-8" or "ASCII" if the first bytes of a file are that and thus not `encoding`, else an empty string."""
     try:
-        return not codecs.getincrementaldecoder("utf-8")().decode(head).isascii()
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may be cut at the end
     except UnicodeDecodeError:
-        return False
+        return ""
+    if not text.isascii():
+        return "UTF-8"
+    keeps_ascii = "a".encode(encoding) == b"a"
+    printable = len(head) >= SHORTEST_ASCII and all(char.isprintable() or char in "\t\r\n" for char in text)
+    return "ASCII" if printable and not keeps_ascii else ""
 
 
 def looks_like(raw: bytes) -> str:
-    """What to say of bytes that are no UTF-8, where another encoding shows: `; it looks like ...`, else nothing."""
+    """Return `; it looks like ...` for bytes that another encoding than UTF-8 explains, else an empty string."""
     if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return _hint("utf-16")
     if raw.count(0) * 5 > len(raw):
         return _hint("utf-16-le" if raw[1::2].count(0) > raw[::2].count(0) else "utf-16-be")
     # Damaged UTF-8 is still UTF-8 for the most part, and its bytes often make characters of others by chance.
     beyond = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
-    if beyond.count("\ufffd") * 4 < len(beyond):
+    if not beyond or beyond.count("\ufffd") * 4 < len(beyond):
         return ""
     return next((_hint(name) for name in ("gb18030", "utf-16-le", "utf-16-be") if _is_chinese(raw, name)), "")
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_utils.documents import CHUNK_BYTES, Chunk, chunks, documents
+from data_utils.draws import DRAWS
 from data_utils.files import Source, find_files, is_compressed, kind
 from data_utils.parallel import ordered_map
 from data_utils.sentences import split_sentences
@@ -90,7 +91,7 @@ def _start_worker(args: argparse.Namespace) -> None:
 def tokenize(chunk: Chunk) -> Tokens:
     """Read and encode one chunk."""
     args = _Worker.args
-    found = list(documents(chunk, _Worker.take, args.seed, largest(args)))
+    found = list(documents(chunk, _Worker.take, args.seed, largest(args), DRAWS[args.draw]))
     bad = [each for each in found if isinstance(each, BadLine)]
     good = [each for each in found if not isinstance(each, BadLine) and all(each)]
     parts: list[Part] = _conversations(good) if args.objective == "sft" else []
@@ -149,7 +150,7 @@ def main(args: argparse.Namespace) -> None:
     chats.tell(args, tokenizer)
     sources = find_files(args.input, args.encoding)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
-    args = chats.dated(args, journal.state or {})
+    args = _as_begun(chats.dated(args, journal.state or {}), journal.state)
     try:
         output = _Output(args, tokenizer, journal.state or {})
     except BaseException:
@@ -184,6 +185,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--keys names a key twice")
     if args.workers < 0:
         raise ValueError("--workers must not be negative")
+
+
+def _as_begun(args: argparse.Namespace, state: dict[str, Any] | None) -> argparse.Namespace:
+    """Return the flags with the draws of the job that `state` is of; journals of earlier versions name none."""
+    draw = "blake2b" if state is None else state.get("draw", "crc32")
+    return argparse.Namespace(**{**vars(args), "draw": draw})
 
 
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -269,7 +276,7 @@ class _Output:
 
     def save(self, journal: Journal) -> None:
         state = {"builders": [builder.state() for builder in self.builders], "count": self.count}
-        journal.write({**state, "chat_date": self.args.chat_date})
+        journal.write({**state, "chat_date": self.args.chat_date, "draw": self.args.draw})
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:

@@ -266,6 +266,27 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
     assert read(path, encoding="gb18030") == (["好", "好"], ["line 3: not gb18030"])
 
 
+def test_ascii_is_ascii(tmp_path: Path) -> None:
+    """English without a border suggests no encoding, and --encoding does not turn it into Chinese."""
+    path = tmp_path / "x.txt"
+    path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
+    _, bad = read(path)
+    assert len(bad) == 1
+    assert "--encoding" not in bad[0]
+    for encoding in ("utf-16-le", "utf-16-be", "utf-16", "utf-32", "cp037"):
+        for text in ("It is a truth universally acknowledged.", '{"a": "It is a truth"}\n\n' * 40):
+            path.write_text(text)
+            with pytest.raises(InputError, match=f"ASCII.*{encoding}.*--encoding"):
+                read(path, encoding=encoding)
+    for encoding in ("gb18030", "hz", "utf-7"):  # ASCII is part of these
+        for text in ("plain words, and more of them", CHINESE[0]):
+            path.write_bytes(text.encode(encoding, "ignore"))
+            assert read(path, encoding=encoding) == ([text.encode(encoding, "ignore").decode(encoding)], [])
+    for text in ("春晓", "春眠不觉晓，处处闻啼鸟。", "%fSf"):
+        path.write_bytes(text.encode("utf-16-le"))
+        assert read(path, encoding="utf-16-le") == ([text], [])
+
+
 def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
     """In CPU time of reading and parsing; the array is parsed twice, once to find where its items end."""
     records = [{"text": f"{i} " + "一段话" * 40} for i in range(12_000)]

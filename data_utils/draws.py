@@ -1,0 +1,26 @@
+"""Random numbers for the documents of a file: a pure function of the seed, the file and the place in it."""
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable
+
+Draw = Callable[[int, int, int], float]  # (seed, number of the file, offset in bytes) -> a number in [0, 1)
+
+
+def uniform(seed: int, file: int, offset: int) -> float:
+    """Return a number in [0, 1) that is independent between seeds, files and neighbouring offsets."""
+    key = f"{seed} {file} {offset}".encode()
+    (bits,) = struct.unpack("<Q", hashlib.blake2b(key, digest_size=8).digest())
+    return float(bits >> 11) / 2**53
+
+
+def crc32(seed: int, file: int, offset: int) -> float:
+    """Return the number that earlier versions drew, only to finish a job which one of them began.
+
+    CRC-32 is linear: a change of the seed flips the same bits of every number, so these draws are not independent.
+    """
+    return zlib.crc32(f"{seed}/{file}/{offset}".encode()) / 2**32
+
+
+DRAWS: dict[str, Draw] = {"blake2b": uniform, "crc32": crc32}

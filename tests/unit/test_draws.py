@@ -1,0 +1,91 @@
+"""A fractional weight takes a random part of a file: independent over seeds, files and neighbouring documents."""
+
+import importlib
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from data_utils.documents import chunks, documents
+from data_utils.files import Source
+from megatron.data.indexed_dataset import IndexedDataset
+
+LINES = 4096
+SEEDS = (1234, 1235, 1236, 1237, 1238, 1250, 2234, 0, 1)
+SAMPLING_ERROR = 5 / LINES**0.5  # five standard deviations of the correlation of independent draws
+
+
+def taken(path: Path, seed: int, number: int = 0, weight: float = 0.5) -> NDArray[np.float64]:
+    """[LINES] 1 for each line of the file that is taken, else 0."""
+    found = np.zeros(LINES)
+    for chunk in chunks(Source(str(path), weight, number)):
+        for (text,) in documents(chunk, seed=seed):
+            found[int(text)] = 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("draws") / "x.jsonl"
+    path.write_text("".join(f'{{"text": "{i:06}"}}\n' for i in range(LINES)))
+    return path
+
+
+def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def test_halves_of_any_two_seeds_and_files_are_independent(lines: Path) -> None:
+    halves = {(seed, number): taken(lines, seed, number) for seed in SEEDS for number in (0, 1, 2, 10)}
+    for place, half in halves.items():
+        assert abs(half.mean() - 0.5) < SAMPLING_ERROR, place
+    names = list(halves)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            assert abs(correlation(halves[one], halves[other])) < SAMPLING_ERROR, (one, other)
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.1, 0.9])
+def test_neighbours_are_independent(lines: Path, weight: float) -> None:
+    half = taken(lines, 1234, weight=weight)
+    assert abs(half.mean() - weight) < SAMPLING_ERROR
+    for lag in (1, 2, 3, 4, 8, 16, 64, 128):
+        assert abs(correlation(half[lag:], half[:-lag])) < SAMPLING_ERROR, lag
+
+
+def test_weights_nest(lines: Path) -> None:
+    """A larger weight of the same seed takes all that a smaller one takes, as a threshold on one number does."""
+    assert (taken(lines, 7, weight=0.3) <= taken(lines, 7, weight=0.6)).all()
+
+
+def test_a_journal_of_an_earlier_version_continues_with_its_draws(
+    tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool: ModuleType = importlib.import_module("megatron.commands.preprocess_data")
+    cut: Callable[..., Any] = tool.chunks
+    monkeypatch.setattr(tool, "JOURNAL_SECONDS", 0)
+    monkeypatch.setattr(tool, "chunks", lambda source, largest: cut(source, 500, largest))
+    records = [json.dumps({"text": f"{i:03}" + "春眠不觉晓" * 4}) + "\n" for i in range(200)]
+    source = tmp_path / "x.jsonl"
+    source.write_text("".join([*records[:150], "not JSON\n", *records[150:]]))
+    argv = ["--input", f"{source}@0.5", "--vocab-file", vocab_file, "--quiet", "--workers", "0"]
+    argv += ["--output-prefix", str(tmp_path / "b")]
+    with monkeypatch.context() as earlier:
+        earlier.setitem(tool.DRAWS, "blake2b", tool.DRAWS["crc32"])
+        with pytest.raises(RuntimeError):
+            tool.main(tool.build_parser().parse_args(argv))
+    journal = tmp_path / "b.part.json"
+    content = json.loads(journal.read_text())
+    del content["state"]["draw"]  # earlier versions did not name their draws
+    journal.write_text(json.dumps(content))
+    tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
+    offsets = np.cumsum([0, *(len(line.encode()) for line in [*records[:150], "not JSON\n", *records[150:]])])
+    chosen = [zlib.crc32(f"1234/0/{at}".encode()) < 2**31 for at in offsets[:-1]]
+    expected = sum(chosen[:150]) + sum(chosen[151:])
+    assert IndexedDataset(str(tmp_path / "b_text_document")).num_documents == expected
