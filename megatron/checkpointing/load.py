@@ -98,14 +98,16 @@ def refuse_contradictions(
             f"--no-load-optim starts it again"
         )
     if wanted.same_data and reader.state["consumed_samples"]:
-        there, here = (
-            {name: getattr(c.data, name) for name in OF_SAMPLES} | {"objective": c.objective} for c in (saved, config)
-        )
-        differing = _differences(there, here)
+        differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
                 f"{reader.path} was trained on other samples: {differing}; --override-data goes on with these"
             )
+
+
+def settings_of_samples(config: Config) -> dict[str, Any]:
+    """Return the settings that decide what one sample of a corpus is made of."""
+    return {name: getattr(config.data, name) for name in OF_SAMPLES} | {"objective": config.objective}
 
 
 def _architecture(config: Config, positions: int) -> dict[str, Any]:

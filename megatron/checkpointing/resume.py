@@ -13,8 +13,9 @@ from megatron.optim import settled
 from megatron.ranks.errors import on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
+from . import data_change
 from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
-from .load import Wanted, load_checkpoint
+from .load import Wanted, load_checkpoint, settings_of_samples
 from .nearby import look_of
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
@@ -73,11 +74,14 @@ def start_or_resume(
             return state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
 
         others = state.consumed_samples > 0 and _other_documents(saved, config)
-        if wanted.same_data and (others or not known()):
-            raise CheckpointError(
-                f"the {state.consumed_samples} samples before this point were others than those that these data, --split and "
-                f"--seed give, so what follows may have been seen before; --override-data goes on"
-            )
+        if not others and known():
+            return found
+        same_settings = settings_of_samples(saved) == settings_of_samples(config)
+        in_order = same_settings and saved.train.seed == config.train.seed and not others
+        change = data_change.describe(saved, config, dataset, state.consumed_samples, in_order)
+        if wanted.same_data:
+            raise CheckpointError(f"{change}; pass --override-data to continue")
+        print_rank_0(f"note: --override-data: {change}")
         return found
 
     state.sample_hash = on_all_ranks(lambda: sample_hash() if is_rank_0() else 0)

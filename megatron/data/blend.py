@@ -65,6 +65,11 @@ def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
     return found
 
 
+def consumed_by_corpus(weights: Sequence[float | str], samples: int) -> list[int]:
+    """Return how many of the first `samples` samples of a blend with these weights come from each corpus."""
+    return BlendedDataset([None] * len(weights), weights).consumed(samples)
+
+
 class BlendedDataset(Dataset[dict[str, Tensor]]):
     """`dataset[n]`, for any n >= 0, is the next sample of one of `datasets`. weights: their proportions."""
 
@@ -98,6 +103,20 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         block, at = divmod(n - before, self.block)
         which = int(self._which[at])
         return self._common_ones[which], block * self.quotas[which] + int(self._nth[at])
+
+    def consumed(self, samples: int) -> list[int]:
+        """Return how many of the first `samples` samples come from each corpus."""
+        rare_samples = math.floor(samples * self._share) if self._rare else 0
+        blocks, rest = divmod(samples - rare_samples, self.block)
+        counts = [0] * len(self.datasets)
+        for corpus, quota, begun in zip(
+            self._common_ones, self.quotas, np.bincount(self._which[:rest], minlength=len(self.quotas)), strict=True
+        ):
+            counts[corpus] = blocks * quota + int(begun)
+        if self._rare:
+            for corpus, count in zip(self._rare_ones, self._rare.consumed(rare_samples), strict=True):
+                counts[corpus] = count
+        return counts
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         which, k = self.locate(n)

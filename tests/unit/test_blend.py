@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blend import BlendedDataset, order_of, quotas
+from megatron.data.blend import BlendedDataset, consumed_by_corpus, order_of, quotas
 from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
@@ -54,6 +54,17 @@ def test_long_weights_are_within_a_65536th() -> None:
     found = quotas(weights)
     for quota, weight in zip(found, weights, strict=True):
         assert abs(quota / sum(found) - weight / sum(weights)) < 2 / 65536
+
+
+WEIGHTS = st.sampled_from(["0.7", "0.3", "1", "2.5", "1e-3", "0.123456789", "1e-6", "1.7182818284", "17"])
+
+
+@given(st.lists(WEIGHTS, min_size=1, max_size=6), st.integers(0, 3000))
+@settings(deadline=None, max_examples=100)
+def test_consumed_samples_are_those_that_were_located(weights: list[str], samples: int) -> None:
+    blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
+    owners = [blend.locate(n)[0] for n in range(samples)]
+    assert consumed_by_corpus(weights, samples) == [owners.count(i) for i in range(len(weights))]
 
 
 @pytest.mark.parametrize(
