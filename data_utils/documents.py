@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from .draws import Draw, uniform
 from .files import Source, find_files, is_compressed, kind
-from .records import is_array, records, too_long
+from .records import is_array, records, too_long, unread_columns
 from .streams import BadLine, InputError, blocks, is_utf8, looks_like
 
 CHUNK_BYTES = 1 << 20
@@ -253,7 +253,16 @@ def documents(
             for _ in range(_copies(chunk, start, seed, draw)):
                 yield document
         except ValueError as error:
-            yield BadLine(chunk.path, chunk.line_number(start), str(error))
+            yield BadLine(chunk.path, chunk.line_number(start), f"{error}{_unread(chunk.path, keys)}")
+
+
+def _unread(path: str, keys: Sequence[str] | Take) -> str:
+    """Return what to add to the error of a record if the wanted columns of a parquet file are not read."""
+    if kind(path) != ".parquet":
+        return ""
+    columns = unread_columns(path).items()
+    found = [f"{name} ({type_})" for name, type_ in columns if callable(keys) or name in keys]
+    return f"; not read, as it holds no text: {', '.join(found)}" if found else ""
 
 
 def _between(border: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:

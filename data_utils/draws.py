@@ -3,7 +3,8 @@
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 Draw = Callable[[int, int, int], float]  # (seed, number of the file, offset in bytes) -> a number in [0, 1)
 
@@ -24,3 +25,8 @@ def crc32(seed: int, file: int, offset: int) -> float:
 
 
 DRAWS: dict[str, Draw] = {"blake2b": uniform, "crc32": crc32}
+
+
+def draw_of(journal: Mapping[str, Any] | None) -> str:
+    """Return the name of the draws of a job: of a new one, or of the one whose journal has this content."""
+    return "blake2b" if journal is None else str(journal.get("draw", "crc32"))

@@ -6,8 +6,11 @@ What is wrong with a record is its own: the one after it is read again.
 import codecs
 import csv
 import json
+import os
 import re
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 from .streams import BadLine, InputError, blocks, open_text
 
@@ -106,18 +109,23 @@ def _rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
             yield BadLine(path, lines.first, f"not a row of this CSV: {len(row)} fields, the header has {len(header)}")
 
 
-def _table(path: str) -> Iterator[Record]:
-    """The columns of text of a parquet file."""
+def _pyarrow(path: str) -> Any:
     try:
         import pyarrow
-        from pyarrow import parquet
+        import pyarrow.parquet
     except ImportError:
         raise InputError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+    return pyarrow
+
+
+def _table(path: str) -> Iterator[Record]:
+    """Yield the rows of a parquet file: its columns of text, and of lists and structs that hold text."""
+    pyarrow = _pyarrow(path)
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            texts = [f.name for f in file.schema_arrow if f.type in (pyarrow.string(), pyarrow.large_string())]
-            for batch in file.iter_batches(256, columns=texts):
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [f.name for f in file.schema_arrow if _is_read(pyarrow.types, f.type)]
+            for batch in file.iter_batches(256, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -125,6 +133,57 @@ def _table(path: str) -> Iterator[Record]:
         raise InputError(
             f"{path}, after row {number}: damaged parquet ({' '.join(str(error).split())[:200]})"
         ) from None
+
+
+def _is_read(types: Any, column: Any) -> bool:
+    """Return whether a column of this Arrow type is text, or is made of JSON's types with some text in it."""
+    leaves = list(_leaves(types, column))
+    texts = [leaf for leaf in leaves if _is_text(types, leaf)]
+    plain = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
+    return bool(texts) and all(leaf in texts or any(test(leaf) for test in plain) for leaf in leaves)
+
+
+def _leaves(types: Any, column: Any) -> Iterator[Any]:
+    """Yield the types inside lists, structs and dictionaries of values."""
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if types.is_struct(column):
+        for field in column:
+            yield from _leaves(types, field.type)
+    elif any(test(column) for test in lists) or types.is_dictionary(column):
+        yield from _leaves(types, column.value_type)
+    else:
+        yield column
+
+
+def _is_text(types: Any, column: Any) -> bool:
+    return bool(types.is_string(column) or types.is_large_string(column) or types.is_string_view(column))
+
+
+def unread_columns(path: str) -> dict[str, str]:
+    """Return name and Arrow type of the columns of a parquet file that are not read."""
+    return _unread_columns(path, os.stat(path).st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _unread_columns(path: str, changed: int) -> dict[str, str]:
+    types = _pyarrow(path).types
+    return {field.name: str(field.type) for field in _schema(path) if not _is_read(types, field.type)}
+
+
+def other_columns(path: str) -> list[str]:
+    """Return the columns of a parquet file that are read although they are not plain text; earlier versions left them out."""
+    pyarrow = _pyarrow(path)
+    plain = (pyarrow.string(), pyarrow.large_string())
+    return [f.name for f in _schema(path) if _is_read(pyarrow.types, f.type) and f.type not in plain]
+
+
+def _schema(path: str) -> Any:
+    """Return the Arrow schema of a parquet file. Raises InputError for a damaged one."""
+    pyarrow = _pyarrow(path)
+    try:
+        return pyarrow.parquet.read_schema(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path}: damaged parquet ({' '.join(str(error).split())[:200]})") from None
 
 
 _BETWEEN = re.compile(r"[ \t\r\n,]*")

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_utils.documents import CHUNK_BYTES, Chunk, chunks, documents
-from data_utils.draws import DRAWS
+from data_utils.draws import DRAWS, draw_of
 from data_utils.files import Source, find_files, is_compressed, kind
 from data_utils.parallel import ordered_map
+from data_utils.records import other_columns
 from data_utils.sentences import split_sentences
 from data_utils.streams import BadLine, InputError
 from megatron.config.fields import describe
@@ -150,7 +151,8 @@ def main(args: argparse.Namespace) -> None:
     chats.tell(args, tokenizer)
     sources = find_files(args.input, args.encoding)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
-    args = _as_begun(chats.dated(args, journal.state or {}), journal.state)
+    args = chats.dated(args, journal.state or {})
+    args.draw = draw_of(journal.state)
     try:
         output = _Output(args, tokenizer, journal.state or {})
     except BaseException:
@@ -187,12 +189,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--workers must not be negative")
 
 
-def _as_begun(args: argparse.Namespace, state: dict[str, Any] | None) -> argparse.Namespace:
-    """Return the flags with the draws of the job that `state` is of; journals of earlier versions name none."""
-    draw = "blake2b" if state is None else state.get("draw", "crc32")
-    return argparse.Namespace(**{**vars(args), "draw": draw})
-
-
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the output depends on."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
@@ -201,7 +197,10 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     settings |= chats.about(args, tokenizer)
     settings.pop("chat_date")  # a run may go on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
-    return {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
+    job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
+    # Where chunks end depends on the columns that are read.
+    columns = {source.path: other_columns(source.path) for source in sources if kind(source.path) == ".parquet"}
+    return {**job, "columns": columns} if any(columns.values()) else job
 
 
 def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:

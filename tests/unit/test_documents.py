@@ -21,6 +21,7 @@ from data_utils.documents import chunks, documents, texts
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError
 from megatron.commands import clean_corpus
+from megatron.tokenizer.chat import messages_of
 from tests.support import ROOT
 
 LARGEST = 4000
@@ -228,6 +229,39 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-30])
     with pytest.raises(InputError, match="damaged parquet"):
         read(tmp_path / "x.parquet")
+
+
+def test_columns_of_parquet_as_the_hub_has_them(tmp_path: Path) -> None:
+    """Text is read in every type that Arrow has for it, conversations as lists of structs; other columns are named."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts_ = [f"第{i % 7}行" for i in range(40)]
+    turns = [[{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}] for t in texts_]
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    chats: dict[str, Any] = {
+        "list": pa.list_(message),
+        "large_list": pa.large_list(message),
+        "roles": pa.list_(pa.struct([("role", pa.dictionary(pa.int8(), pa.string())), ("content", pa.string())])),
+        "more": pa.list_(pa.struct([*message, ("weight", pa.float32()), ("tags", pa.list_(pa.string()))])),
+    }
+    for name, kind_ in chats.items():
+        ids = pa.array(range(40))
+        table = pa.table({"messages": pa.array(turns, kind_), "id": ids, "embedding": pa.array([[0.5]] * 40)})
+        parquet.write_table(table, tmp_path / "x.parquet")
+        source = Source(str(tmp_path / "x.parquet"))
+        found = [d for c in chunks(source) for d in documents(c, messages_of)]
+        assert found == [messages_of({"messages": each}) for each in turns], name
+        (bad,) = {str(b).partition(": ")[2] for c in chunks(source) for b in documents(c, ("embedding",))}
+        assert "embedding (list<element: double>)" in bad or "embedding (list<item: double>)" in bad
+    for kind_ in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())):
+        parquet.write_table(pa.table({"text": pa.array(texts_, kind_)}), tmp_path / "x.parquet")
+        assert read(tmp_path / "x.parquet") == (texts_, []), kind_
+    parquet.write_table(pa.table({"text": [b"raw"], "at": pa.array([0], pa.timestamp("us"))}), tmp_path / "x.parquet")
+    _, (bad,) = read(tmp_path / "x.parquet")
+    assert "text (binary)" in bad
+    ((bad,),) = ([str(b) for b in documents(c, messages_of)] for c in chunks(Source(str(tmp_path / "x.parquet"))))
+    assert "text (binary), at (timestamp[us])" in bad
 
 
 CHINESE = [f"第{i}篇：春眠不觉晓，处处闻啼鸟。\n夜来风雨声，花落知多少。𠮷" for i in range(60)]
