@@ -5,6 +5,7 @@ The same texts give the same file.
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -95,11 +96,18 @@ def _sentencepiece(
             **options,
         )
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1][:200]
-        raise TokenizerError(
-            f"cannot train {vocab_size} tokens on this text; try a smaller --vocab-size, or VOCAB_SIZE= of run_*.sh ({reason})"
-        ) from None
+        raise TokenizerError(_advice(vocab_size, str(error).strip().splitlines()[-1])) from None
     return model.getvalue()
+
+
+def _advice(vocab_size: int, error: str) -> str:
+    """Return how to change --vocab-size, from the error of sentencepiece's trainer."""
+    where = "--vocab-size, or VOCAB_SIZE= of run_*.sh,"
+    if needed := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return f"{vocab_size} tokens are too few for the characters of this text; raise {where} to at least {needed[1]}"
+    if possible := re.search(r"set it to a value <= (\d+)", error):
+        return f"this text is too small for {vocab_size} tokens; lower {where} to at most {possible[1]}"
+    return f"cannot train {vocab_size} tokens on this text ({error[:200]}); change {where} or the text"
 
 
 def _coverage(lines: Sequence[str], vocab_size: int) -> float:
@@ -134,7 +142,8 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
             chosen.setdefault(word)
     if len(chosen) < room:
         raise TokenizerError(
-            f"this text has only {len(chosen) + len(fixed)} tokens; try a smaller --vocab-size, or VOCAB_SIZE= of run_*.sh"
+            f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
+            f"to at most {len(chosen) + len(fixed)}"
         )
     _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:room]]) + "\n").encode())
 
@@ -162,7 +171,8 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise TokenizerError(
-            f"this text gives only {tokenizer.get_vocab_size()} tokens; try a smaller --vocab-size, or VOCAB_SIZE= of run_*.sh, than {vocab_size}"
+            f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
+            f"to at most {tokenizer.get_vocab_size()}"
         )
     if kind == "hf":
         _write(output, tokenizer.to_str(pretty=True).encode())

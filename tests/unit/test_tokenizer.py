@@ -4,6 +4,7 @@ import importlib.util
 import io
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +219,32 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TokenizerError, match="holds none of tokenizer.json"):
         (tmp_path / "empty").mkdir()
         load_tokenizer(str(tmp_path / "empty"))
-    with pytest.raises(TokenizerError, match="try a smaller --vocab-size"):
+    with pytest.raises(TokenizerError, match="--vocab-size"):
         train_sentencepiece(["too short"], str(tmp_path / "m"), 5000)
     assert not (tmp_path / "m").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TokenizerError, match="pip install jieba"):
         segmenter()
+
+
+@pytest.mark.parametrize("train", [train_sentencepiece, train_cpm])
+@pytest.mark.parametrize(
+    ("size", "direction", "model_type"),
+    # What is possible for unigram falls with the size that is asked for, as fewer characters are then covered.
+    [(600, "raise", "bpe"), (600, "raise", "unigram"), (90_000, "lower", "bpe")],
+)
+def test_the_size_that_an_error_names_can_be_trained(
+    tmp_path: Path, train: Any, model_type: str, size: int, direction: str
+) -> None:
+    """A Chinese text has thousands of characters: too few tokens for them is the first error a beginner meets."""
+    dice = random.Random(1)
+    text = ["".join(chr(0x4E00 + int(dice.random() ** 3 * 1400)) for _ in range(60)) for _ in range(200)]
+    with pytest.raises(TokenizerError, match=f"{direction} --vocab-size") as error:
+        train(iter(text), str(tmp_path / "x.model"), size, model_type)
+    named = int(str(error.value).rpartition(" ")[2])
+    assert (named > size) == (direction == "raise")
+    train(iter(text), str(tmp_path / "x.model"), named, model_type)
+    assert load_tokenizer(str(tmp_path / "x.model")).vocab_size == named
 
 
 RIVERS = ["The river runs slowly to the sea", "春天来了", "slow rivers run 123"] * 20
