@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.chat import ChatEncoder, Piece, Template, load_template, missing_marks
+from megatron.tokenizer.chat import (
+    ChatEncoder,
+    Piece,
+    Template,
+    ignores_generation_prompt,
+    load_template,
+    missing_marks,
+)
 
 
 def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
@@ -62,6 +69,11 @@ def tell(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     if template.date and not args.chat_date:
         print(
             "note: the chat template writes today's date; it is kept with the corpus as chat_date, and --chat-date sets it"
+        )
+    if ignores_generation_prompt(template):
+        print(
+            "note: the chat template ignores add_generation_prompt, so prompts end before the header of an answer: "
+            "models learn to write the header, too"
         )
     if missing := missing_marks(template, tokenizer):
         print(

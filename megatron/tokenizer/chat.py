@@ -343,6 +343,18 @@ def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
     return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
 
 
+def ignores_generation_prompt(template: Template) -> bool:
+    """Return whether a prompt lacks the header of an answer, so that a model must write the header before its answer."""
+    question = [Message("user", "a")]
+    try:
+        prompt, conversation = (
+            "".join(piece.text for piece in pieces) for pieces in (template.asking(question), template.pieces(question))
+        )
+    except ValueError:  # the template refuses a question without a system prompt
+        return False
+    return prompt == conversation
+
+
 def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     """The id that ends what the assistant says; None where the template ends it with text."""
     pieces = template.pieces([Message("user", "a"), Message("assistant", "a")])

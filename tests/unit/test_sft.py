@@ -24,6 +24,7 @@ from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.chat import (
     ChatEncoder,
     ChatML,
+    Message,
     load_template,
     messages_of,
     missing_marks,
@@ -385,3 +386,38 @@ def test_a_corpus_has_one_date(
 def test_an_objective_of_another_family_is_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(flags.split())
+
+
+def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets_it(hf_tokenizer: Path) -> None:
+    """The ids of a conversation begin with those of its prompt, whatever the answer; docs/objectives.md says so."""
+    tokenizer = load_tokenizer(str(hf_tokenizer))
+    encoder, template = ChatEncoder(tokenizer, append_eod=False), ChatML()
+    question = Message("user", "\n What?")
+    prompt, _ = encoder.encode(template.asking([question]))
+    for answer in ("\nParis", "\n\n  Paris\n", " Paris", "Paris"):
+        ids, counts = encoder.encode(template.pieces([question, Message("assistant", answer)]))
+        assert ids[: len(prompt)] == prompt
+        assert not any(counts[: len(prompt)])
+        assert counts[len(prompt)]
+
+
+@pytest.mark.parametrize(
+    ("asks", "noted"), [("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", False), ("", True)]
+)
+def test_a_template_that_ignores_add_generation_prompt_is_noted(
+    hf_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asks: str, noted: bool
+) -> None:
+    """Transformers then gives prompts without the header of an answer, so that a model has to learn it."""
+    pytest.importorskip("jinja2")
+    source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
+    (tmp_path / "t.jinja").write_text(source)
+    tokenizer = load_tokenizer(str(hf_tokenizer))
+    args = Namespace(
+        objective="sft", chat_template=str(tmp_path / "t.jinja"), vocab_file=str(hf_tokenizer), chat_date=None
+    )
+    chats.tell(args, tokenizer)
+    assert ("add_generation_prompt" in capsys.readouterr().out) == noted
+    template = chats.template_of(args, tokenizer)
+    ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(template.pieces(messages_of({"messages": CHAT})))
+    learned = tokenizer.decode([i for i, counted in zip(ids, counts, strict=True) if counted])
+    assert ("assistant\n" in learned) == noted
