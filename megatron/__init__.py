@@ -9,6 +9,9 @@ from typing import Any
 
 __path__ = extend_path(__path__, __name__)  # megatron-core's `megatron.core` may stand in another folder
 
+from .compat import names  # noqa: E402  # after the path, on which modules are found
+
+names.install()
 _HOMES = {
     "get_args": "megatron.training.global_vars",
     "get_timers": "megatron.training.global_vars",
@@ -24,7 +27,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name == "mpu":
         return import_module("megatron.mpu")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return names.find(__name__, name)
 
 
 __version__ = "0.2.0"

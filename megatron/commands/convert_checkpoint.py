@@ -23,7 +23,9 @@ from megatron.convert.hf_llama import llama_config
 from megatron.convert.hf_names import Match, matches_of
 from megatron.convert.megatron_lm import ORDERS, RankFiles
 from megatron.convert.megatron_settings import check_whole, settings_of
-from megatron.model import GPT2Model, T5Model, global_parameters
+from megatron.model import global_parameters
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.t5 import T5Model
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids

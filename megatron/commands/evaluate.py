@@ -16,7 +16,7 @@ from megatron.convert.hf_config import check_tokenizer
 from megatron.convert.hf_folder import Folder, is_hf_folder
 from megatron.inference.lm_eval import Harness, evaluate_tasks
 from megatron.inference.scoring import Logits, Score, border, completes, nats_of
-from megatron.model import GPT2Model
+from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids

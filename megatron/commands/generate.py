@@ -22,9 +22,8 @@ from megatron.convert.hf_config import check_tokenizer
 from megatron.convert.hf_folder import Folder, is_hf_folder
 from megatron.inference.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
 from megatron.inference.questions import Asked, Conversation, Gap, Question, Reader, answer
-from megatron.model import GPT2Model, T5Model
-from megatron.model.gpt2 import gpt2_layers, vocab_size_of
-from megatron.model.t5 import t5_layers
+from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
+from megatron.model.t5 import T5Model, t5_layers
 from megatron.ranks import device as device_module
 from megatron.ranks.errors import exit_now
 from megatron.ranks.initialize import initialize_megatron

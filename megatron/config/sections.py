@@ -244,11 +244,18 @@ class Config:
                 f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: "
                 f"some stages would have no layer"
             )
-        if m.max_position_embeddings is not None and m.max_position_embeddings < d.seq_length:
-            raise ConfigError(
-                f"--seq-length {d.seq_length} is longer than --max-position-embeddings {m.max_position_embeddings}"
-            )
+        self._refuse_too_few_positions()
         self._refuse_uneven_contexts()
+
+    def _refuse_too_few_positions(self) -> None:
+        """Raise ConfigError for a sequence that is longer than --max-position-embeddings."""
+        d, positions = self.data, self.model.max_position_embeddings
+        lengths: dict[str, int | None] = {"--seq-length": d.seq_length}
+        if self.is_t5 and d.enc_seq_length:
+            lengths = {"--enc-seq-length": d.enc_seq_length, "--dec-seq-length": d.dec_seq_length}
+        for name, length in lengths.items():
+            if positions is not None and length is not None and length > positions:
+                raise ConfigError(f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter")
 
     def _refuse_a_long_fall(self) -> None:
         """Raise ConfigError for a schedule whose end would have to begin before its warm-up is over."""

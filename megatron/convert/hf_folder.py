@@ -14,8 +14,9 @@ from ..checkpointing.files import open_tensors
 from ..checkpointing.stream import Entry, write_entries
 from ..config import Config
 from ..config.command_line import with_values
-from ..model import GPT2Model, T5Model
+from ..model.gpt2 import GPT2Model
 from ..model.layers import global_parameters
+from ..model.t5 import T5Model
 from ..tokenizer.base import read_object
 from .hf_config import read_config, settings_of
 from .hf_names import Match, matches_of

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..compat.data import by_original_keywords
 from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
 from .fim import Gaps
@@ -60,6 +61,7 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
 AnyDataset = GPT2Dataset | BlendedDataset | None
 
 
+@by_original_keywords("gpt2")
 def build_train_valid_test_datasets(
     data_path: Paths,
     split: str,

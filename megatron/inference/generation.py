@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model import GPT2Model, T5Model
 from megatron.model.block import Caches, TransformerLayer
+from megatron.model.gpt2 import GPT2Model
 from megatron.model.layers import Layer
 from megatron.model.masks import begun_by_prefix, no_documents
-from megatron.model.t5 import StackStart
+from megatron.model.t5 import StackStart, T5Model
 
 Prompts = Sequence[int] | Sequence[Sequence[int]]
 

@@ -1,18 +1,26 @@
 """A model is one list of layers, each readable as if there were one rank."""
 
+from importlib import import_module
 from typing import Any
 
-from .gpt2 import GPT2Model, gpt2_layers
+from .gpt2 import gpt2_layers
 from .layers import Layer, LayerStack, global_parameters
-from .t5 import T5Model, t5_layers
+from .t5 import t5_layers
+
+# Entry scripts import models from here, with the signatures of the original; they are defined in gpt2.py, t5.py and pipe.py.
+# Pipeline models need DeepSpeed, whose import takes seconds, so they are imported when they are asked for.
+_HOMES = {
+    "GPT2Model": "megatron.compat.models",
+    "GPT2ModelPipe": "megatron.compat.pipes",
+    "LayerStackPipe": "megatron.model.pipe",
+    "T5Model": "megatron.compat.models",
+    "T5ModelPipe": "megatron.compat.pipes",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Pipeline models need DeepSpeed, whose import takes seconds: only who asks for them pays.
-    if name in ("GPT2ModelPipe", "LayerStackPipe", "T5ModelPipe"):
-        from . import pipe
-
-        return getattr(pipe, name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

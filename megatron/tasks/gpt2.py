@@ -11,7 +11,7 @@ from ..config import Config
 from ..config.defaults import DEFAULTS
 from ..data.gpt2_dataset import build_train_valid_test_datasets
 from ..data.prefixes import Prefixes
-from ..model import GPT2Model
+from ..model.gpt2 import GPT2Model
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
@@ -47,7 +47,7 @@ class GPT2(Task):
         """Whole, or this stage's part of it."""
         if config.parallel.pipe_parallel_size == 0:
             return GPT2Model(config)
-        from ..model import GPT2ModelPipe  # DeepSpeed, which tools that read data are spared
+        from ..model.pipe import GPT2ModelPipe  # DeepSpeed, which tools that read data are spared
 
         model: nn.Module = GPT2ModelPipe(config)
         return model

@@ -13,8 +13,8 @@ from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpora import prefixes_of
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
-from ..model import T5Model
 from ..model.masks import no_documents
+from ..model.t5 import T5Model
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets, Task
 
@@ -69,7 +69,7 @@ class T5(Task):
         looks = partial(is_text, cast(SentinelTokenizer, tokenizer))
         if config.parallel.pipe_parallel_size == 0:
             return T5Model(config, is_text=looks)
-        from ..model import T5ModelPipe  # DeepSpeed, which tools that read data are spared
+        from ..model.pipe import T5ModelPipe  # DeepSpeed, which tools that read data are spared
 
         model: nn.Module = T5ModelPipe(config, looks)
         return model

@@ -1,5 +1,6 @@
 """Ranks, model and engine of a task: the part of a run that needs neither data nor checkpoints."""
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -64,6 +65,9 @@ def build_engine(
     """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
     compile_layers(model, config)
     pipeline = on_all_ranks(lambda: _checked(model, task, config))
+    if not pipeline and config.parallel.pipe_parallel_size:  # entry scripts may take 1 for no pipeline
+        config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
+        resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     spared = () if config.optim.embedding_weight_decay else looked_up(model)
     optimizer = build_optimizer(model, config.optim, config.model.kernels, spared)
     if resolved.distributed_optimizer:
@@ -122,7 +126,7 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
             f"the model is a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
             f"topology=mpu.get_topology(), not num_stages"
         )
-    if not pipeline and wanted > 0:
+    if not pipeline and wanted > 1:
         raise ValueError(
             f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
             f"build one of a list of layers, or say --pipe-parallel-size 0"

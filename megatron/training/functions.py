@@ -16,12 +16,13 @@ TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
 
 
 def pretrain(
-    train_valid_test_datasets_provider: Callable[[], Datasets],
+    train_valid_test_datasets_provider: Callable[..., Datasets],
     model_provider: Callable[[], nn.Module],
     forward_step: ForwardStep,
+    extra_args_provider: None = None,
+    args_defaults: Mapping[str, Any] | None = None,
     *,
     count_targets: CountTargets | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
     tokenizer_provider: TokenizerProvider | None = None,
     name: str = "model",
     argv: Sequence[str] | None = None,
@@ -39,9 +40,23 @@ def pretrain(
     tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
     args_defaults: settings whose default is another for this script; flags still win.
     argv, exit: as in `run`.
+
+    A provider that takes the numbers of samples marks a script of CPM-Pretrain's form, see `megatron.compat.script`.
+    Raises ValueError for an extra_args_provider: a script parses its own flags and passes the rest as `argv`.
     """
+    if extra_args_provider is not None:
+        raise ValueError(
+            "pretrain() takes no extra_args_provider: parse the flags of the script with a parser of its own, "
+            "parser.parse_known_args(), and pass the rest as argv="
+        )
     functions = train_valid_test_datasets_provider, model_provider, forward_step
-    task = FunctionsTask(*functions, count_targets, tokenizer_provider, args_defaults or {}, name)
+    from ..compat import script
+
+    task: FunctionsTask
+    if count_targets is None and tokenizer_provider is None and script.is_original(train_valid_test_datasets_provider):
+        task = script.ScriptTask(functions, args_defaults or {}, name)
+    else:
+        task = FunctionsTask(*functions, count_targets, tokenizer_provider, args_defaults or {}, name)
     run(task, argv, exit)
 
 

@@ -5,8 +5,8 @@ Only entry scripts ask; the packages below are handed what they need.
 
 from typing import TypeVar
 
+from ..compat.args import ScriptArgs as Args
 from ..config import Config
-from ..config.command_line import Args
 from ..tokenizer import Tokenizer
 from .metrics import Timers
 

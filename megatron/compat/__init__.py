@@ -1,0 +1,9 @@
+"""What exists only for code written for CPM-Pretrain: its names, signatures and masks, as thin adapters of ours.
+
+names.py     modules and names of the original: where each is now, or its counterpart
+models.py    models that read `get_args()` and take attention masks
+masks.py     attention masks, and the document ids that they are equivalent to
+data.py      data sets by the original's keywords and under its keys
+script.py    what `pretrain()` adds for an entry script of the original's form
+args.py      attributes of `get_args()` that are no settings here
+"""

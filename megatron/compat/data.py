@@ -1,0 +1,113 @@
+"""Data sets by the keywords of CPM-Pretrain's builders; those of T5 also by its keys."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -> Any:
+    """Return the settings of the run with those that a builder was given."""
+    from ..config.command_line import with_values
+    from ..training.global_vars import get_args
+
+    prefixes = (data_prefix,) if isinstance(data_prefix, str) else tuple(data_prefix)
+    values = {"data_path": prefixes, "split": splits_string, "seed": seed, **lengths}
+    return with_values(get_args().config, values)
+
+
+def by_original_keywords(family: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a builder of data sets also take `data_prefix=` and the other keywords of the original, and return three data sets."""
+
+    def decorate(build: Callable[P, R]) -> Callable[P, R]:
+        @wraps(build)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            if "data_prefix" not in kwargs:
+                return build(*args, **kwargs)
+            return _BUILDERS[family](*args, **kwargs)
+
+        return either
+
+    return decorate
+
+
+def _gpt2(
+    data_prefix: Any,
+    splits_string: str,
+    seq_length: int,
+    seed: int,
+    data_impl: str = "mmap",
+    train_valid_test_num_samples: Sequence[int] = (),
+    skip_warmup: bool = True,
+) -> tuple[Any, ...]:
+    """Return the data sets of training, validation and test, each None where it is empty; a sample is {"text": [s + 1]}."""
+    from ..tasks.gpt2 import GPT2
+    from ..training.global_vars import get_tokenizer
+
+    config = _settings(data_prefix, splits_string, seed, seq_length=seq_length)
+    datasets, notes = GPT2().datasets(config, get_tokenizer())
+    _print(notes)
+    return datasets
+
+
+def build_train_valid_test_datasets(
+    tokenizer: Any,
+    data_prefix: Any,
+    splits_string: str,
+    enc_seq_length: int,
+    dec_seq_length: int,
+    seed: int,
+    data_impl: str = "mmap",
+    train_valid_test_num_samples: Sequence[int] = (),
+    skip_warmup: bool = True,
+) -> tuple[Any, ...]:
+    """Return the T5 data sets of training, validation and test, each None where it is empty; see `T5Samples` for a sample.
+
+    data_prefix: of three pairs PREFIX_context, PREFIX_target and PREFIX_target_offset, or of one pair of plain text.
+    Any number of samples can be read, and files are always mapped: the last three arguments decide nothing.
+    """
+    from ..tasks.t5 import T5
+
+    config = _settings(data_prefix, splits_string, seed, enc_seq_length=enc_seq_length, dec_seq_length=dec_seq_length)
+    datasets, notes = T5().datasets(config, tokenizer)
+    _print(notes)
+    return tuple(None if dataset is None else T5Samples(dataset) for dataset in datasets)
+
+
+_BUILDERS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2}
+
+
+def _print(notes: Sequence[str]) -> None:
+    from ..ranks.rank_0 import print_rank_0
+
+    for note in notes:
+        print_rank_0(f"note: {note}")
+
+
+class T5Samples(Dataset[dict[str, Tensor]]):
+    """Samples of `dataset` under the original's keys, int64.
+
+    contexts [k], targets [q] and labels [q] are the ids that encoder and decoder read and the decoder predicts;
+    ctx_eod_mask [k] is 1 at the last token of each document of the encoder.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.plan, self.samples_per_epoch = dataset, dataset.plan, dataset.samples_per_epoch
+        self.places = dataset.places
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        sample = self.dataset[n]
+        ids = sample["encoder_document_ids"]
+        ends = (ids != ids.roll(-1)).long()
+        ends[-1] = 0  # the next window may continue the document
+        return {
+            "contexts": sample["encoder"],
+            "targets": sample["decoder"],
+            "labels": sample["labels"],
+            "ctx_eod_mask": ends,
+        }

@@ -1,0 +1,143 @@
+"""The attention masks of CPM-Pretrain, and the document ids that our models take in their place.
+
+Shapes: b batch, s sequence of a decoder-only model, k encoder, q decoder.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..model.masks import begins, document_mask, no_documents, positions_in_documents
+
+ADVICE = (
+    "only causal attention and attention within documents can be expressed here; "
+    "pass document ids instead (megatron.utils.get_ltor_documents_and_position_ids)"
+)
+
+
+class T5Masks(NamedTuple):
+    """Masks of an encoder-decoder, nonzero where attention is allowed: [b, 1, k, k], [b, 1, q, q] and [b, 1, q, k]."""
+
+    encoder: Tensor
+    decoder: Tensor
+    cross: Tensor
+
+
+def get_masks_and_position_ids_for_t5(
+    args: Any,
+    tokenizer: Any,
+    contexts: Tensor,
+    targets: Tensor,
+    labels: Tensor,
+    ctx_eod_mask: Tensor,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what the original's T5 takes next to its tokens: contexts [b, k], targets and labels [b, q].
+
+    ctx_eod_mask: int [b, k], nonzero at the last token of each document of the encoder. Unlike the original, tokens of
+    text do not attend to padding. Returns (encoder mask fp32 [b, 1, k, k], encoder positions int64 [b, k], decoder mask
+    [b, 1, q, q], decoder positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention is
+    allowed; the loss mask is 0 where a target is the end of a document or a label is padding.
+    Raises ValueError if `reset_attention_mask` is given documents that the decoder does not end as the encoder does.
+    """
+    ends = targets == tokenizer.eod_id
+    encoder_ids = _ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
+    decoder_ids = _ids(ends, (labels == tokenizer.pad_id) & (targets == tokenizer.pad_id))
+    if reset_attention_mask and bool((encoder_ids.amax(1) < decoder_ids.amax(1)).any()):
+        raise ValueError(
+            "--reset-attention-mask: the decoder has more documents than the encoder; "
+            "the corpus must be masked in CPM's manner (--span-convention cpm)"
+        )
+    if not reset_attention_mask:
+        encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
+    masks = _t5_masks(encoder_ids, decoder_ids)
+    encoder_positions, decoder_positions = (
+        positions_in_documents(ids) if reset_position_ids else _counted(ids) for ids in (encoder_ids, decoder_ids)
+    )
+    loss_mask = (~ends & (labels != tokenizer.pad_id)).float()
+    encoder, decoder, cross = (mask.float() for mask in masks)
+    return encoder, encoder_positions, decoder, decoder_positions, cross, loss_mask
+
+
+def _ids(ends: Tensor, padding: Tensor) -> Tensor:
+    """Return the number of each token's document, from 1, and 0 for padding: int64, the shape of both."""
+    numbers = torch.ones_like(ends, dtype=torch.int64)
+    numbers[:, 1:] += ends[:, :-1].cumsum(dim=1)
+    return numbers.masked_fill_(padding, 0)
+
+
+def _counted(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+
+
+def _t5_masks(encoder_ids: Tensor, decoder_ids: Tensor) -> T5Masks:
+    encoder, decoder = document_mask(encoder_ids), document_mask(decoder_ids, causal=True)
+    cross = document_mask(decoder_ids, encoder_ids)
+    assert encoder is not None and decoder is not None and cross is not None, "ids are never empty here"
+    return T5Masks(encoder, decoder, cross)
+
+
+def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
+    """Return the document ids int16 [b, s] that an attention mask [1 or b, 1, s, s] is equivalent to, empty for one document.
+
+    mask: bool, True where attention is forbidden. tokens: [b, s]. Raises ValueError for any other mask.
+    """
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, tokens.shape[1], tokens.shape[1]):
+        raise ValueError(
+            f"an attention mask of GPT2Model is bool [1 or b, 1, s, s], not {mask.dtype} {list(mask.shape)}; {ADVICE}"
+        )
+    allowed = ~mask
+    ids = _groups(allowed)
+    expected = document_mask(ids, causal=True)
+    _compare("attention mask", allowed, expected)
+    if not (ids > 1).any():
+        return no_documents(tokens.device)
+    return ids.short().expand(tokens.shape)
+
+
+def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
+    """Return the document ids int16 [b, k] and [b, q] that masks of a T5 are equivalent to, both empty for one document.
+
+    given: nonzero where attention is allowed. Raises ValueError for masks that no document ids express.
+    """
+    encoder, decoder, cross = (mask != 0 for mask in given)
+    encoder_ids, own = _groups(encoder), _groups(decoder)
+    found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
+    sees_all = cross[:, 0].all(-1)
+    other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
+    decoder_ids = found.masked_fill(sees_all & other, 0)  # document ids of 0 see everything where the encoder has none
+    expected = _t5_masks(encoder_ids, decoder_ids)
+    for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):
+        _compare(name, theirs != 0, ours)
+    if bool((encoder_ids == 1).all()) and bool((decoder_ids == 1).all()):
+        return no_documents(encoder.device), no_documents(encoder.device)
+    return encoder_ids.short(), decoder_ids.short()
+
+
+def refuse_other_positions(name: str, given: Tensor, document_ids: Tensor, reset: bool) -> None:
+    """Raise ValueError unless positions [b, s] count from 0, over the sequence or, if `reset`, over each document."""
+    restart = reset and document_ids.numel() > 0
+    expected = positions_in_documents(document_ids) if restart else _counted(given)
+    if not torch.equal(given, expected.to(given.dtype)):
+        raise ValueError(
+            f"the {name} positions given to T5Model are not those of the model, which counts from 0 over each "
+            f"{'document' if restart else 'sequence'}; leave them as get_masks_and_position_ids_for_t5 returns them"
+        )
+
+
+def _groups(allowed: Tensor) -> Tensor:
+    """Number the rows of allowed [b, 1, s, s] by the first column that each may attend to: int64 [b, s], from 1."""
+    first = allowed[:, 0].int().argmax(-1)
+    return begins(first).cumsum(1)
+
+
+def _compare(name: str, given: Tensor, expected: Tensor | None) -> None:
+    if expected is None or torch.equal(given, expected):
+        return
+    sample, _, query, key = (given != expected).nonzero()[0].tolist()
+    raise ValueError(
+        f"the {name} differs from that of documents, first in sample {sample} where token {query} "
+        f"{'attends' if bool(given[sample, 0, query, key]) else 'does not attend'} to token {key}; {ADVICE}"
+    )

@@ -1,0 +1,92 @@
+"""Models with CPM-Pretrain's signatures: built from `get_args()` and called with attention masks.
+
+They are the models of `megatron.model.gpt2` and `t5`; a mask is replaced by the document ids that it is equivalent to.
+"""
+
+from collections.abc import Container
+from typing import Any
+
+from torch import Tensor
+
+from ..config import Config
+from ..model import gpt2, t5
+from ..training.global_vars import get_args
+from .masks import T5Masks, decoder_documents, refuse_other_positions, t5_documents
+
+
+def settings(config: Config | None, num_tokentypes: int) -> Config:
+    """Return the settings of a model. Raises ValueError for token types, which no model here has."""
+    if num_tokentypes:
+        raise ValueError(f"num_tokentypes is {num_tokentypes}: models here have no token types; leave it at 0")
+    return get_args().config if config is None else config
+
+
+def decoder_inputs(inputs: Any) -> Any:
+    """(tokens, positions, attention mask or document ids) -> the same with document ids."""
+    if not isinstance(inputs, (tuple, list)) or len(inputs) != 3 or inputs[2].dim() != 4:
+        return inputs
+    tokens, positions, mask = inputs
+    return tokens, positions, decoder_documents(mask, tokens)
+
+
+def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
+    """(encoder tokens, positions, mask, decoder tokens, positions, mask, cross mask) -> the inputs of our T5."""
+    if not isinstance(inputs, (tuple, list)) or len(inputs) != 7:
+        return inputs
+    encoder, encoder_positions, encoder_mask, decoder, decoder_positions, decoder_mask, cross_mask = inputs
+    encoder_ids, decoder_ids = t5_documents(T5Masks(encoder_mask, decoder_mask, cross_mask))
+    refuse_other_positions("encoder", encoder_positions, encoder_ids, reset_positions)
+    refuse_other_positions("decoder", decoder_positions, decoder_ids, reset_positions)
+    return encoder, decoder, encoder_ids, decoder_ids
+
+
+class GPT2Model(gpt2.GPT2Model):
+    """GPT-2 without a pipeline; see `megatron.model.gpt2.GPT2Model`. config: the settings of `get_args()` if not given."""
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        parallel_output: bool = True,
+        own: Container[int] | None = None,
+        *,
+        num_tokentypes: int = 0,
+    ) -> None:
+        super().__init__(settings(config, num_tokentypes), parallel_output, own)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the model of `megatron.model.gpt2` does; document_ids may be an attention mask [1 or b, 1, s, s]."""
+        if document_ids is not None and document_ids.dim() == 4:
+            document_ids = decoder_documents(document_ids, tokens)
+        # Contiguous, as scripts flatten the loss of each token by view(-1).
+        return super().forward(tokens, position_ids, document_ids, labels, loss_mask).contiguous()
+
+
+class T5Model(t5.T5Model):
+    """T5 without a pipeline; see `megatron.model.t5.T5Model`. config: the settings of `get_args()` if not given."""
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        parallel_output: bool = True,
+        own: Container[int] | None = None,
+        is_text: Any = None,
+        *,
+        num_tokentypes: int = 0,
+    ) -> None:
+        config = settings(config, num_tokentypes)
+        super().__init__(config, parallel_output, own, is_text)
+        self._reset_positions = config.data.reset_position_ids
+
+    def forward(
+        self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any
+    ) -> Tensor:
+        """Return what the model of `megatron.model.t5` does; seven inputs are tokens, positions and masks as the original's."""
+        ours = t5_inputs(inputs, self._reset_positions)
+        return super().forward(*ours, labels=labels, loss_mask=loss_mask, **named).contiguous()

@@ -1,0 +1,283 @@
+"""Modules and names of CPM-Pretrain: where each is now, or what takes its place.
+
+`install()` makes `import` follow these tables, so that nothing of the original lies among our own modules. A name
+that is not here raises ImportError with its counterpart. docs/migration.md shows the tables.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_BERT = "there is no BERT here"
+_REALM = "there is no retrieval here"
+_SCALER = 'DeepSpeed scales losses ("fp16" of --deepspeed-config), so leave it out'
+_KERNELS = "torch's attention is one kernel and --compile fuses the rest, so leave it out"
+_LAYERS = "megatron.model.block.Block is one transformer layer; gpt2_layers and t5_layers list the layers of a model"
+_SAVES = (
+    "runs save and load by --save, --load and --save-interval; megatron.checkpointing.save_checkpoint in a custom loop"
+)
+_RESUMES = "SIGTERM saves and ends a run, and the same command continues it"
+_TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
+_MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans, megatron.data.t5_dataset masks them while reading"
+
+# A module of the original -> the module of ours that has its names; None where only the table below has them.
+MODULES: dict[str, str | None] = {
+    "megatron.arguments": None,
+    "megatron.data.T5_dataset": "megatron.compat.data",
+    "megatron.data.dataset_utils": None,
+    "megatron.data.samplers": None,
+    "megatron.fp16": "megatron.compat.fp16",
+    "megatron.fp16.fp16": "megatron.compat.fp16",
+    "megatron.fp16.fp16util": None,
+    "megatron.fp16.loss_scaler": None,
+    "megatron.global_vars": "megatron.training.global_vars",
+    "megatron.initialize": None,
+    "megatron.learning_rates": None,
+    "megatron.model.fused_bias_gelu": None,
+    "megatron.model.fused_softmax": None,
+    "megatron.model.gpt2_model": "megatron.model",
+    "megatron.model.language_model": None,
+    "megatron.model.t5_model": "megatron.model",
+    "megatron.model.transformer": "megatron.compat.transformer",
+    "megatron.model.transformer_seq2seq": "megatron.compat.transformer",
+    "megatron.model.utils": "megatron.compat.transformer",
+    "megatron.module": "megatron.compat.transformer",
+    "megatron.mpu.initialize": "megatron.mpu",
+    "megatron.mpu.utils": "megatron.mpu",
+    "megatron.package_info": None,
+    "megatron.tokenizer.gpt2_tokenization": None,
+    "megatron.tokenizer.t5_tokenization": None,
+    "megatron.tokenizer.tokenizer": None,
+}
+# Modules without a counterpart: importing one of them says why.
+GONE_MODULES = {
+    "megatron.data.bert_dataset": _BERT,
+    "megatron.data.helpers": "samples need no compiled helpers, so leave it out",
+    "megatron.data.ict_dataset": _REALM,
+    "megatron.data.realm_dataset_utils": _REALM,
+    "megatron.data.realm_index": _REALM,
+    "megatron.fused_kernels": _KERNELS,
+    "megatron.memory": "kept activations need no buffers of their own, so leave it out",
+    "megatron.model.bert_model": _BERT,
+    "megatron.model.classification": _BERT,
+    "megatron.model.distributed": "DeepSpeed or tds.DistributedOptimizer reduces gradients, so leave it out",
+    "megatron.model.multiple_choice": _BERT,
+    "megatron.model.realm_model": _REALM,
+    "megatron.tokenizer.bert_tokenization": _BERT,
+    "megatron.tokenizer.file_utils": "nothing is downloaded; give --vocab-file",
+}
+# Names that are now elsewhere: (module, name) -> (module, name) of ours.
+HOMES: dict[tuple[str, str], tuple[str, str]] = {
+    ("megatron.utils", "get_masks_and_position_ids_for_t5"): (
+        "megatron.compat.masks", "get_masks_and_position_ids_for_t5",
+    ),
+    ("megatron.model", "get_params_for_weight_decay_optimization"): (
+        "megatron.compat.transformer", "get_params_for_weight_decay_optimization",
+    ),
+    ("megatron.mpu.layers", "LayerNorm"): ("megatron.mpu", "LayerNorm"),
+    ("megatron.mpu.random", "checkpoint"): ("megatron.mpu", "checkpoint"),
+    ("megatron.mpu.random", "get_cuda_rng_tracker"): ("megatron.mpu", "get_cuda_rng_tracker"),
+    ("megatron.mpu.random", "model_parallel_cuda_manual_seed"): ("megatron.mpu", "model_parallel_cuda_manual_seed"),
+    ("megatron.package_info", "__version__"): ("megatron", "__version__"),
+}  # fmt: skip
+_BUFFERS = "kept activations need no buffers of their own, so leave it out"
+# Names without the same form here: (module, name) -> what takes its place.
+COUNTERPARTS: dict[tuple[str, str], str] = {
+    ("megatron", "get_adlr_autoresume"): _RESUMES,
+    ("megatron", "get_tensorboard_writer"): "--tensorboard writes events; metrics.jsonl has all numbers",
+    ("megatron.arguments", "parse_args"): "megatron.config.command_line.parse(argv)",
+    **{
+        ("megatron.checkpointing", name): _SAVES
+        for name in (
+            "check_checkpoint_args", "ensure_directory_exists", "get_checkpoint_name", "get_checkpoint_tracker_filename",
+            "get_checkpoint_version", "save_ds_checkpoint", "set_checkpoint_version",
+        )
+    },
+    ("megatron.checkpointing", "load_ict_checkpoint"): _REALM,
+    ("megatron.data.T5_dataset", "EncDecDataset"): "megatron.data.t5_dataset.T5Dataset, or cpm_triples.CPMTripleDataset",
+    ("megatron.data.T5_dataset", "get_indexed_dataset_"): "megatron.data.indexed_dataset.IndexedDataset(prefix)",
+    ("megatron.data.gpt2_dataset", "get_indexed_dataset_"): "megatron.data.indexed_dataset.IndexedDataset(prefix)",
+    **{
+        ("megatron.data.dataset_utils", name): what
+        for name, what in {
+            "build_train_valid_test_datasets": _BERT,
+            "compile_helper": GONE_MODULES["megatron.data.helpers"],
+            "create_masked_lm_predictions": _MASKING,
+            "create_tokens_and_tokentypes": _BERT,
+            "get_a_and_b_segments": _BERT,
+            "get_indexed_dataset_": "megatron.data.indexed_dataset.IndexedDataset(prefix)",
+            "get_train_valid_test_split_": "megatron.data.splits.split_documents(parse_split(split), documents)",
+            "pad_and_convert_to_numpy": _BERT,
+            "truncate_segments": _BERT,
+        }.items()
+    },
+    **{
+        ("megatron.data.indexed_dataset", name): "megatron.data.indexed_dataset.IndexedDataset(prefix)"
+        for name in (
+            "IndexedCachedDataset", "MMapIndexedDataset", "create_doc_idx", "data_file_path", "dataset_exists",
+            "get_available_dataset_impl", "index_file_path", "infer_dataset_impl", "make_dataset", "read_longs",
+        )
+    },
+    **{
+        ("megatron.data.indexed_dataset", name): "megatron.data.indexed_writer.IndexedDatasetBuilder(prefix, dtype)"
+        for name in ("IndexedDatasetBuilder", "MMapIndexedDatasetBuilder", "make_builder", "write_longs")
+    },
+    ("megatron.data.samplers", "DistributedBatchSampler"): "megatron.data.sampler.ConsecutiveSampler",
+    ("megatron.data.samplers", "RandomSampler"): "megatron.data.sampler.ConsecutiveSampler; data sets shuffle by --seed",
+    ("megatron.fp16", "FP16_Module"): "tds.initialize casts a model as --precision says",
+    ("megatron.fp16", "FP16_Optimizer"): "tds.initialize wraps an optimizer as --precision says",
+    ("megatron.fp16.fp16", "FP16_Module"): "tds.initialize casts a model as --precision says",
+    ("megatron.fp16.fp16", "FP16_Optimizer"): "tds.initialize wraps an optimizer as --precision says",
+    **{
+        ("megatron.fp16.fp16util", name): "--precision fp16 converts weights and keeps fp32 masters, so leave it out"
+        for name in (
+            "BN_convert_float", "FP16Model", "convert_module", "convert_network", "master_params_to_model_params",
+            "model_grads_to_master_grads", "network_to_half", "prep_param_lists", "tofp16",
+        )
+    },
+    ("megatron.fp16.fp16util", "clip_grad_norm"): "megatron.mpu.clip_grad_norm",
+    ("megatron.fp16.fp16util", "to_python_float"): "tensor.item()",
+    ("megatron.fp16.loss_scaler", "DynamicLossScaler"): _SCALER,
+    ("megatron.fp16.loss_scaler", "LossScaler"): _SCALER,
+    ("megatron.global_vars", "Timers"): "megatron.training.metrics.Timers",
+    ("megatron.global_vars", "get_adlr_autoresume"): _RESUMES,
+    ("megatron.global_vars", "get_tensorboard_writer"): "--tensorboard writes events; metrics.jsonl has all numbers",
+    ("megatron.global_vars", "rebuild_tokenizer"): _TOKENIZERS,
+    ("megatron.global_vars", "set_global_variables"): "pretrain() sets up what get_args() and the like return",
+    ("megatron.initialize", "initialize_megatron"): "pretrain(...), or megatron.training.start_engine in a custom loop",
+    ("megatron.initialize", "setup_deepspeed_random_and_activation_checkpointing"): "--checkpoint-activations",
+    ("megatron.learning_rates", "AnnealingLR"): "--lr-decay-style, --warmup and --min-lr; megatron.optim.lr",
+    ("megatron.model", "BertModel"): _BERT,
+    ("megatron.model", "DistributedDataParallel"): GONE_MODULES["megatron.model.distributed"],
+    **{("megatron.model.fused_bias_gelu", name): _KERNELS for name in ("bias_gelu_impl", "gelu_impl")},
+    ("megatron.model.fused_softmax", "FusedScaleMaskSoftmax"): _KERNELS,
+    ("megatron.model.gpt2_model", "CrossEntropy"): "megatron.model.loss.TokenLoss",
+    ("megatron.model.gpt2_model", "gpt2_attention_mask_func"): _KERNELS,
+    ("megatron.model.t5_model", "CrossEntropy"): "megatron.model.loss.TokenLoss",
+    ("megatron.model.t5_model", "t5_attention_mask_func"): _KERNELS,
+    **{
+        ("megatron.model.language_model", name): _LAYERS
+        for name in (
+            "Embedding", "EmbeddingPipe", "Pooler", "Seq2SeqEmbeddingPipe", "TransformerLanguageModel",
+            "TransformerSeq2SeqLanguageModel", "get_language_model", "get_seq2seq_language_model",
+        )
+    },
+    ("megatron.model.language_model", "parallel_lm_logits"): "VocabParallelEmbedding.logits(hidden)",
+    **{
+        (module, name): _LAYERS
+        for module in ("megatron.model.transformer", "megatron.model.transformer_seq2seq")
+        for name in (
+            "ParallelSelfAttention", "ParallelTransformer", "ParallelTransformerLayer", "ParallelTransformerLayerPipe",
+            "Seq2SeqParallelTransformer", "bias_dropout_add", "get_bias_dropout_add",
+        )
+    },
+    ("megatron.mpu.random", "init_checkpointed_activations_memory_buffer"): _BUFFERS,
+    ("megatron.mpu.random", "reset_checkpointed_activations_memory_buffer"): _BUFFERS,
+    ("megatron.mpu.utils", "VocabUtility"): "VocabParallelEmbedding.first_row and .rows",
+    ("megatron.mpu.utils", "ensure_divisibility"): "mpu.divide(numerator, denominator), which checks",
+    **{
+        ("megatron.package_info", f"__{name}__"): "importlib.metadata.metadata('megatron-tds')"
+        for name in (
+            "contact_names", "description", "download_url", "keywords", "license", "package_name", "url",
+        )
+    },
+    ("megatron.tokenizer", "build_tokenizer"): _TOKENIZERS,
+    ("megatron.tokenizer.gpt2_tokenization", "GPT2Tokenizer"): f"{_TOKENIZERS} of a vocab.json with merges.txt",
+    ("megatron.tokenizer.t5_tokenization", "GPT2TokenizerwoMerge"): f"{_TOKENIZERS} of a vocab.txt",
+    ("megatron.tokenizer.t5_tokenization", "T5Tokenizer"): f"{_TOKENIZERS}, which pretrain_t5.py gives sentinels",
+    ("megatron.tokenizer.tokenizer", "build_tokenizer"): _TOKENIZERS,
+    ("megatron.training", "get_model"): "megatron.training.build.build_model",
+    ("megatron.utils", "check_adlr_autoresume_termination"): _RESUMES,
+    ("megatron.utils", "make_data_loader"): "pretrain() builds loaders; megatron.data.sampler.build_loader in a custom loop",
+    ("megatron.utils", "print_params_min_max_norm"): "grad_norm of metrics.jsonl, and --check-replicas",
+    ("megatron.utils", "report_memory"): "memory_mb of metrics.jsonl",
+}  # fmt: skip
+_GONE = {tuple(name.rsplit(".", 1)) for name in GONE_MODULES}  # (package, module)
+_EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE)} - MODULES.keys() - {"megatron"}
+
+
+def find(module: str, name: str) -> Any:
+    """Return what `module.name` of the original is here.
+
+    Raises ImportError with its counterpart if it has another form here, and AttributeError for an unknown name.
+    """
+    if (module, name) in HOMES:
+        home, there = HOMES[module, name]
+        return getattr(importlib.import_module(home), there)
+    if (module, name) in COUNTERPARTS:
+        raise ImportError(f"{module}.{name} of CPM-Pretrain is not here; instead: {COUNTERPARTS[module, name]}")
+    if f"{module}.{name}" in GONE_MODULES:
+        raise ImportError(f"{module}.{name} of CPM-Pretrain is not here: {GONE_MODULES[f'{module}.{name}']}")
+    home_of_all = MODULES.get(module)
+    if home_of_all is not None and not (name.startswith("__") and name.endswith("__")):
+        return getattr(importlib.import_module(home_of_all), name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def install() -> None:
+    """Let imports of the original's modules and names follow the tables."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of the original, and adds names of the original to modules of ours."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in GONE_MODULES:
+            raise ModuleNotFoundError(f"{name} of CPM-Pretrain is not here: {GONE_MODULES[name]}", name=name)
+        if name in MODULES:
+            return ModuleSpec(name, _Names(name), is_package=any(each.startswith(f"{name}.") for each in MODULES))
+        if name not in _EXTENDED:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Extended(spec.loader)
+        return spec
+
+
+class _Names(Loader):
+    """Makes a module of the original, which looks each name up when it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = self._name
+        module.__getattr__ = lambda attribute: find(name, attribute)  # type: ignore[method-assign]
+        home = MODULES[name]
+        if home is not None:  # for `import *`
+            module.__dict__["__all__"] = [each for each in dir(importlib.import_module(home)) if each[0] != "_"]
+
+
+class _Extended(Loader):
+    """Loads a module of ours, which then looks names that it lacks up among those of the original."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._inner.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        own = module.__dict__.get("__getattr__")
+
+        def found(name: str) -> Any:
+            if own is None or (module.__name__, name) in {*HOMES, *COUNTERPARTS, *_GONE}:
+                return find(module.__name__, name)
+            return own(name)
+
+        module.__getattr__ = found  # type: ignore[method-assign]

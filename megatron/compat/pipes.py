@@ -1,0 +1,86 @@
+"""Pipeline models with CPM-Pretrain's signatures; apart from models.py, as they need DeepSpeed, whose import takes seconds."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import mpu
+from ..config import Config
+from ..model import pipe
+from .models import decoder_inputs, settings, t5_inputs
+
+BatchFunction = Callable[[Any], tuple[Any, Any]]
+
+
+def _refuse_other_topology(topology: Any) -> None:
+    if topology is not None and topology != mpu.get_topology():
+        raise ValueError(f"topology {topology} differs from that of the run; pass mpu.get_topology()")
+
+
+class _TakesMasks:
+    """A pipeline whose batch function, set from outside, may return attention masks."""
+
+    _own_batch_fn: BatchFunction | None = None
+
+    def _without_masks(self, inputs: Any) -> Any:
+        raise NotImplementedError
+
+    @property
+    def _megatron_batch_fn(self) -> BatchFunction:
+        function = self._own_batch_fn
+        if function is None:
+            raise AttributeError("no batch function is set")
+
+        def converted(data: Any) -> Any:
+            batch = function(data)
+            return (self._without_masks(batch[0]), *batch[1:]) if isinstance(batch, (tuple, list)) else batch
+
+        return converted
+
+    @_megatron_batch_fn.setter
+    def _megatron_batch_fn(self, function: BatchFunction) -> None:
+        self._own_batch_fn = function
+
+
+class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
+    """GPT-2 over pipeline stages; see `megatron.model.pipe.GPT2ModelPipe`. config: that of `get_args()` if not given."""
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        num_tokentypes: int = 0,
+        parallel_output: bool = True,
+        add_pooler: bool = False,
+        topology: Any = None,
+    ) -> None:
+        _refuse_other_topology(topology)
+        if add_pooler or not parallel_output:
+            raise ValueError("a pipeline of GPT-2 has no pooler and leaves logits split: parallel_output=True")
+        super().__init__(settings(config, num_tokentypes))
+
+    def _without_masks(self, inputs: Any) -> Any:
+        return decoder_inputs(inputs)
+
+
+class T5ModelPipe(_TakesMasks, pipe.T5ModelPipe):
+    """T5 over pipeline stages; see `megatron.model.pipe.T5ModelPipe`. config: that of `get_args()` if not given."""
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        is_text: Any = None,
+        *,
+        num_tokentypes: int = 0,
+        parallel_output: bool = True,
+        topology: Any = None,
+    ) -> None:
+        _refuse_other_topology(topology)
+        if not parallel_output:
+            raise ValueError("a pipeline of T5 leaves logits split: parallel_output=True")
+        config = settings(config, num_tokentypes)
+        self._reset_positions = config.data.reset_position_ids
+        super().__init__(config, is_text)
+
+    def _without_masks(self, inputs: Any) -> Any:
+        found = t5_inputs(inputs, self._reset_positions)
+        return (found[0], found[1].int(), *found[2:]) if len(found) == 4 else found

@@ -1,0 +1,131 @@
+"""What `pretrain()` does for an entry script of CPM-Pretrain's form, whose provider is given numbers of samples."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import mpu
+from ..config import Config
+from ..config.defaults import DEFAULTS
+from ..data.blend import BlendedDataset
+from ..data.gpt2_dataset import GPT2Dataset
+from ..tokenizer import SentinelTokenizer, Tokenizer
+from ..training.functions import FunctionsTask
+from ..training.global_vars import get_tokenizer
+from ..training.task import Batch, Datasets
+from ..utils import get_ltor_documents_and_position_ids
+from .data import T5Samples
+
+FAMILIES = {"T5Tokenizer": "t5"}  # by the tokenizer type of args_defaults
+
+
+def is_original(provider: Callable[..., Any]) -> bool:
+    """Return whether a provider of data sets takes the numbers of samples, as the original's do."""
+    try:
+        parameters = inspect.signature(provider).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def numbers_of_samples(config: Config, ranks: int) -> list[int]:
+    """Return how many samples a run of `ranks` ranks reads for training, validation and test."""
+    t, batch = config.train, config.train_batch_size(ranks)
+    evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
+    return [t.train_iters * batch, evaluations * t.eval_iters * batch, t.eval_iters * batch]
+
+
+class ScriptTokenizer(SentinelTokenizer):
+    """A tokenizer with sentinels, under the names of the original's T5 tokenizer."""
+
+    @property
+    def eod_id(self) -> int:
+        """Id of the end of a document."""
+        return self.eod
+
+    @property
+    def pad_id(self) -> int:
+        """Id of padding."""
+        return self.pad
+
+    def get_sentinel_id(self, number: int) -> int:
+        """Return the id of the sentinel of span `number`, from 0."""
+        return self.sentinels[number]
+
+
+class _Counted(NamedTuple):
+    """A micro-batch as it was read, and its number of targets, a scalar in fp64."""
+
+    data: Batch | None
+    targets: Tensor
+
+
+class ScriptTask(FunctionsTask):
+    """The functions of a script whose `forward_step` returns the mean over the targets of a micro-batch.
+
+    Where the data sets are ours, a micro-batch weighs as much as it has targets, so that the loss is the same in every layout.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], defaults: Mapping[str, Any], name: str) -> None:
+        self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
+        own = DEFAULTS[self.family] if self.family else {}
+        datasets_provider, model_provider, forward_step = functions
+        super().__init__(
+            datasets_provider, model_provider, forward_step, None, None, {**own, **defaults}, self.family or name
+        )
+        self._count: Callable[[Batch, Config], Tensor] | None = None
+
+    def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
+        if self.family != "t5":
+            return tokenizer
+        return ScriptTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+
+    def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
+        provider: Any = self.datasets_provider
+        datasets = provider(numbers_of_samples(config, dist.get_world_size()))
+        self._count = _counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None
+        if self._count:
+            self.count_targets = lambda batch: batch.targets  # type: ignore[method-assign]
+        return datasets, []
+
+    def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
+        """Return what was read, with its number of targets where that is known."""
+        if self._count is None:
+            return data
+        number = None if data is None else {"targets": self._count(data, config).long().view(1)}
+        found = mpu.broadcast_data(["targets"], number, torch.int64, sizes={"targets": (1,)})
+        return _Counted(data, found["targets"].view(()).double())
+
+    checked_batch = batch
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Return the sum over the targets where their number is known, else the script's mean."""
+        if not isinstance(batch, _Counted):
+            return super().loss(model, batch)
+        return super().loss(model, batch.data) * batch.targets.float()
+
+
+def _counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
+    """Return what counts the targets of a micro-batch of one of our data sets; None for another."""
+    members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    if isinstance(dataset, T5Samples):
+        return _t5_targets
+    return _gpt2_targets if all(isinstance(member, GPT2Dataset) for member in members) else None
+
+
+def _gpt2_targets(data: Batch, config: Config) -> Tensor:
+    tokens = data["text"][:, :-1]
+    _, loss_mask, _ = get_ltor_documents_and_position_ids(
+        tokens, get_tokenizer().eod, False, False, config.data.eod_mask_loss
+    )
+    return loss_mask.sum(dtype=torch.float64)
+
+
+def _t5_targets(data: Batch, config: Config) -> Tensor:
+    tokenizer: Any = get_tokenizer()
+    return ((data["targets"] != tokenizer.eod) & (data["labels"] != tokenizer.pad)).sum(dtype=torch.float64)

@@ -1,0 +1,90 @@
+"""Building blocks that the tutorial of CPM-Pretrain names: `MegatronModule`, `ParallelMLP` and helpers around them."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import mpu
+from ..model.mlp import ParallelMLP as _ParallelMLP
+from ..mpu import LayerNorm
+from ..training.global_vars import get_args
+
+
+class MegatronModule(nn.Module):
+    """The base class of the original's modules: a torch module with a name for its saved state."""
+
+    def state_dict_for_save_checkpoint(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return `state_dict`."""
+        return self.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+
+class ParallelMLP(MegatronModule):
+    """The feed-forward part of a transformer block with the sizes of `get_args()`; calls return (output, bias).
+
+    init_method, output_layer_init_method: fill the first and the second weight in place; those of --init-method-std
+    if not given.
+    """
+
+    def __init__(self, init_method: Any = None, output_layer_init_method: Any = None) -> None:
+        super().__init__()
+        model = get_args().config.model
+        inner = _ParallelMLP(model, model.init_method_std / math.sqrt(2 * model.num_layers))
+        self.dense_h_to_4h, self.dense_4h_to_h, self._forward = inner.dense_h_to_4h, inner.dense_4h_to_h, inner.forward
+        for layer, fill in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
+            if fill is not None:
+                spec = mpu.spec_of(layer.weight)
+                mpu.declare(layer.weight, fill, dim=spec.dim, full_size=spec.full_shape[spec.dim or 0], axis=layer.axis)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> ([s, b, h], bias [h] that is still to be added)."""
+        return self._forward(hidden_states)
+
+
+def init_method_normal(sigma: float) -> mpu.InitMethod:
+    """Return a function that fills a weight from N(0, sigma)."""
+    return mpu.normal(sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> mpu.InitMethod:
+    """Return a function that fills a weight from N(0, sigma / sqrt(2 num_layers)) (Radford et al. 2019)."""
+    return mpu.normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def openai_gelu(x: Tensor) -> Tensor:
+    """[...] -> [...], GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
+gelu_impl = openai_gelu
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """[...] -> [...], GELU by erf."""
+    return F.gelu(x)
+
+
+def get_linear_layer(rows: int, columns: int, init_method: Any) -> nn.Linear:
+    """Return a linear layer from `rows` to `columns` features whose weight `init_method` fills; its bias is zero."""
+    layer = nn.Linear(rows, columns)
+    with torch.no_grad():
+        init_method(layer.weight)
+        layer.bias.zero_()
+    return layer
+
+
+def get_params_for_weight_decay_optimization(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two parameter groups: weights, and without weight decay biases and the weights of norms."""
+    vectors = [p for p in module.parameters() if p.dim() < 2]
+    matrices = [p for p in module.parameters() if p.dim() >= 2]
+    return {"params": matrices}, {"params": vectors, "weight_decay": 0.0}
+
+
+__all__ = [
+    "LayerNorm", "MegatronModule", "ParallelMLP", "erf_gelu", "gelu_impl", "get_linear_layer",
+    "get_params_for_weight_decay_optimization", "init_method_normal", "openai_gelu", "scaled_init_method_normal",
+]  # fmt: skip
