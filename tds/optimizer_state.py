@@ -217,7 +217,7 @@ def _with_copies(optimizer: Any, honest: Any, for_clipping: bool = False) -> Any
     counted, experts = found
     known = {id(grad) for grad in counted}
     rest = [grad for grads in optimizer.fp32_groups_gradients for grad in grads if id(grad) not in known]
-    return [*counted, *([0 * torch.stack(norms(rest)).sum()] if rest else [])], experts
+    return [*counted, *([0 * torch.stack(norms(rest)).sum().float()] if rest else [])], experts
 
 
 def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:

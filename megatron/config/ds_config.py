@@ -55,6 +55,7 @@ class Resolved:
     wall_clock_breakdown: bool
     overlap_grad_reduce: bool  # without ZeRO: our reducer adds gradients up, not DeepSpeed
     distributed_optimizer: bool  # ZeRO 1 is tds' own, not DeepSpeed's
+    notes: tuple[str, ...] = ()  # values of the file that give way to a flag, as they change no number
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -69,12 +70,13 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     _refuse_unknown(given, path)
     _check_sections(given, path)
     _refuse_blindness(given, path)
-    batch = _batch_sizes(config, given, path, world_size)
+    batch, notes = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
     zero = _zero_stage(config, given, path, precision)
     _refuse_compiled(config, zero)
     clip = _agree("gradient_clipping", given, "--clip-grad", config.optim.clip_grad, 1.0, path)
-    log_interval = int(_agree("steps_per_print", given, "--log-interval", config.log.log_interval, 10, path))
+    log_interval, note = _log_interval(config, given, path)
+    notes += note
 
     ds = {key: given[key] for key in PASSED_ON if key in given}
     ds |= batch
@@ -110,7 +112,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
-    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own)
+    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own, tuple(notes))
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:
@@ -152,7 +154,11 @@ def _refuse_blindness(given: dict[str, Any], path: str) -> None:
             )
 
 
-def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> dict[str, int]:
+def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> tuple[dict[str, int], list[str]]:
+    """Return the batch sizes that the flags give, and notes on other ones of the file.
+
+    The original reads those of the file under a pipeline only, so elsewhere they give way. Raises ConfigError under a pipeline.
+    """
     t, p = config.train, config.parallel
     total = config.train_batch_size(world_size)
     context = f" / --context-parallel-size {p.context_parallel_size}" if p.context_parallel_size > 1 else ""
@@ -161,14 +167,31 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
         "train_micro_batch_size_per_gpu": t.batch_size,
         "gradient_accumulation_steps": t.gas,
     }
+    notes = []
     for key, value in ours.items():
-        if key in given and given[key] != value:
-            raise ConfigError(
-                f"{path} says {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
-                f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
-                f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
+        if key not in given or given[key] == value:
+            continue
+        if p.stages == 1:
+            notes.append(
+                f"{path} says {key} = {given[key]}, which is read under a pipeline only; the flags make it {value}"
             )
-    return ours
+            continue
+        raise ConfigError(
+            f"{path} says {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
+            f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
+            f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
+        )
+    return ours, notes
+
+
+def _log_interval(config: Config, given: dict[str, Any], path: str) -> tuple[int, list[str]]:
+    """Return the iterations between two lines, and a note if the flag differs from the file."""
+    in_file, flag = given.get("steps_per_print"), config.log.log_interval
+    if flag is None:
+        return int(in_file if in_file is not None else 10), []
+    if in_file in (None, flag):
+        return flag, []
+    return flag, [f"{path} says steps_per_print = {in_file}; lines are printed by --log-interval {flag}"]
 
 
 def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool) -> str:

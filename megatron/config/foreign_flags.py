@@ -166,13 +166,13 @@ MEGATRON = (
     Row("--recompute-num-layers", same("checkpoint_num_layers"), int),
     Row(
         "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
-        Refused("with --sequence-parallel each model-parallel rank keeps its own stretch"),
+        NoEffect("with --sequence-parallel each model-parallel rank keeps a slice of the kept inputs"),
     ),
     Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations is all that is needed")),
     Row("--contigious-checkpointing", NoEffect("kept inputs stay where they were computed")),
     Row("--checkpoint-in-cpu", Refused("take --offload-activations instead of --checkpoint-activations")),
     Row("--synchronize-each-layer", NoEffect("it only slows a run down")),
-    Row("--profile-backward", Refused('write "wall_clock_breakdown": true in --deepspeed-config')),
+    Row("--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures it')),
     # precision
     Row("--fp16", Means({"precision": "fp16"})),
     Row("--bf16", Means({"precision": "bf16"})),
@@ -247,7 +247,6 @@ MEGATRON = (
         NoEffect("checkpoints hold the optimizer, too; --no-load-optim leaves it out when one is read"),
     ),
     Row("--no-save-rng", NoEffect("dropout follows from --seed and the iteration; no generator is saved")),
-    Row("--tensorboard-dir", Means({"tensorboard": True}, "events go to tensorboard/ in --run-dir"), str),
     Row("--tensorboard-log-interval --tensorboard-queue-size", _EVENTS, int),
     Row(
         "--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard "

@@ -100,7 +100,7 @@ ROWS = (
         str,
     ),
     Row("--logging-steps --steps-per-print", same("log_interval"), int),
-    Row("--logging-dir", Means({"tensorboard": True}, "events go to tensorboard/ in --run-dir"), str),
+    Row("--logging-dir", same("tensorboard_dir"), str),
     Row(
         "--report-to",
         ByValue(

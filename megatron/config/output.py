@@ -47,6 +47,9 @@ class LogConfig(Section):
     )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
     tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, where tensorboard is installed")
+    tensorboard_dir: str | None = opt(
+        None, "folder of the TensorBoard events; tensorboard/ in the run directory if not given"
+    )
     wandb: bool = opt(False, "write to Weights & Biases (WANDB_MODE, WANDB_PROJECT and the like are read by wandb)")
     mlflow: bool = opt(False, "write to MLflow: in mlflow/ of the run directory, or where MLFLOW_TRACKING_URI says")
     csv: bool = opt(False, "write metrics.csv in the run directory, too")
@@ -74,6 +77,10 @@ class LogConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tensorboard_dir and self.tensorboard is False:
+            raise ConfigError(
+                "--tensorboard-dir names a folder of events, but --no-tensorboard writes none; leave one out"
+            )
         if self.trace_iterations and not self.trace:
             raise ConfigError("--trace-iterations needs --trace")
         if self.profile_iterations and not self.profile:

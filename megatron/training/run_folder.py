@@ -27,6 +27,8 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
         folder = save_dir_of(config, run_dir)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is to hold checkpoints, but is no folder: move it away, or give another --save")
+        if folder.resolve() == run_dir.resolve():
+            return found
         own = run_dir.resolve() in folder.resolve().parents
         try:
             found.append(RunLock(folder, override, CHECKPOINTS))

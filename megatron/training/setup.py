@@ -113,7 +113,7 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
             f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}"
         )
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
-    run_dir = config.log.run_dir or default_run_dir
+    run_dir = config.log.run_dir or config.checkpoint.save or default_run_dir
     return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
 
 
@@ -140,6 +140,8 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
         print_rank_0(
             "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that off"
         )
+    for note in resolved.notes:
+        print_rank_0(f"note: {note}")
     slow = device_module.precision_note(device, resolved.precision)
     if slow:
         print_rank_0(slow)

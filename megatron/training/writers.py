@@ -40,7 +40,8 @@ class Writer(Protocol):
 def check(config: LogConfig) -> None:
     """Raise ValueError for a flag whose package is not there."""
     for name, package in PACKAGES.items():
-        if getattr(config, name) and importlib.util.find_spec(package) is None:
+        asked = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
+        if asked and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"--{name} needs the package {package}: pip install {package}; --no-{name} goes on without it"
             )
@@ -49,8 +50,9 @@ def check(config: LogConfig) -> None:
 def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
     """Those that the flags ask for, about to be told of what follows `iteration`. Raises ValueError where one cannot begin."""
     log, found = config.log, list[Writer]()
-    if log.tensorboard or (log.tensorboard is None and importlib.util.find_spec("tensorboard")):
-        found.append(_begun("TensorBoard", lambda: TensorBoard(run_dir, iteration)))
+    if log.tensorboard or log.tensorboard_dir or (log.tensorboard is None and importlib.util.find_spec("tensorboard")):
+        folder = Path(log.tensorboard_dir) if log.tensorboard_dir else run_dir / "tensorboard"
+        found.append(_begun("TensorBoard", lambda: TensorBoard(folder, iteration)))
     if log.wandb:
         found.append(_begun("Weights & Biases", lambda: WeightsAndBiases(config, run_dir, iteration)))
     if log.mlflow:
@@ -85,14 +87,14 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """Event files in tensorboard/ of the run directory. A resumed run hides what lies after the iteration it resumes from."""
+    """Event files in `folder`. A resumed run hides what lies after the iteration it resumes from."""
 
     name = "TensorBoard"
 
-    def __init__(self, run_dir: Path, iteration: int) -> None:
+    def __init__(self, folder: Path, iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
+        self._board = SummaryWriter(str(folder), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
         """A scalar a number, such as train/lm_loss."""

@@ -207,7 +207,8 @@ def test_what_is_wrong_on_the_command_line_exits_2(
 
 def test_a_contradicting_ds_config(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 7}')
-    sentence = said(launch(2, *flags, "--deepspeed-config", str(tmp_path / "ds.json")), 2)
+    more = ["--pipe-parallel-size", "2", "--deepspeed-config", str(tmp_path / "ds.json")]
+    sentence = said(launch(2, *flags, *more), 2)
     assert "train_batch_size = 7" in sentence
     assert "--batch-size 2 x --gas 1 x (2 ranks" in sentence
 

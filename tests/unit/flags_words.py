@@ -28,7 +28,6 @@ CHINESE = {
     "write the corpus again with tools/preprocess_data.py": "用 tools/preprocess_data.py 重新生成语料",
     "it is so": "本来如此",
     "samples come in one order, shuffled by --seed": "样本只有一种顺序，由 --seed 打乱",
-    "events go to tensorboard/ in --run-dir": "事件写在 --run-dir 的 tensorboard/ 里",
     # without effect
     "DeepSpeed does so as it is": "DeepSpeed 本来就这样做",
     "an optimizer on the CPU is torch's as it is": "CPU 上的优化器本来就是 torch 的",
@@ -79,7 +78,8 @@ CHINESE = {
     "the pairs that are turned are the halves of a head, as Hugging Face has them": "旋转的是一个头的前后两半，与 Hugging Face 相同",
     "all layers have one --sliding-window": "所有层用同一个 --sliding-window",
     "--num-key-value-heads is what makes keys and values smaller": "缩小键和值的是 --num-key-value-heads",
-    "with --sequence-parallel each model-parallel rank keeps its own stretch": "用 --sequence-parallel，每个张量并行进程只保留自己的一段",
+    "with --sequence-parallel each model-parallel rank keeps a slice of the kept inputs": "用 --sequence-parallel，每个张量并行进程只保留所存输入的一段",
+    '"wall_clock_breakdown": true in --deepspeed-config measures it': '在 --deepspeed-config 里写 "wall_clock_breakdown": true 可以测量',
     "take --offload-activations instead of --checkpoint-activations": "用 --offload-activations 代替 --checkpoint-activations",
     'write "wall_clock_breakdown": true in --deepspeed-config': '在 --deepspeed-config 里写 "wall_clock_breakdown": true',
     'write "fp16": {"loss_scale": ...} in --deepspeed-config': '在 --deepspeed-config 里写 "fp16": {"loss_scale": ...}',

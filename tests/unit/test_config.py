@@ -54,7 +54,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
             "--context-parallel-size: read by gpt2 and llama only, and this is a t5; leave it out",
         ),
         (["--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
-        (["--max-position-embeddings", "8"], "--seq-length 1024 is longer than --max-position-embeddings 8"),
+        (["--max-position-embeddings", "8"], "--seq-length 1024 exceeds --max-position-embeddings 8"),
         (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
         (
             ["--family", "t5", "--reset-position-ids"],
@@ -284,8 +284,8 @@ def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="6 ranks cannot .* x --context-parallel-size 2; start a multiple of 4"):
         config.parallel.data_parallel_size(6)
     path = write(tmp_path / "ds.json", {"train_batch_size": 60})
-    with pytest.raises(ConfigError, match="the flags make it 30: .* / --context-parallel-size 2"):
-        resolve(with_values(config, {"deepspeed_config": path}), 8, False)
+    with pytest.raises(ConfigError, match="train_batch_size .* 15: .* / --context-parallel-size 2"):
+        resolve(with_values(config, {"deepspeed_config": path, "pipe_parallel_size": 2, "num_layers": 2}), 8, False)
 
 
 def test_help_comes_without_torch_and_shows_what_the_family_reads() -> None:

@@ -27,13 +27,27 @@ def test_batch_sizes_come_from_the_flags(tmp_path: Path) -> None:
 
 def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        settle(tmp_path, {"train_batch_size": 64}, "--batch-size", "2", "--gas", "3", "--model-parallel-size", "2")
+        settle(tmp_path, {"train_batch_size": 64}, "--batch-size", "2", "--gas", "3", "--pipe-parallel-size", "2")
     text = str(error.value)
     assert "train_batch_size = 64" in text
     assert (
-        "train_batch_size 12 = --batch-size 2 x --gas 3 x (4 ranks / --pipe-parallel-size 1 / --model-parallel-size 2)"
+        "train_batch_size 12 = --batch-size 2 x --gas 3 x (4 ranks / --pipe-parallel-size 2 / --model-parallel-size 1)"
         in text
     )
+
+
+@pytest.mark.parametrize("stages", ["0", "1"])
+def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: str) -> None:
+    """CPM-Pretrain reads batch sizes of the JSON under a pipeline only, and prints by both intervals."""
+    given = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10}
+    argv = ["--batch-size", "2", "--gas", "3", "--log-interval", "1", "--pipe-parallel-size", stages]
+    found = settle(tmp_path, given, *argv)
+    assert found.deepspeed["train_batch_size"] == 2 * 3 * 4
+    assert found.log_interval == 1
+    named = ("train_batch_size = 64", "train_micro_batch_size_per_gpu = 4", "steps_per_print = 10")
+    assert all(any(key in note for note in found.notes) for key in named)
+    assert settle(tmp_path, {"steps_per_print": 7}).log_interval == 7
+    assert not settle(tmp_path, {"train_batch_size": 24}, *argv).notes
 
 
 @pytest.mark.parametrize(
@@ -53,7 +67,6 @@ def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
         ({"bf16": {"check_grad_overflow": False}}, (), "gradients that are not finite would be applied; remove it"),
         ({"optimizer": {}}, (), "'optimizer' has no effect here; remove it and use --optimizer, --lr"),
         ({"gradient_clipping": 0.5}, ("--clip-grad", "1"), "gradient_clipping = 0.5, --clip-grad says 1.0"),
-        ({"steps_per_print": 5}, ("--log-interval", "7"), "steps_per_print = 5, --log-interval says 7"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, (), "enables both fp16 and bf16"),
         ({"fp16": {"enabled": True}}, ("--precision", "fp32"), "enables fp16, but --precision says fp32"),
         ({"zero_optimization": {"stage": 2}}, ("--zero-stage", "1"), "ZeRO stage 2, --zero-stage says 1"),

@@ -1,0 +1,44 @@
+"""The norm of gradients, against sums in fp64: a large weight and its shards give the same number."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tds.clip import squared_norm_here
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    parameters = []
+    for gradient in gradients:
+        parameters.append(nn.Parameter(torch.zeros_like(gradient)))
+        parameters[-1].grad = gradient
+    return squared_norm_here(parameters, 0, torch.device("cpu")).sqrt().item()
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 5_000_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_norm_of_any_size_is_that_of_fp64(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    gradient = (torch.randn(size) * 1e-3 + 0.02 * (torch.rand(size) < 0.01)).to(dtype)
+    assert norm_of([gradient]) == pytest.approx(
+        gradient.double().norm().item(), rel=1e-6
+    )  # a row of 4096 elements is summed in fp32
+
+
+def test_shards_of_a_weight_have_the_norm_of_the_weight() -> None:
+    torch.manual_seed(1)
+    gradient = torch.randn(30_000, 100) * 1e-3
+    whole = norm_of([gradient])
+    for ranks in (2, 3, 8):
+        parts = [norm_of([part]) for part in gradient.chunk(ranks)]
+        assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(
+            whole, rel=1e-6
+        )  # a row of 4096 elements is summed in fp32
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 5000, -1])
+def test_a_value_that_is_not_finite_shows(bad: float, place: int) -> None:
+    gradient = torch.ones(10_000)
+    gradient[place] = bad
+    assert not torch.tensor(norm_of([gradient])).isfinite()
