@@ -20,7 +20,7 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 import importlib
 from typing import Any
 
-from . import _deepspeed, optimizers, pipe
+from . import _deepspeed, _submodules, optimizers, pipe
 from ._deepspeed import complaint
 from ._deepspeed import deepspeed as _ds
 from .batches import DataEnded
@@ -30,6 +30,8 @@ from .engine import PipelineEngine
 from .launched import end_with_launcher, meet_again
 from .plain import PlainEngine
 from .recorder import record_collectives
+
+_submodules.install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +67,9 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
 
 def __getattr__(name: str) -> Any:
-    """Every other name is DeepSpeed's own, submodules included."""
+    """Return DeepSpeed's `name`, a submodule included, for any name that is not defined here."""
+    if name in _submodules.MOVED:
+        return getattr(importlib.import_module(_submodules.MOVED[name]), name)
     if not hasattr(_ds, name) and not name.startswith("_"):
         try:
             return importlib.import_module(f"deepspeed.{name}")

@@ -87,7 +87,7 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
     """Return the 2-norm in fp64 from the norms of rows of `ROW` elements."""
     flat = tensor.reshape(-1)
     whole = flat.numel() // ROW * ROW
-    squares = torch.linalg.vector_norm(flat[whole:]).double().square()
+    squares: Tensor = torch.linalg.vector_norm(flat[whole:]).double().square()
     if whole:
         squares = squares + torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1).double().square().sum()
     return squares.sqrt()

@@ -88,5 +88,6 @@ class T5Model(t5.T5Model):
         self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any
     ) -> Tensor:
         """Return what the model of `megatron.model.t5` does; seven inputs are tokens, positions and masks as the original's."""
-        ours = t5_inputs(inputs, self._reset_positions)
-        return super().forward(*ours, labels=labels, loss_mask=loss_mask, **named).contiguous()
+        ours: Any = t5_inputs(inputs, self._reset_positions)
+        named |= {"labels": labels, "loss_mask": loss_mask}
+        return super().forward(*ours, **named).contiguous()

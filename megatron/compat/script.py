@@ -128,4 +128,5 @@ def _gpt2_targets(data: Batch, config: Config) -> Tensor:
 
 def _t5_targets(data: Batch, config: Config) -> Tensor:
     tokenizer: Any = get_tokenizer()
-    return ((data["targets"] != tokenizer.eod) & (data["labels"] != tokenizer.pad)).sum(dtype=torch.float64)
+    counted: Tensor = (data["targets"] != tokenizer.eod) & (data["labels"] != tokenizer.pad)
+    return counted.sum(dtype=torch.float64)

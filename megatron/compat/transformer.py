@@ -17,10 +17,11 @@ class MegatronModule(nn.Module):
     """The base class of the original's modules: a torch module with a name for its saved state."""
 
     def state_dict_for_save_checkpoint(
-        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return `state_dict`."""
-        return self.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state: dict[str, Any] = self.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return state
 
 
 class ParallelMLP(MegatronModule):

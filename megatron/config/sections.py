@@ -193,7 +193,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        m, p, d = self.model, self.parallel, self.data
+        m, p = self.model, self.parallel
         if m.num_attention_heads % p.model_parallel_size:
             raise ConfigError(
                 f"--num-attention-heads {m.num_attention_heads} cannot be split over --model-parallel-size "

@@ -3,16 +3,16 @@
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule
+from megatron.model.transformer import MegatronModule
 
 from megatron import get_args, get_tokenizer, mpu
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
-from megatron.model.transformer import MegatronModule
 from megatron.training import pretrain
 
 
 class ParallelMLP(MegatronModule):
     def __init__(self):
-        super(ParallelMLP, self).__init__()
+        super().__init__()
         args = get_args()
         self.dense_h_to_4h = mpu.ColumnParallelLinear(args.hidden_size, args.hidden_size * 4, gather_output=False)
         self.dense_4h_to_h = mpu.RowParallelLinear(args.args.hidden_size * 4, args.hidden_size, input_is_parallel=True)
@@ -25,7 +25,7 @@ class ParallelMLP(MegatronModule):
 
 class TransformerBlock(MegatronModule):
     def __init__(self):
-        super(TransformerBlock, self).__init__()
+        super().__init__()
         args = get_args()
         self.heads = mpu.divide(args.num_attention_heads, mpu.get_model_parallel_world_size())
         self.norm_1 = mpu.LayerNorm(args.hidden_size)
@@ -53,7 +53,7 @@ class TransformerBlockPipe(TransformerBlock):
 
 class Embedding(MegatronModule):
     def __init__(self):
-        super(Embedding, self).__init__()
+        super().__init__()
         args = get_args()
         self.words = mpu.VocabParallelEmbedding(args.padded_vocab_size, args.hidden_size)
         self.positions = torch.nn.Embedding(args.max_position_embeddings, args.hidden_size)
@@ -65,7 +65,7 @@ class Embedding(MegatronModule):
 
 class Head(MegatronModule):
     def __init__(self):
-        super(Head, self).__init__()
+        super().__init__()
         args = get_args()
         self.norm = mpu.LayerNorm(args.hidden_size)
         self.dense = mpu.ColumnParallelLinear(args.hidden_size, args.padded_vocab_size, gather_output=False)
@@ -82,7 +82,7 @@ def loss_fn(logits, targets):
 
 class GPT2Model(MegatronModule):
     def __init__(self, num_layers):
-        super(GPT2Model, self).__init__()
+        super().__init__()
         self.embedding, self.head = Embedding(), Head()
         self.blocks = torch.nn.ModuleList([TransformerBlock() for _ in range(num_layers)])
 
@@ -114,10 +114,7 @@ def get_batch_pipe(data):
 
 
 def get_batch(data_iterator):
-    if data_iterator is not None:
-        data = next(data_iterator)
-    else:
-        data = None
+    data = next(data_iterator) if data_iterator is not None else None
     (tokens, position_ids, attention_mask), (labels, loss_mask) = get_batch_pipe(data)
     return tokens, labels, loss_mask, attention_mask, position_ids
 

@@ -1,0 +1,62 @@
+"""`import tds.runtime.engine` and the like: submodules that tds does not define are those of DeepSpeed."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+PACKAGE = __name__.partition(".")[0]
+RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # modules of the original TDS
+
+GONE = {  # modules that the original TDS had or imported
+    "pt": f"its modules are {PACKAGE}.runtime.utils, {PACKAGE}.runtime.config and {PACKAGE}.runtime.fp16.loss_scaler",
+    "utils.distributed": f"{PACKAGE}.init_distributed",
+}
+MOVED = {  # names that the original TDS took from DeepSpeed, and the modules of DeepSpeed that have them now
+    "ADAM_OPTIMIZER": "deepspeed.runtime.engine",
+    "LAMB_OPTIMIZER": "deepspeed.runtime.engine",
+    "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
+}
+
+
+def install() -> None:
+    """Let submodules of DeepSpeed be imported under the name of this package."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(
+            0, _Finder()
+        )  # first, or a second copy of a module would be loaded from DeepSpeed's folder
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of this package that have no file here."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, inner = name.partition(".")
+        if package != PACKAGE or not inner or (HERE / f"{inner}.py").is_file():
+            return None
+        if inner in GONE:
+            raise ModuleNotFoundError(f"{name} is not here; instead: {GONE[inner]}", name=name)
+        theirs = RENAMED.get(inner, f"deepspeed.{inner}")
+        if importlib.util.find_spec(theirs) is None:
+            return None
+        return ModuleSpec(name, _Alias(theirs))
+
+
+class _Alias(Loader):
+    """Gives a module that is imported under another name already."""
+
+    def __init__(self, theirs: str) -> None:
+        self._theirs = theirs
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._theirs)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # import has put its own in the place

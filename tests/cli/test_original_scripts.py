@@ -1,0 +1,109 @@
+"""Entry scripts of CPM-Pretrain's form run as they are, in every layout, with the losses of our own scripts."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.commands import preprocess_data
+from tests.materials import SAMPLE
+from tests.support import FULL, ROOT, ends_of_ranks, losses
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 --train-iters 3 --lr-decay-iters 3 "
+    "--data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 1.5e-3 --lr-decay-style cosine --min-lr 1.0e-5 "
+    "--weight-decay 1e-2 --clip-grad 1.0 --warmup 0.01 --log-interval 1 --save-interval 500 --eval-interval 100 "
+    "--eval-iters 1 --hidden-bias --deepspeed --no-save-at-end"
+)
+FAMILIES = {
+    "gpt2": "--seq-length 32 --max-position-embeddings 32",
+    "t5": "--enc-seq-length 64 --dec-seq-length 40 --max-position-embeddings 64 --kv-hidden-size 8 --ff-hidden-size 48",
+}
+# Of the original, batch sizes in it are read under a pipeline only.
+DS_CONFIG = {
+    "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
+    "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},
+    "zero_allow_untested_optimizer": True, "wall_clock_breakdown": True,
+}  # fmt: skip
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+LAYOUTS = {  # (stages, model-parallel ranks)
+    "one": (0, 1), "one stage": (1, 1), "pp 2": (2, 1), "tp 2": (0, 2), "tp 2, one stage": (1, 2), "pp 2 x tp 2": (2, 2),
+}  # fmt: skip
+
+
+def _script(argv: list[str]) -> None:
+    sys.argv = argv
+    sys.path.insert(0, str(ROOT))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def run(script: str, folder: Path, layout: str, flags: str) -> list[float]:
+    """The losses of training, and of validation, of a script that is started as a user would."""
+    stages, model = LAYOUTS[layout]
+    argv = [str(ROOT / script), *flags.split(), "--run-dir", str(folder)]
+    argv += ["--pipe-parallel-size", str(stages), "--model-parallel-size", str(model)]
+    ends = ends_of_ranks(max(stages, 1) * model, _script, argv)
+    assert all(end.code == 0 for end in ends), [end.words for end in ends]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return losses(rows) + losses(rows, "valid")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("triples")
+    argv = ["--objective", "cpm-t5", "--input", str(SAMPLE), "--vocab-file", vocab_file]
+    argv += ["--output-prefix", str(folder / "x"), "--quiet", "--workers", "0"]
+    preprocess_data.main(preprocess_data.build_parser().parse_args(argv))
+    return {
+        family: f"{FLAGS} {FAMILIES[family]} --vocab-file {vocab_file} --data-path {path}"
+        for family, path in (("gpt2", tiny_data), ("t5", str(folder / "x_text_document")))
+    }
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("more", [DOCUMENTS, pytest.param("--eod-mask-loss", marks=FULL)], ids=["documents", "plain"])
+def test_losses_are_those_of_our_script(data: dict[str, str], tmp_path: Path, family: str, more: str) -> None:
+    # Dropout of hidden states depends on the model-parallel rank, as in the original.
+    flags = f"{data[family]} {more} --precision fp32 --hidden-dropout 0 --attention-dropout 0"
+    expected = run(f"pretrain_{family}.py", tmp_path / "ours", "one", flags)
+    assert len(expected) == 4
+    for layout in LAYOUTS:
+        found = run(f"tests/original/pretrain_{family}.py", tmp_path / layout.replace(" ", "-"), layout, flags)
+        assert found == pytest.approx(expected, rel=1e-6), layout
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp 2 x tp 2",
+        pytest.param("one", marks=FULL),
+        pytest.param("pp 2", marks=FULL),
+        pytest.param("tp 2", marks=FULL),
+    ],
+)
+def test_fp16_with_the_json_of_the_original(data: dict[str, str], tmp_path: Path, family: str, layout: str) -> None:
+    """Its own batch sizes where a pipeline reads them, others elsewhere."""
+    stages, _ = LAYOUTS[layout]
+    own = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2} if stages > 1 else {}
+    (tmp_path / "ds.json").write_text(json.dumps({**DS_CONFIG, **own}))
+    flags = f"{data[family]} --fp16 --eod-mask-loss --deepspeed_config {tmp_path / 'ds.json'}"
+    expected = run(f"pretrain_{family}.py", tmp_path / "ours", layout, flags)
+    found = run(f"tests/original/pretrain_{family}.py", tmp_path / "theirs", layout, flags)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_model_of_the_tutorial(data: dict[str, str], tmp_path: Path) -> None:
+    """Written after the README of the original alone; a plain module and a pipeline draw other initial weights."""
+    flags = f"{data['gpt2']} --precision fp32 --hidden-dropout 0"
+    found = {
+        layout: run("tests/original/tutorial.py", tmp_path / layout.replace(" ", "-"), layout, flags)
+        for layout in LAYOUTS
+        if layout != "tp 2, one stage"
+    }
+    assert found["tp 2"] == pytest.approx(found["one"], rel=1e-6)
+    for layout in ("pp 2", "pp 2 x tp 2"):
+        assert found[layout] == pytest.approx(found["one stage"], rel=1e-6), layout
+    assert all(losses_[2] < losses_[0] - 0.005 for losses_ in found.values())

@@ -1,0 +1,211 @@
+"""What code written for CPM-Pretrain imports and passes: each name is here or names its counterpart, each mask is taken or refused."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.compat import names
+from megatron.compat.fp16 import fp16_to_fp32, fp32_to_fp16
+from megatron.compat.masks import (
+    T5Masks,
+    decoder_documents,
+    get_masks_and_position_ids_for_t5,
+    refuse_other_positions,
+    t5_documents,
+)
+from megatron.model.masks import document_mask, no_documents
+from megatron.utils import get_ltor_masks_and_position_ids
+from tests.support import ROOT
+from tests.unit import names_table
+
+NAMES = [line.split() for line in (ROOT / "tests/original/names.txt").read_text().splitlines()]
+GONE_FROM_DEEPSPEED = {"tds.utils.distributed init_distributed", "tds.runtime.engine MEMORY_OPT_ALLREDUCE_SIZE"}
+
+
+def test_every_name_is_here_or_names_its_counterpart() -> None:
+    """By the statement of a script, `from module import name`; what is not here stands in the guide with its counterpart."""
+    pages = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("migration.md", "migration_zh.md")]
+    here = 0
+    for module, name in NAMES:
+        try:
+            exec(f"from {module} import {name}", {})
+            here += 1
+        except ImportError as error:
+            if f"{module} {name}" in GONE_FROM_DEEPSPEED:
+                continue
+            words = names.COUNTERPARTS.get((module, name)) or next(
+                text for gone, text in names.GONE_MODULES.items() if gone in (module, f"{module}.{name}")
+            )
+            assert words in str(error)
+            shown = {f"`{each}`" for each in (name, module, f"{module}.{name}")}
+            assert all(any(each in page for each in shown) for page in pages), (module, name)
+    assert here > 100
+
+
+def test_names_are_found_without_torch() -> None:
+    """Data tools import `megatron` and must not pay for torch."""
+    code = "import sys, megatron, megatron.compat.names; assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_our_own_modules_are_what_they_were() -> None:
+    import megatron.checkpointing as checkpointing
+    import megatron.utils as utils
+
+    for module in (checkpointing, utils):
+        assert module.__file__ and Path(module.__file__).is_file()
+        assert importlib.reload(module) is module
+        with pytest.raises(AttributeError):
+            module.nonsense  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("megatron.nonsense")
+    assert importlib.util.find_spec("megatron.nonsense") is None
+
+
+def test_submodules_of_tds_are_those_of_deepspeed() -> None:
+    import deepspeed
+
+    code = importlib.import_module("tds.runtime.zero.stage3")
+    assert code is importlib.import_module("deepspeed.runtime.zero.stage3")
+    assert code.__spec__ is not None and code.__spec__.name == "deepspeed.runtime.zero.stage3"
+    tds = importlib.import_module("tds")
+    assert importlib.import_module("tds.TPipelineEngine").PipelineEngine is tds.PipelineEngine
+    assert importlib.import_module("tds.runtime") is deepspeed.runtime
+    assert importlib.import_module("tds.schedule").__name__ == "tds.schedule", "ours come first"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("tds.nonsense")
+
+
+def test_casts_go_through_nested_tuples() -> None:
+    ids, half, wide = torch.arange(3), torch.ones(2).half(), torch.ones(2)
+    mixed = (ids, [wide, half], None)
+    found = fp32_to_fp16(mixed)
+    assert (found[0].dtype, found[1][0].dtype, found[1][1].dtype, found[2]) == (
+        torch.int64,
+        torch.float16,
+        torch.float16,
+        None,
+    )
+    back = fp16_to_fp32(found)
+    assert [t.dtype for t in back[1]] == [torch.float32] * 2
+
+
+EOD, PAD = 1, 0
+
+
+def by_loops(tokens: Tensor, eod: int) -> Tensor:
+    """[b, 1, s, s] which tokens may attend to which, position by position: to what precedes them in their document."""
+    b, s = tokens.shape
+    allowed = torch.zeros(b, 1, s, s, dtype=torch.bool)
+    for n in range(b):
+        for i in range(s):
+            for j in range(i, -1, -1):
+                if j < i and tokens[n, j] == eod:
+                    break
+                allowed[n, 0, i, j] = True
+    return allowed
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=9, max_size=9), min_size=1, max_size=3), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_masks_of_documents_are_taken(rows: list[list[int]], reset: bool) -> None:
+    tokens = torch.tensor(rows)
+    mask, _, _ = get_ltor_masks_and_position_ids(tokens, EOD, reset, reset, False)
+    allowed = by_loops(tokens, EOD if reset else -1)
+    assert torch.equal(~mask.expand_as(allowed), allowed)
+    ids = decoder_documents(mask, tokens)
+    if not reset or not (tokens[:, :-1] == EOD).any():
+        assert not ids.numel()
+    else:
+        found = document_mask(ids, causal=True)
+        assert found is not None and torch.equal(found, allowed)
+
+
+def test_other_masks_are_refused_by_place() -> None:
+    tokens = torch.full((2, 6), 3)
+    mask, _, _ = get_ltor_masks_and_position_ids(tokens, EOD, False, False, False)
+    assert not decoder_documents(mask, tokens).numel()
+    hole = mask.expand(2, 1, 6, 6).clone()
+    hole[1, 0, 4, 2] = True
+    with pytest.raises(ValueError, match="sample 1 .* token 4 does not attend to token 2"):
+        decoder_documents(hole, tokens)
+    with pytest.raises(ValueError, match="token 0 attends to token 1"):
+        decoder_documents(torch.zeros_like(mask), tokens)
+    for wrong in (mask.float(), mask[..., :5], mask.expand(2, 3, 6, 6)):
+        with pytest.raises(ValueError, match="GPT2Model is bool"):
+            decoder_documents(wrong, tokens)
+
+
+class Words:
+    eod_id, pad_id = EOD, PAD
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_masks_of_a_t5_are_taken(data: st.DataObject) -> None:
+    """Documents of both sides, padding at the end of either; compared by what each token of text may attend to."""
+    b, k, q = 2, 10, 8
+    contexts, targets = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)
+    ends, labels = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)
+    of_encoder, of_decoder = torch.zeros_like(contexts), torch.zeros_like(targets)
+    for n in range(b):
+        documents = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=4))
+        at = to = 0
+        for number, (read, written) in enumerate(documents, 1):
+            if at + read > k or to + written > q:
+                break
+            contexts[n, at : at + read], targets[n, to : to + written] = 5, 6
+            labels[n, to : to + written] = 7
+            ends[n, at + read - 1], targets[n, to + written - 1] = 1, EOD
+            of_encoder[n, at : at + read], of_decoder[n, to : to + written] = number, number
+            at, to = at + read, to + written
+    reset = data.draw(st.booleans())
+    if not reset:
+        of_encoder, of_decoder = of_encoder.clamp(max=1), of_decoder.clamp(max=1)
+    made = get_masks_and_position_ids_for_t5(None, Words, contexts, targets, labels, ends, reset, reset)
+    encoder, enc_positions, decoder, dec_positions, cross, loss_mask = made
+    assert torch.equal(loss_mask, ((targets != EOD) & (labels != PAD)).float())
+    text = of_decoder > 0
+    same = of_decoder.unsqueeze(2) == of_encoder.unsqueeze(1)
+    assert torch.equal(cross[:, 0][text], same.float()[text])
+    own = (of_encoder.unsqueeze(2) == of_encoder.unsqueeze(1)).float()
+    assert torch.equal(encoder[:, 0], own)
+    assert torch.equal(decoder[:, 0], (of_decoder.unsqueeze(2) == of_decoder.unsqueeze(1)).float().tril())
+    for masks in (T5Masks(encoder, decoder, cross), T5Masks(encoder.half(), decoder.bool(), cross.half())):
+        enc_ids, dec_ids = t5_documents(masks)
+        if enc_ids.numel():
+            again = document_mask(dec_ids, enc_ids)
+            assert again is not None and torch.equal(again, cross.bool())
+        else:
+            assert bool((of_encoder == 1).all()) and bool((of_decoder == 1).all())
+    refuse_other_positions("encoder", enc_positions, enc_ids, reset)
+    refuse_other_positions("decoder", dec_positions, dec_ids, reset)
+
+
+def test_other_masks_and_positions_of_a_t5_are_refused() -> None:
+    encoder, decoder, cross = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3).tril(), torch.ones(1, 1, 3, 4)
+    assert not t5_documents(T5Masks(encoder, decoder, cross))[0].numel()
+    for name, changed in (
+        ("encoder mask", T5Masks(encoder.tril(), decoder, cross)),
+        ("decoder mask", T5Masks(encoder, torch.ones_like(decoder), cross)),
+        ("cross mask", T5Masks(encoder, decoder, cross.tril())),
+    ):
+        with pytest.raises(ValueError, match=f"the {name} "):
+            t5_documents(changed)
+    with pytest.raises(ValueError, match="decoder positions"):
+        refuse_other_positions("decoder", torch.tensor([[0, 1, 3]]), no_documents(torch.device("cpu")), False)
+
+
+@pytest.mark.parametrize(("page", "tables"), [("migration.md", "english"), ("migration_zh.md", "chinese")])
+def test_the_guide_shows_the_tables_of_names(page: str, tables: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for table in getattr(names_table, tables)():
+        assert table in text, "python -m tests.unit.names_table prints the tables"
