@@ -203,7 +203,7 @@ def show_as_it_comes(tokenizer: Tokenizer, question: Question) -> Heard:
     def heard(tokens: list[int]) -> None:
         nonlocal shown
         ids.extend(tokens)
-        whole = answer(tokenizer, question, ids).rstrip("\ufffd")
+        whole = answer(tokenizer, question, ids)
         print(whole[shown:], end="", flush=True)
         shown = len(whole)
 

@@ -46,6 +46,9 @@ class LogConfig(Section):
         False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
     )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
+    log_details: bool = opt(
+        False, "print tokens, time, TFLOP/s and memory of each line, and the parts of the memory estimate, too"
+    )
     tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, where tensorboard is installed")
     tensorboard_dir: str | None = opt(
         None, "folder of the TensorBoard events; tensorboard/ in the run directory if not given"

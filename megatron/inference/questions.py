@@ -136,6 +136,11 @@ def _to_go_on(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
+    """Return the text that `_written` gives, up to its last whole character: ids may end between the bytes of one."""
+    return _written(tokenizer, question, ids).rstrip("\ufffd")
+
+
+def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """The text of `ids` up to the end of a document, without what is hidden. After a text it goes on as that does: alone, some tokenizers (Llama 2's) would drop the space in front."""
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
     shown = [i for i in written if i not in question.hidden]

@@ -43,30 +43,37 @@ class TimeLeft:
 
 
 def training_line(
-    row: Mapping[str, Any], last: int, seconds: float, left: float, interval: int, when: float | None = None
+    row: Mapping[str, Any], last: int, seconds: float, left: float, details: bool = False, when: float | None = None
 ) -> str:
-    """row: what metrics.jsonl gets. last: --train-iters. seconds: of an iteration. left: of the run. interval: of lines, in iterations.
+    """Return the line of an iteration, at most 120 columns in fp32 and bf16 unless `details` asks for all numbers.
 
-    Columns for what a run does not have (a loss scale, a share of the device's peak) are not there in any of its lines.
+    row: what metrics.jsonl gets. last: --train-iters. seconds: time of an iteration. left: time left of the run.
+    Columns for what a run does not have (a loss scale, a share of the device's peak) are in none of its lines.
     """
-    iteration = row["iteration"]
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
     columns = [
-        time.strftime("%m-%d %H:%M:%S", time.localtime(when)),
-        f"{100 * iteration / max(last, 1):5.1f}%",
-        f"iteration {iteration:7d}/{last}",
+        time.strftime("%m-%d %H:%M:%S" if details else "%H:%M:%S", time.localtime(when)),
+        f"iteration {row['iteration']:{len(str(last))}d}/{last}",
         f"loss {row['lm_loss']:7.4f}",
         *([f"z loss {row['z_loss']:.2e}"] if "z_loss" in row else []),
         f"lr {row['lr']:.2e}",
         f"grad norm {norm:7.3f}",
         *([] if row["loss_scale"] is None else [f"loss scale {row['loss_scale']:8g}"]),
-        f"{row['skipped_steps']:{len(str(interval))}d} not applied",
-        f"{short(row['consumed_tokens']):>5} tokens",
         f"{row['tokens_per_second']:9,.0f} tokens/s",
-        f"{seconds * 1e3:6.0f} ms",
-        f"{row['tflops']:8.3g} TFLOP/s",
         *([] if row["mfu"] is None else [f"MFU {row['mfu']:5.1%}"]),
-        f"{row['memory_mb'] / 1e3:6.2f} GB",
+        *(_details(row, last, seconds) if details else []),
         f"{duration(left):>7} left",
     ]
+    if row["skipped_steps"]:
+        columns.append(f"{row['skipped_steps']} skipped step{'s' if row['skipped_steps'] > 1 else ''}")
     return " | ".join(columns)
+
+
+def _details(row: Mapping[str, Any], last: int, seconds: float) -> list[str]:
+    return [
+        f"{100 * row['iteration'] / max(last, 1):5.1f}%",
+        f"{short(row['consumed_tokens']):>5} tokens",
+        f"{seconds * 1e3:6.0f} ms",
+        f"{row['tflops']:8.3g} TFLOP/s",
+        f"{row['memory_mb'] / 1e3:6.2f} GB",
+    ]

@@ -18,7 +18,7 @@ KNOBS = "take more ranks with --pipe-parallel-size, --model-parallel-size or --z
 
 
 def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
-    """Lines for the user: parameters and memory of the fullest rank, and a warning where that is more than there is.
+    """Return lines for the user: parameters and memory of the peak rank, and a warning if that exceeds what there is.
 
     Nothing for a model that is not ours, and where layers are cut by what only a run can tell. Raises ValueError if weights alone
     are more than the memory and swap of a machine without accelerators.
@@ -31,8 +31,9 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     except Exception:  # an estimate ends no run
         return []
     most = max(found, key=lambda memory: memory.total)
+    parts = f" ({_parts(most)})" if config.log.log_details else ""
     lines = [
-        f"estimate: {whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the fullest rank ({_parts(most)})"
+        f"estimate: {whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the peak rank{parts}"
     ]
     room = device_module.memory(device)
     if room is None or _offloads(resolved):

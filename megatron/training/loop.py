@@ -327,7 +327,7 @@ class _Window:
         waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
         last = config.train.train_iters
         left = self.left.after(run.state.iteration, last, seconds)
-        print_rank_0(training_line(row, last, seconds, left, run.resolved.log_interval) + waits)
+        print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details) + waits)
         if run.resolved.wall_clock_breakdown and self.timed:
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in (timed | run.engine.times()).items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))

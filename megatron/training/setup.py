@@ -136,7 +136,8 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
         print_rank_0("note: model-parallel ranks share the sequence out; --no-sequence-parallel turns that off")
     for note in [f"note: {note}" for each in locks for note in each.notes]:
         print_rank_0(note)
-    if mpu.get_options().onednn and (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto"):
+    automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
+    if config.log.log_details and mpu.get_options().onednn and automatic:
         print_rank_0(
             "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that off"
         )

@@ -44,7 +44,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_promises(tmp_path: Path, fla
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "", "libraries' warnings leak through"
     assert "2 ranks on cpu: pipe 2 x data 1 x model 1 (pipeline), fp32, ZeRO 0, global batch 2" in done.stdout
-    assert "iteration       6/6 | loss" in done.stdout
+    assert "iteration 6/6 | loss" in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl", "tokenizer"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows if row["split"] == "train"] == [1, 2, 3, 4, 5, 6]

@@ -96,4 +96,4 @@ def test_two_launches(tmp_path: Path, disk: str) -> None:
         assert nodes[1].returncode == 0, said
         assert not any("waits while" in words for words in said), said
     assert "2 ranks on cpu: pipe 2" in said[0], said
-    assert "iteration       2/2 | loss" in said[0], said
+    assert "iteration 2/2 | loss" in said[0], said

@@ -14,26 +14,31 @@ ROW: dict[str, Any] = {
 
 
 def test_the_line_has_what_a_run_is_watched_by() -> None:
-    line = training_line(ROW, 500, 0.503, 246.4, 10, when=0)
+    line = training_line(ROW, 500, 0.503, 246.4, when=0)
     assert line.split(" | ", 1)[1].split(" | ") == [
-        "  2.0%", "iteration      10/500", "loss  8.0849", "lr 2.00e-04", "grad norm   1.352", " 0 not applied", "20.5K tokens",
-        "    4,074 tokens/s", "   503 ms", "  0.0173 TFLOP/s", "  0.46 GB", "   4:06 left",
+        "iteration  10/500", "loss  8.0849", "lr 2.00e-04", "grad norm   1.352", "    4,074 tokens/s", "   4:06 left",
     ]  # fmt: skip
-    other = ROW | {"loss_scale": 65536.0, "mfu": 0.412, "z_loss": 1e-4, "grad_norm": None}
-    columns = training_line(other, 500, 0.503, 246.4, 10).split(" | ")
-    assert {"loss scale    65536", "MFU 41.2%", "z loss 1.00e-04", "grad norm     inf"} <= set(columns)
+    other = ROW | {"loss_scale": 65536.0, "mfu": 0.412, "z_loss": 1e-4, "grad_norm": None, "skipped_steps": 2}
+    columns = training_line(other, 500, 0.503, 246.4).split(" | ")
+    assert {"loss scale    65536", "MFU 41.2%", "z loss 1.00e-04", "grad norm     inf", "2 skipped steps"} <= set(
+        columns
+    )
+    details = set(training_line(ROW, 500, 0.503, 246.4, details=True).split(" | ")) - set(line.split(" | "))
+    assert {"  2.0%", "20.5K tokens", "   503 ms", "  0.0173 TFLOP/s", "  0.46 GB"} <= details
 
 
-def test_columns_stand_below_each_other() -> None:
-    late = ROW | {
-        "iteration": 10_000,
-        "lm_loss": 12.5,
-        "grad_norm": 412.125,
-        "skipped_steps": 10,
-        "consumed_tokens": 1.6e12,
-    }
+@pytest.mark.parametrize("last", [10, 500, 500_000])
+def test_a_line_fits_into_120_columns(last: int) -> None:
+    late = ROW | {"iteration": last, "lm_loss": 12.5, "grad_norm": 412.125, "tokens_per_second": 912_345.0}
+    for row in (ROW, late, late | {"skipped_steps": 0}):
+        assert len(training_line(row, last, 0.5, 35_000.0)) <= 120
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_columns_stand_below_each_other(details: bool) -> None:
+    late = ROW | {"iteration": 10_000, "lm_loss": 12.5, "grad_norm": 412.125, "consumed_tokens": 1.6e12}
     late |= {"tokens_per_second": 912_345.0, "tflops": 412.3, "memory_mb": 71_234.0}
-    lines = training_line(ROW, 10_000, 0.5, 9.0, 10), training_line(late, 10_000, 12.5, 90_000.0, 10)
+    lines = [training_line(*each, details) for each in ((ROW, 10_000, 0.5, 9.0), (late, 10_000, 12.5, 35_000.0))]
     bars = [[i for i, letter in enumerate(line) if letter == "|"] for line in lines]
     assert bars[0] == bars[1], "\n".join(lines)
 

@@ -269,3 +269,13 @@ def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> Non
     with pytest.raises(ValueError, match="give --fim-tokens PREFIX MIDDLE SUFFIX"):
         writer: Any = generate.Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
         writer.question(Gap("a", "b"))
+
+
+def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Path) -> None:
+    """Of a byte-level vocabulary, ids may stop between the three bytes of a Chinese character."""
+    question = Reader(tokenizer).question("a")
+    ids = tokenizer.encode("b春天")
+    assert answer(tokenizer, question, ids) == "b春天"
+    assert len(ids) == 7
+    for kept, text in ((6, "b春"), (5, "b春"), (4, "b春"), (3, "b"), (1, "b")):
+        assert answer(tokenizer, question, ids[:kept]) == text
