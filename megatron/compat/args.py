@@ -6,21 +6,44 @@ from typing import Any
 
 from ..config.command_line import Args
 
-NO_VALUE = "it has no value here"
 ATTRIBUTES: dict[str, Callable[["ScriptArgs"], Any]] = {
-    "args": lambda args: args,
+    "DDP_impl": lambda args: "local",
+    "adlr_autoresume": lambda args: False,
+    "args": lambda args: args,  # the tutorial writes args.args.hidden_size
     "bf16": lambda args: args.config.train.precision == "bf16",
+    "checkpoint_in_cpu": lambda args: args.offload_activations,
+    "contigious_checkpointing": lambda args: False,
+    "cpu_optimizer": lambda args: False,
+    "cpu_torch_adam": lambda args: False,
     "data_impl": lambda args: "mmap",
     "deepspeed": lambda args: True,
+    "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
     "deepspeed_config": lambda args: args.config.train.deepspeed_config,
+    "distribute_checkpointed_activations": lambda args: False,
     "distributed_backend": lambda args: "nccl" if _on_cuda() else "gloo",
+    "do_test": lambda args: args.config.train.eval_iters > 0,
+    "do_train": lambda args: args.config.train.train_iters > 0,
+    "do_valid": lambda args: args.config.train.eval_iters > 0,
     "fp16": lambda args: args.config.train.precision == "fp16",
+    "fp32_allreduce": lambda args: False,
+    "lazy_mpu_init": lambda args: None,
     "local_rank": lambda args: int(os.environ.get("LOCAL_RANK", "0")),
     "mmap_warmup": lambda args: False,
+    "override_lr_scheduler": lambda args: args.override_lr_schedule,
     "padded_vocab_size": lambda args: _padded_vocab_size(args),
+    "partition_activations": lambda args: False,
+    "profile_backward": lambda args: False,
     "rank": lambda args: int(os.environ.get("RANK", "0")),
-    "tensorboard_dir": lambda args: args.config.log.tensorboard_dir,
+    "synchronize_each_layer": lambda args: False,
+    "use_checkpoint_lr_scheduler": lambda args: not args.override_lr_schedule,
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
+}
+_SCALE = 'see "fp16" of --deepspeed-config, whose scale DeepSpeed keeps'
+# Attributes without a value: the reason, for the error.
+WITHOUT_VALUE = {
+    "adlr_autoresume_interval": "SIGTERM saves and ends a run",
+    **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),
+    "iteration": "a run counts its iterations itself; metrics.jsonl has them",
 }
 
 
@@ -30,6 +53,8 @@ class ScriptArgs(Args):
     def __getattr__(self, name: str) -> Any:
         if name in ATTRIBUTES:
             return ATTRIBUTES[name](self)
+        if name in WITHOUT_VALUE:
+            raise AttributeError(f"args.{name} has no value here: {WITHOUT_VALUE[name]}")
         return super().__getattr__(name)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.compat import names
+from megatron.compat.args import WITHOUT_VALUE, ScriptArgs
 from megatron.compat.fp16 import fp16_to_fp32, fp32_to_fp16
 from megatron.compat.masks import (
     T5Masks,
@@ -21,6 +22,7 @@ from megatron.compat.masks import (
     refuse_other_positions,
     t5_documents,
 )
+from megatron.config.command_line import parse
 from megatron.model.masks import document_mask, no_documents
 from megatron.utils import get_ltor_masks_and_position_ids
 from tests.support import ROOT
@@ -48,6 +50,20 @@ def test_every_name_is_here_or_names_its_counterpart() -> None:
             shown = {f"`{each}`" for each in (name, module, f"{module}.{name}")}
             assert all(any(each in page for each in shown) for page in pages), (module, name)
     assert here > 100
+
+
+def test_every_setting_that_the_original_reads_has_a_value_or_a_reason() -> None:
+    args = ScriptArgs(parse(["--vocab-size", "3000"]))
+    for name in (ROOT / "tests/original/args.txt").read_text().split():
+        if name in WITHOUT_VALUE:
+            with pytest.raises(AttributeError, match=f"args.{name} has no value here"):
+                getattr(args, name)
+        else:
+            getattr(args, name)
+    assert args.args.hidden_size == args.hidden_size
+    assert (args.fp16, args.padded_vocab_size, args.data_impl) == (False, 3072, "mmap")
+    with pytest.raises(AttributeError, match="num_layers"):
+        args.num_layer  # noqa: B018
 
 
 def test_names_are_found_without_torch() -> None:
