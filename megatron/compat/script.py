@@ -81,11 +81,13 @@ class ScriptTask(FunctionsTask):
         self._count: Callable[[Batch, Config], Tensor] | None = None
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
+        """Return the tokenizer, for a T5 with padding and sentinels."""
         if self.family != "t5":
             return tokenizer
         return ScriptTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
+        """Return the data sets that the provider makes for the numbers of samples of the run, and no notes."""
         provider: Any = self.datasets_provider
         datasets = provider(numbers_of_samples(config, dist.get_world_size()))
         self._count = _counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None

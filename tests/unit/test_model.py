@@ -112,12 +112,14 @@ def test_the_masks_of_the_original_say_where_nobody_may_look(flags: tuple[bool, 
 
 
 @pytest.mark.parametrize("recompute", [[], ["--checkpoint-activations"]])
-def test_a_mask_in_the_place_of_document_ids_is_refused(recompute: list[str]) -> None:
-    model = GPT2Model(config(*recompute))
+def test_a_mask_in_the_place_of_document_ids(recompute: list[str]) -> None:
+    """A causal one is taken and changes nothing; another one is refused."""
+    model = GPT2Model(config(*recompute)).eval()
     tokens = torch.zeros(2, 5, dtype=torch.long)
     mask, _, position_ids = get_ltor_masks_and_position_ids(tokens, EOD, False, False, False)
-    for wrong in (mask, mask.float(), torch.ones(2, 5, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="not a mask, .*get_ltor_documents_and_position_ids gives what GPT-2"):
+    assert torch.equal(model(tokens, position_ids, mask), model(tokens, position_ids))
+    for wrong in (~mask, mask.float(), torch.ones(2, 5, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="get_ltor_documents_and_position_ids"):
             model(tokens, position_ids, wrong)
 
 
