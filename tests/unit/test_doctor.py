@@ -120,6 +120,9 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(machine.packages())
     assert [each.state for each in found] == ["failed", "failed", "warning"]
     assert found[0].remedy.startswith("pip install") and found[1].words == "0.16.9 is too old"
+    for release, state in (("0.18.9", "failed"), ("0.19.0", "ok"), ("0.19.99", "warning"), ("0.20.0", "failed")):
+        monkeypatch.setattr(machine.importlib.metadata, "version", lambda name, release=release: release)
+        assert {each.check: each.state for each in machine.packages()}["deepspeed"] == state, release
     assert machine.version_key("2.13.0+cpu") == (2, 13, 0) > machine.version_key("2.6")
 
 
