@@ -1,15 +1,23 @@
 """A file or a folder appears whole under its name, or not at all: it is written under a temporary name, then renamed."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_TOKEN = secrets.token_hex(4)
+
+
+def process_name() -> str:
+    """Return a name that no other process has. A process id is not enough: each container counts from 1."""
+    return f"{os.getpid()}-{_TOKEN}"
+
 
 def temporary_name(path: Path) -> Path:
-    """Next to `path`, and of this process only."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Return a path next to `path` that only this process uses."""
+    return path.with_name(f"{path.name}.{process_name()}.tmp")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-LAUNCHER = "TDS_LAUNCHER"  # its process id, by tools/launch.py
+LAUNCHER = "TDS_LAUNCHER"  # set by tools/launch.py to its process id and its PID namespace
 THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # torchrun's and deepspeed's, whose ranks are their children
 POLL_SECONDS = 0.5
 
@@ -37,10 +37,28 @@ def started(pid: int) -> str | None:
     return None if fields[0] in ("Z", "X") else fields[19]  # it has ended, and nobody has asked how
 
 
+def process_table() -> str:
+    """Return which table of processes this process sees: the boot of its kernel and its PID namespace.
+
+    Containers on one host may share its name, and each counts its processes from 1. "" where /proc does not tell, or
+    where it shows another table than that of this process.
+    """
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def _is_gone() -> Callable[[], bool] | None:
     """What tells whether the launcher of this process is gone; None where no launcher started it."""
     if LAUNCHER in os.environ:
-        pid = int(os.environ[LAUNCHER])
+        number, _, namespace = os.environ[LAUNCHER].partition(" ")
+        if namespace and namespace != process_table().partition(" ")[2]:
+            return None  # the launcher is in another container, where its process cannot be looked up
+        pid = int(number)
         begun = started(pid)
         return lambda: begun is None or started(pid) != begun
     if not any(name in os.environ for name in THEIRS):

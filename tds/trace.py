@@ -9,6 +9,7 @@ The clocks of the ranks are compared in align.py; timeline.py reads what is writ
 import functools
 import json
 import os
+import secrets
 import sys
 import time
 from collections import deque
@@ -155,7 +156,7 @@ class Tracer:
         ]
         events += [_event(each, rank, number) for number, pieces in self.pieces(wait) for each in pieces]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.tmp")
         content = {"traceEvents": events, "otherData": {**self.about, "clock": self.clock}}
         aside.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
         os.replace(aside, self.path)

@@ -134,6 +134,13 @@ def final_if_refused() -> None:
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
+def _pid_namespace() -> str:
+    """Return the name of the namespace in which the process id of this launcher means something."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
 def _several(args: Any) -> bool:
     """Whether the run has more nodes than this one."""
     return str(args.nnodes) not in ("1", "1:1")
@@ -178,7 +185,7 @@ def main(argv: list[str]) -> int:
     # One thread a rank unless the user says otherwise: ranks share the cores of this machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or stacks of C++ stand between what the ranks say
-    os.environ["TDS_LAUNCHER"] = str(os.getpid())  # with which the ranks end
+    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()  # ranks end with this process
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     warnings.simplefilter("ignore")
     from torch.distributed import DistError

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ..atomic import process_name
 from .indexed_dataset import CODES, HEADER, MAGIC, VERSION
 
 BLOCK = 1 << 26  # bytes of a .bin under one checksum
@@ -39,7 +40,7 @@ class IndexedDatasetBuilder:
     ) -> None:
         self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        suffix = suffix or f"{os.getpid()}.tmp"
+        suffix = suffix or f"{process_name()}.tmp"
         self._names = {part: f"{self.prefix}.{part}.{suffix}" for part in ("bin", "sizes", "documents", "idx")}
         sizes = (state["bytes"], 4 * state["sequences"], 8 * state["documents"]) if state else (None,) * 3
         digests = state["digests"] if state else (None,) * 3

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import whole_file
+from ..atomic import temporary_name, whole_file
 
 AT_ONCE = 1 << 20  # numbers handled at once outside of a map
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
@@ -88,7 +87,7 @@ def _alone(name: str) -> Iterator[None]:
 
 def _made(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[str, NDArray[Any]]], None]) -> Path:
     for path in places:
-        temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+        temporary = temporary_name(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,7 +250,7 @@ def test_run_locks(tmp_path: Path) -> None:
     assert found.state == "failed" and f"process {os.getpid()}" in found.words and "another --run-dir" in found.remedy
     held.release()
     assert only(run_dir.lock(tmp_path), "run lock").state == "ok"
-    gone = Holder(socket.gethostname(), os.getpid(), "another start", "then")
+    gone = replace(Holder.here(), started="another start")
     (tmp_path / "run.lock").write_text(json.dumps(gone.__dict__))
     assert only(run_dir.lock(tmp_path), "run lock").state == "warning"
     (tmp_path / "run.lock").write_text("{")

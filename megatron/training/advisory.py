@@ -1,0 +1,69 @@
+"""Advisory locks (`flock`), which the kernel drops with the process that holds them, and whether their absence proves anything."""
+
+import fcntl
+import os
+from pathlib import Path
+
+# File systems that one kernel mounts at a time, so that a lock is seen by whoever can see the file. Network and virtual
+# file systems may keep locks on each machine by itself.
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
+_held: set[int] = set()
+
+
+def hold(handle: int) -> bool:
+    """Lock an open file until `drop` or the end of this process; False where the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    _held.add(handle)
+    return True
+
+
+def drop(handle: int) -> None:
+    """Close the file, which drops the lock if there is one."""
+    _held.discard(handle)
+    os.close(handle)
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether some process holds a lock on the file; None if it cannot be found out."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return False
+
+
+def is_local(path: Path) -> bool:
+    """Whether the file lies on a file system that no other machine can mount meanwhile."""
+    there = path.resolve()
+    kind, longest = "", -1
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # a space is written as \040
+        if (mount == there or mount in there.parents) and len(mount.parts) >= longest:
+            kind, longest = after.split()[0], len(mount.parts)
+    return kind in LOCAL
+
+
+def _forget_in_child() -> None:
+    """Close inherited copies: a forked worker that outlives the run must not keep its lock."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
