@@ -29,6 +29,7 @@ from .boundary import Boundary, BoundaryError
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
 from .launched import end_with_launcher, meet_again
+from .lines import say
 from .measure import check_scale_of_fp16
 from .plain import PlainEngine
 from .recorder import record_collectives
@@ -53,7 +54,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         check_scale_of_fp16(made[0])
     notes += [f"warning: {outside}"] if outside else []
     if notes and made[0].global_rank == 0:
-        print("\n".join(notes), flush=True)
+        say("\n".join(notes))
     return made
 
 

@@ -1,7 +1,6 @@
 """The pipeline engine: it interprets a schedule; every instruction is one short method.
 
-Built on DeepSpeed's own engine, of which it keeps the optimizer wrappers, gradient reduction,
-checkpoints and monitors, and replaces the step: what is loaded, computed, sent and averaged.
+Optimizer wrappers, gradient reduction, checkpoints and monitors are those of DeepSpeed's engine; the step is replaced.
 """
 
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from .borders import open_borders
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
+from .lines import say
 from .losses import Losses
 from .measure import check_factor
 from .memory import alias, given_up_grad, handed
@@ -99,7 +99,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         if line:
             timer.elapsed(reset=True)
             if self.global_rank == 0:
-                print(line, flush=True)
+                say(line)
         return self.agg_train_loss
 
     def _train_step(self) -> None:

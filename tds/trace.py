@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import secrets
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .lines import say
 
 LAST = 50  # iterations that are kept where nobody says which
 EVERY = 50  # iterations between two writes
@@ -145,7 +146,7 @@ class Tracer:
         try:
             self.write(wait)
         except (OSError, RuntimeError, MemoryError) as error:
-            print(f"warning: the timeline {self.path} cannot be written: {error}", file=sys.stderr, flush=True)
+            say(f"warning: the timeline {self.path} cannot be written: {error}", error=True)
 
     def write(self, wait: bool = True) -> None:
         """The file of this rank, whole or not at all. wait: for the device; else what it has not done is left out."""

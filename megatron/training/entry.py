@@ -19,10 +19,13 @@ from ..ranks import device as device_module
 from ..ranks.errors import RunError, complaint, exit_now
 from ..ranks.initialize import world_size
 from ..ranks.signals import INTERRUPTED, signals_as_before
+from ..streams import guarded
 from .inputs import MissingInputs, refuse_missing
 from .loop import train
 from .setup import set_up
 from .task import Task, check_task
+
+CONTINUES = "training continues, and metrics.jsonl has the numbers"
 
 
 def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> None:
@@ -34,7 +37,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
     code = 2
-    with signals_as_before():
+    with guarded(CONTINUES, "stdout", "stderr"), signals_as_before():
         try:
             check_task(task, "datasets", "model", "batch")
             config = parse(argv, task.defaults, world_size(), _tell)
