@@ -28,7 +28,7 @@ from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
-from .launched import end_with_launcher, meet_again
+from .launched import end_with_launcher, meet_again, refuse_impossible_ranks
 from .lines import say
 from .measure import check_scale_of_fp16
 from .plain import PlainEngine
@@ -61,6 +61,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
     """`deepspeed.init_distributed` with the backend of the device at hand (gloo on a CPU)."""
     _deepspeed.refuse_other_releases(_ds.__version__)
+    refuse_impossible_ranks()
     end_with_launcher()
     record_collectives()
     _deepspeed.prepare()

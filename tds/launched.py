@@ -5,6 +5,7 @@ Only where a launcher says that it is one: a process started by hand, under nohu
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -50,6 +51,26 @@ def process_table() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+class ImpossibleRanks(ValueError):
+    """The environment says of this process what no launcher says."""
+
+
+def refuse_impossible_ranks() -> None:
+    """Raise ImpossibleRanks for numbers of ranks in the environment that no launcher sets; ranks would wait for each other in vain."""
+    for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        given = {key: os.environ[key] for key in (name, total) if os.environ.get(key)}
+        for key, text in given.items():
+            if not re.fullmatch(r"[0-9]{1,9}", text) or (key == total and not int(text)):
+                raise ImpossibleRanks(
+                    f"{key}={text[:40]} in the environment is no number of ranks: unset it, or start a launcher"
+                )
+        if len(given) == 2 and int(given[name]) >= int(given[total]):
+            raise ImpossibleRanks(
+                f"{name}={given[name]} in the environment is beyond {total}={given[total]}: ranks count from 0, so the last one is "
+                f"{int(given[total]) - 1}"
+            )
 
 
 def _is_gone() -> Callable[[], bool] | None:

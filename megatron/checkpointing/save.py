@@ -1,5 +1,6 @@
 """Saving: every rank writes its share, at once or in the background, and rank 0 makes the whole of it valid."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -28,6 +29,7 @@ from .state import TrainState
 from .stream import Entry, Slot, StreamWriter, write_entries
 from .whole import check_whole
 
+SLOW_SECONDS = 300.0  # a large share on a slow disk takes as long; a note does no harm then
 Place = dict[str, Any]  # of a piece in its whole: dim, begin, end, shape
 
 
@@ -60,6 +62,23 @@ def index_text(
         "tensors": tensors,
     }
     return json.dumps(content, indent=1)
+
+
+@contextlib.contextmanager
+def named_if_slow(path: Path) -> Iterator[None]:
+    """Around the writing of `path`: print a note when it has taken `SLOW_SECONDS`, as on a disk that does not answer."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    words = (
+        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if its disk does not answer, the checkpoint is never "
+        f"valid, and the next save waits for it"
+    )
+    timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class SaveError(RunError):
@@ -143,7 +162,8 @@ class Saver:
 
     def _write(self, path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> None:
         try:
-            self._report = _write_share(path, parts, values)
+            with named_if_slow(path):
+                self._report = _write_share(path, parts, values)
         except Exception as error:
             self._problem = _named(error)
 
@@ -175,7 +195,8 @@ class Saver:
                 text = index_text(
                     config=self.config, fingerprint=self.fingerprint, tensors=tensors, rng_seed=seed, **content
                 )
-                publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
+                with named_if_slow(final):
+                    publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
 
         self._guard(make_valid, temporary)
         print_rank_0(f"saved {final}")
