@@ -1,4 +1,4 @@
-"""What is wrong with a JSON text that people wrote or edited, in a sentence with the line."""
+"""Descriptions of mistakes in JSON that people wrote or edited, with the line."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ def describe_json(text: str, error: ValueError) -> str:
 def _describe_syntax(error: JSONDecodeError) -> str:
     """Return the line and the mistake; mistakes that people often make have words of their own."""
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    if after.startswith(","):  # where Python 3.13 stands; those before it stand after the comma
+    if after.startswith(","):  # Python 3.13 stops here, older ones stop after the comma
         before, after = f"{before},", after[1:].lstrip()
     if before.endswith(",") and after[:1] in ("}", "]"):
         return f"line {before.count(chr(10)) + 1}: JSON has no comma before a closing {after[0]}"

@@ -1,6 +1,6 @@
 """Standard output and standard error of a run or a tool, which may fail while the work must not.
 
-Their reader may go away (`| head`, a closed ssh session), the disk behind them may fill, and they may be closed from
+Their reader may go away (`| head`, a closed ssh session), their disk may be full, and they may be closed from
 the start.
 """
 

@@ -46,7 +46,7 @@ def default_store() -> Any:
 
 
 def can_split(group: Any, device: torch.device) -> bool:
-    """Whether groups may be cut out of the communicator that `group` has on `device`."""
+    """Return whether groups may be split off the communicator that `group` has on `device`."""
     return bool(group._get_backend(device).supports_splitting)
 
 

@@ -62,7 +62,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         self.schedule = checked_schedule(self, settings, self._chunks)
         if self._deepspeed_reduces():
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
-        self._planned: tuple[Any, list[Instruction]] | None = None  # with the settings it was made for
+        self._planned: tuple[Any, list[Instruction]] | None = None
         self._borders = open_borders(self.grid, self.device, self._chunks)
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))

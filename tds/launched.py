@@ -41,7 +41,7 @@ def started(pid: int) -> str | None:
 def process_table() -> str:
     """Return which table of processes this process sees: the boot of its kernel and its PID namespace.
 
-    Containers on one host may share its name, and each counts its processes from 1. "" where /proc does not tell, or
+    Containers on one host may share its name, and each counts its processes from 1. "" where /proc is missing, or
     where it shows another table than that of this process.
     """
     try:

@@ -1,4 +1,4 @@
-"""Lines for people, which must not end what they tell of."""
+"""Lines for people, which must never end the work."""
 
 import contextlib
 import sys

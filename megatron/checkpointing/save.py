@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron.atomic import remove
 from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.model.layers import global_parameters
@@ -132,7 +133,7 @@ class Saver:
 
         def prepare() -> None:
             if is_rank_0():
-                shutil.rmtree(temporary, ignore_errors=True)
+                remove(temporary)
                 temporary.mkdir(parents=True)
 
         self._guard(prepare, temporary)
@@ -241,7 +242,7 @@ def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config,
 def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fingerprint: str) -> None:
     """A checkpoint of whole weights from elsewhere, before any training: one process, one tensor at a time."""
     temporary = _temporary(final)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir(parents=True)
     name = "weights.safetensors"
     try:

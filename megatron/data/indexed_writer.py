@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import process_name
+from ..atomic import naming, process_name
 from .indexed_dataset import CODES, HEADER, MAGIC, VERSION
 
 BLOCK = 1 << 26  # bytes of a .bin under one checksum
@@ -168,7 +168,8 @@ class _Log:
             raise ValueError(f"{path} is not what was written (SHA-256 differs): it is damaged")
 
     def write(self, content: bytes) -> None:
-        self._file.write(content)
+        with naming(self.path):
+            self._file.write(content)
         self.size += len(content)
         self._hash(content)
 
@@ -191,8 +192,9 @@ class _Log:
         return hashlib.sha256("".join(self.checksums()).encode()).hexdigest()
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def blocks(self) -> Any:
         """The content from the front, some megabytes at a time."""

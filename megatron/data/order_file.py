@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import temporary_name, whole_file
+from ..atomic import own_folder, temporary_name, whole_file
 
 AT_ONCE = 1 << 20  # numbers handled at once outside of a map
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
@@ -62,12 +61,8 @@ def remove(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def scratch() -> Path:
-    """A folder of this user on this machine. Raises ValueError if somebody else has made it."""
-    path = Path(tempfile.gettempdir()) / f"sample-orders-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise ValueError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
-    return path
+    """Return a folder of this user on this machine. Raises ValueError if others could have put files there."""
+    return own_folder("sample-orders")
 
 
 def _is_whole(path: Path, size: int) -> bool:

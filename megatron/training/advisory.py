@@ -4,8 +4,8 @@ import fcntl
 import os
 from pathlib import Path
 
-# File systems that one kernel mounts at a time, so that a lock is seen by whoever can see the file. Network and virtual
-# file systems may keep locks on each machine by itself.
+# File systems that one kernel mounts at a time, so every process that sees the file sees the lock. Network
+# and virtual file systems may keep the locks of each machine separately.
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
 _held: set[int] = set()
 
@@ -27,7 +27,7 @@ def drop(handle: int) -> None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether some process holds a lock on the file; None if it cannot be found out."""
+    """Return whether some process holds a lock on the file, None if that is unknown."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -44,7 +44,7 @@ def is_held(path: Path) -> bool | None:
 
 
 def is_local(path: Path) -> bool:
-    """Whether the file lies on a file system that no other machine can mount meanwhile."""
+    """Return whether no other machine can mount the file system of this file."""
     there = path.resolve()
     kind, longest = "", -1
     try:

@@ -55,13 +55,13 @@ class Holder:
         return mine == theirs
 
     def is_visible(self, me: "Holder") -> bool:
-        """Whether `me` can look the process up: on the same machine, since the same boot, in the same PID namespace."""
+        """Return whether `me` can look the process up: same machine, same boot, same PID namespace."""
         return bool(self.table) and (self.host, self.table) == (me.host, me.table)
 
     def is_gone(self, me: "Holder", path: Path) -> bool:
-        """Whether `me` can tell that the process, which holds `path`, has ended.
+        """Return whether `me` knows that the process, which holds `path`, has ended.
 
-        It can if it sees the process, if that was in an earlier start of this SLURM job, or if the advisory lock is free
+        It knows if it sees the process, if that was in an earlier start of this SLURM job, or if the advisory lock is free
         although every process that can open the file would see it.
         """
         if self.is_visible(me):
@@ -73,7 +73,7 @@ class Holder:
         return self.advisory and locks_are_seen and advisory.is_held(path) is False
 
     def is_alive(self, me: "Holder", path: Path) -> bool:
-        """Whether `me` knows that the process lives; neither this nor `is_gone` holds if nothing is known."""
+        """Return whether `me` knows that the process lives. If nothing is known, this and `is_gone` are both False."""
         if self.is_visible(me):
             return not self.is_gone(me, path)
         return self.advisory and self._same_kernel(me) and bool(advisory.is_held(path))
@@ -99,7 +99,7 @@ class RunLock:
         self.path, self.notes = folder / NAME, list[str]()
         self._way_out = "another --save" if what == CHECKPOINTS else "another --run-dir"
         self._me, self._made = Holder.here(), list[Path]()
-        self._handle: int | None = None  # of the advisory lock
+        self._handle: int | None = None  # holds the advisory lock while it is open
         try:
             self._make_folders(folder)
             self._take(override, time.monotonic() + PATIENCE)
@@ -146,7 +146,7 @@ class RunLock:
         except FileExistsError:
             return False
         try:
-            # Before the file says so: whoever reads this holder finds the lock held as long as the process lives.
+            # Lock first: a process that reads this holder must find the lock held.
             me = replace(self._me, advisory=advisory.hold(handle))
             os.write(handle, json.dumps(asdict(me)).encode())
             os.fsync(handle)

@@ -51,7 +51,7 @@ def _measured(zero: int, precision: str, fault: str) -> list[str]:
     """Return what the measurement says of a plain engine and of a pipeline's road, with a fault put into DeepSpeed."""
     patch = pytest.MonkeyPatch()
     measure._right.clear()
-    if fault == "accumulation":  # as in DeepSpeed 0.17.0 to 0.18.2
+    if fault == "accumulation":  # DeepSpeed 0.17.0 to 0.18.2 did this
         patch.setattr(DeepSpeedEngine, "backward", _times(2))
     elif fault == "replicas":
         patch.setattr(Zero12Optimizer, "gradient_average", property(lambda _: False, lambda *_: None), raising=False)

@@ -1,4 +1,4 @@
-"""Files and environments that nobody writes on purpose: each gets one sentence that names it, and nothing waits for ever."""
+"""Damaged or malicious files and environments: each gets one sentence that names it, and nothing waits for ever."""
 
 import json
 import os

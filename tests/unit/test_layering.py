@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "megatron.mpu.mesh": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
     "megatron.data": {"megatron.atomic"},
+    "megatron.data.workers": {"data_utils"},
     "megatron.kernels": {"megatron.config", "megatron.ranks.device"},
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
