@@ -1,7 +1,10 @@
 """Advisory locks (`flock`), which the kernel drops with the process that holds them, and whether their absence proves anything."""
 
+import contextlib
 import fcntl
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 # File systems that one kernel mounts at a time, so every process that sees the file sees the lock. Network
@@ -12,12 +15,17 @@ _held: set[int] = set()
 
 def hold(handle: int) -> bool:
     """Lock an open file until `drop` or the end of this process; False where the file system has no locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    _held.add(handle)
-    return True
+    for _ in range(20):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)  # another process asks whether it is held, which takes microseconds
+        except OSError:
+            return False
+        else:
+            _held.add(handle)
+            return True
+    return False
 
 
 def drop(handle: int) -> None:
@@ -26,21 +34,29 @@ def drop(handle: int) -> None:
     os.close(handle)
 
 
-def is_held(path: Path) -> bool | None:
-    """Return whether some process holds a lock on the file, None if that is unknown."""
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[bool | None]:
+    """Hold the lock of a file while inside: True. False if another process holds it, None if there are no locks or no file."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
-        return None
+        yield None
+        return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
+        mine: bool | None = True
+    except OSError as error:
+        mine = False if isinstance(error, BlockingIOError) else None
+    try:
+        yield mine
     finally:
         os.close(handle)
-    return False
+
+
+def is_held(path: Path) -> bool | None:
+    """Return whether some process holds a lock on the file, None if that is unknown."""
+    with exclusive(path) as mine:
+        return None if mine is None else not mine
 
 
 def is_local(path: Path) -> bool:

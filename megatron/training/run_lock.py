@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,11 @@ class Holder:
         return self.advisory and locks_are_seen and advisory.is_held(path) is False
 
     def is_alive(self, me: "Holder", path: Path) -> bool:
-        """Return whether `me` knows that the process lives. If nothing is known, this and `is_gone` are both False."""
+        """Return whether `me` knows that the process lives, given that it does not know that it has ended (`is_gone`)."""
         if self.is_visible(me):
-            return not self.is_gone(me, path)
-        return self.advisory and self._same_kernel(me) and bool(advisory.is_held(path))
+            return True
+        # Not gone, so its lock was held a moment ago; it may be free by now if another process was only asking.
+        return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:
         return bool(self.table) and self.table.split()[0] == me.table.partition(" ")[0]
@@ -132,9 +133,11 @@ class RunLock:
 
     def _take_over(self, holder: Holder, text: str | None, override: bool, deadline: float) -> None:
         """Remove the lock of a process that has ended. Raises RunLockedError for one that lives, or may live."""
-        gone, alive = holder.is_gone(self._me, self.path), holder.is_alive(self._me, self.path)
+        gone = holder.is_gone(self._me, self.path)
+        alive = not gone and holder.is_alive(self._me, self.path)
         if gone or (override and not alive):
-            if self._remove(text):
+            late = time.monotonic() > deadline  # then a child that the process has left behind holds its advisory lock
+            if self._remove(text, force=override or late):
                 why = "has ended without a word" if gone else "may live, as --override-lock says it does not"
                 self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
         elif not alive or time.monotonic() > deadline:
@@ -163,18 +166,25 @@ class RunLock:
         except FileNotFoundError:
             return None
 
-    def _remove(self, judged: str | None) -> bool:
-        """Clear away the lock that was looked at; False if by now it is somebody else's, who was faster."""
-        aside = self.path.with_name(f"{NAME}.{process_name()}.tmp")
-        try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
-            return False
-        if aside.read_text(encoding="utf-8", errors="replace") != judged:
-            os.rename(aside, self.path)
-            return False
-        aside.unlink()
-        return True
+    def _remove(self, judged: str | None, force: bool) -> bool:
+        """Remove the lock whose content was `judged`; False if by now another process has taken it over, or is doing so.
+
+        force: remove it even if its advisory lock is held.
+        """
+        with advisory.exclusive(self.path) as mine:
+            # Of several processes that found one lock, only one removes it, and none removes the lock that it makes next.
+            if (mine is False and not force) or (mine and self._read() != judged):
+                return False
+            aside = self.path.with_name(f"{NAME}.{process_name()}.tmp")
+            try:
+                os.rename(self.path, aside)
+            except FileNotFoundError:
+                return False
+            if aside.read_text(encoding="utf-8", errors="replace") != judged:
+                os.rename(aside, self.path)
+                return False
+            aside.unlink()
+            return True
 
     def keep(self) -> None:
         """The run has begun: what was made for it stays."""
@@ -206,10 +216,11 @@ def holder_of(path: Path) -> Holder | None:
 def _parse(text: str | None) -> Holder | None:
     try:
         content: dict[str, Any] = json.loads(text or "")
-        holder = Holder(**content)
+        known = {each.name for each in fields(Holder)}
+        holder = Holder(**{key: value for key, value in content.items() if key in known})  # newer versions know more
         sound = isinstance(holder.pid, int) and holder.pid > 0
         return holder if sound and isinstance(holder.table, str) and isinstance(holder.job, str) else None
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return None
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,8 +94,10 @@ CONTAINER = [
     "--mount-proc",
 ]
 HOLD = """
-import sys, time
+import sys, time, types
 from pathlib import Path
+sys.modules["tds"] = package = types.ModuleType("tds")  # without its __init__, whose imports take seconds
+package.__path__ = ["tds"]
 from megatron.training import run_lock
 run_lock.PATIENCE = 0.3
 try:
@@ -164,6 +168,34 @@ def test_a_lock_from_before_a_restart_of_the_machine(
     assert "took over" in RunLock(tmp_path, override=True).notes[0]
 
 
+def _start_at_once(folder: str, barrier: Any) -> None:
+    barrier.wait()
+    try:
+        lock = RunLock(Path(folder))
+    except RunLockedError:
+        return
+    time.sleep(60)  # holds it until the test ends this process
+    lock.release()
+
+
+@pytest.mark.parametrize("table", ["the same", "of another container"])
+def test_of_several_that_start_at_once_one_takes_a_stale_lock_over(tmp_path: Path, table: str) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(6)
+    here = Holder.here().table
+    held_by(tmp_path, pid=2**22 - 1, table=here if table == "the same" else here.split()[0] + " pid:[1]", advisory=True)
+    started = [context.Process(target=_start_at_once, args=(str(tmp_path), barrier)) for _ in range(6)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(3)
+    found = [each.is_alive() for each in started]
+    for each in started:
+        each.kill()
+        each.join()
+    assert found.count(True) == 1, "one holds it, the others were refused"
+
+
 def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
     """It names no process table, so nothing is known of its process."""
     old = {"host": socket.gethostname(), "pid": 2**22 - 1, "started": "1", "since": "noon", "job": ""}
@@ -232,9 +264,9 @@ def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     held_by(tmp_path, pid=2**22 - 1, started="1")
     honest = RunLock._remove
 
-    def late(self: RunLock, judged: str | None) -> bool:
+    def late(self: RunLock, judged: str | None, force: bool) -> bool:
         held_by(tmp_path, host="elsewhere")
-        return honest(self, judged)
+        return honest(self, judged, force)
 
     monkeypatch.setattr(RunLock, "_remove", late)
     with pytest.raises(RunLockedError, match="in use by process .* on elsewhere"):
