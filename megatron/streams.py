@@ -28,6 +28,8 @@ class Guarded:
         """Write `text`, or lose it."""
         try:
             self._stream.write(text)
+        except UnicodeEncodeError as error:  # of LANG=C and the like
+            return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError) as error:
             self._report(error)
             return len(text)

@@ -26,7 +26,15 @@ from .plain import PlainEngine
 SIZE = 64
 GRADIENT = 2.0**-10  # small enough for fp16 with the loss scale of `_settings`
 TOLERANCE = 0.02  # bf16 has 8 bits, and a wrong factor is 2 or more
-COPIED = "bf16", "torch_autocast", "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"  # fmt: skip
+COPIED = (
+    "bf16",
+    "data_types",
+    "torch_autocast",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+)
 COPIED_OF_ZERO = "reduce_scatter", "contiguous_gradients", "overlap_comm", "round_robin_gradients"
 _right: set[str] = set()
 

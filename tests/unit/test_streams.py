@@ -54,6 +54,14 @@ def test_what_fails_again_after_it_was_written_is_named_again(monkeypatch: pytes
     assert (bad.getvalue(), good.getvalue().count("note: ")) == ("written", 2)
 
 
+def test_a_stream_without_an_encoding_for_a_character_gets_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    stream = Guarded("stdout", io.TextIOWrapper(raw, encoding="ascii"), "training continues")
+    stream.write("saved 词")
+    stream.flush()
+    assert raw.getvalue() == b"saved \\u8bcd"
+
+
 def test_both_streams_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Failing())
     monkeypatch.setattr(sys, "stderr", None)
