@@ -69,10 +69,12 @@ def flash_on_cpu_backward(
 
 
 def assert_later(condition: Tensor, words: str) -> None:
-    """Let the device stop with these words where not all of `condition` holds; the host does not wait. Nothing where torch cannot."""
+    """Let the device stop with these words where not all of `condition` holds; the host does not wait."""
     check = getattr(torch, "_assert_async", None)
     if check is not None:
         check(condition.all(), words)
+    elif not condition.all():  # the host waits, which is slower and as right
+        raise RuntimeError(words)
 
 
 def base_of(tensor: Tensor) -> Tensor:
