@@ -298,6 +298,8 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except ValueError:  # Python reads no number of more than 4300 digits
+        raise ValueError("JSON with a number of thousands of digits") from None
     except RecursionError:
         raise ValueError("not JSON that anybody writes (nested too deep)") from None
     if callable(keys):

@@ -10,6 +10,7 @@ from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
 from .on_ray import ordered_map_on_ray
+from .tracker import start_tracker
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -48,6 +49,7 @@ def ordered_map(
         start(*settings)
         yield from map(work, items)
         return
+    start_tracker()
     under_way: deque[Future[Result]] = deque()
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (start, settings)) as pool:
         try:

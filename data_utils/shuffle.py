@@ -22,7 +22,12 @@ def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "wb")) for path in paths]
             for line in lines:
-                files[rng.randrange(piles)].write(line)
+                file = files[rng.randrange(piles)]
+                try:
+                    file.write(line)
+                except OSError as error:  # a full disk
+                    error.filename = scratch
+                    raise
         for path in paths:
             pile = path.read_bytes().splitlines(keepends=True)
             os.unlink(path)

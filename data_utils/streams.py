@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+MOST = 1 << 20  # decompressed bytes at a time
+MOST_OF_XZ = 1 << 30  # memory for the dictionary of an .xz, whose header asks for it
 NEVER = b"\xff"  # stands in no UTF-8: marks what the encoding of the file does not allow
 
 
@@ -33,36 +35,70 @@ class BadLine(NamedTuple):
 class _Frames(io.RawIOBase):
     """A compressed file of one or more streams; unlike the libraries' own readers it notices what is cut short or no stream.
 
-    new: makes what decompresses one stream. padding: bytes that may stand between streams.
+    It holds `MOST` decompressed bytes at a time, however small the file is. new: makes the decompressor of one stream, with
+    the interface of `bz2.BZ2Decompressor`. padding: bytes that may stand between streams. at_once: bytes that are read.
     """
 
-    def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"") -> None:
-        self._new, self._padding = new, padding
+    def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"", at_once: int = 1 << 14) -> None:
+        self._new, self._padding, self._at_once = new, padding, at_once
         self._file = open(path, "rb")  # noqa: SIM115  # closed in close()
         self._frame: Any = None
-        self._held = b""
+        self._raw = b""  # compressed bytes that no decompressor has taken
+        self._held = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._held:
-            raw = self._file.read(1 << 14)
-            if not raw:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle")
+            if not self._decompress():
                 return 0
-            while raw := raw if self._frame else raw.lstrip(self._padding):
-                frame = self._frame or self._new()
-                self._held += frame.decompress(raw)
-                raw, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
         count = min(len(buffer), len(self._held))
         buffer[:count], self._held = self._held[:count], self._held[count:]
         return count
 
+    def _decompress(self) -> bool:
+        """Decompress some bytes, perhaps none; False at the end of the file. Raises EOFError for a stream that is cut short."""
+        raw = b""
+        if self._frame is None or self._frame.needs_input:
+            raw, self._raw = self._raw or self._file.read(self._at_once), b""
+            if not raw and self._frame is not None:
+                raise EOFError("it ends in the middle")
+            if not raw:
+                return False
+        if self._frame is None:
+            raw = raw.lstrip(self._padding)
+            if not raw:
+                return True
+            self._frame = self._new()
+        self._held = memoryview(self._frame.decompress(raw, MOST))
+        if self._frame.eof:
+            self._raw, self._frame = self._frame.unused_data, None
+        return True
+
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+class _Zst:
+    """zstandard's decompressor with the interface of Python's, which bounds nothing: 256 bytes make 8 MB at most."""
+
+    needs_input = True
+
+    def __init__(self, new: Callable[[], Any]) -> None:
+        self._frame = new()
+
+    def decompress(self, raw: bytes, most: int) -> bytes:
+        return bytes(self._frame.decompress(raw))
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._frame.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._frame.unused_data)
 
 
 def _zst(path: str) -> _Frames:
@@ -70,12 +106,12 @@ def _zst(path: str) -> _Frames:
         import zstandard
     except ImportError:
         raise InputError(f"{path} needs the package zstandard: pip install zstandard") from None
-    return _Frames(path, zstandard.ZstdDecompressor().decompressobj)
+    return _Frames(path, lambda: _Zst(zstandard.ZstdDecompressor().decompressobj), at_once=1 << 8)
 
 
 _FRAMES: dict[str, Callable[[str], _Frames]] = {
     ".bz2": lambda path: _Frames(path, bz2.BZ2Decompressor),
-    ".xz": lambda path: _Frames(path, lzma.LZMADecompressor, b"\0"),
+    ".xz": lambda path: _Frames(path, lambda: lzma.LZMADecompressor(memlimit=MOST_OF_XZ), b"\0"),
     ".zst": _zst,
 }
 

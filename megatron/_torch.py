@@ -69,27 +69,29 @@ def flash_on_cpu_backward(
 
 
 def assert_later(condition: Tensor, words: str) -> None:
-    """Let the device stop with these words where not all of `condition` holds; the host does not wait. Nothing where torch cannot."""
+    """Let the device stop with these words where not all of `condition` holds; the host does not wait."""
     check = getattr(torch, "_assert_async", None)
     if check is not None:
         check(condition.all(), words)
+    elif not condition.all():  # the host waits, which is slower and as right
+        raise RuntimeError(words)
 
 
 def base_of(tensor: Tensor) -> Tensor:
     """What `tensor` is a view of, or itself: autograd keeps views of weights, which only this tells from activations."""
-    base: Tensor | None = getattr(tensor, "_base", None)
+    base: Tensor | None = tensor._base
     return tensor if base is None else base
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers of `module` itself that its state_dict holds; the public way makes a dict of all weights, too."""
-    left_out: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+    left_out: set[str] = module._non_persistent_buffers_set
     return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in left_out]
 
 
 def version(tensor: Tensor) -> int:
-    """A number that rises with each change in place; always 0 where torch does not count. A comparison would need a copy."""
-    return int(getattr(tensor, "_version", 0))
+    """Return a number that rises with each change in place; comparing values would need a copy."""
+    return int(tensor._version)
 
 
 def amx_tiles() -> bool:
@@ -118,11 +120,10 @@ def set_default_timeout(timeout: timedelta) -> None:
 
 
 def set_timeout_of_groups(timeout: timedelta) -> None:
-    """Of all groups that there are; where torch does not give them, they keep the one that they were made with."""
-    world, setter = getattr(distributed_c10d, "_world", None), getattr(distributed_c10d, "_set_pg_timeout", None)
-    for group in list(getattr(world, "pg_map", ())):
-        if setter and isinstance(group, dist.ProcessGroup):
-            setter(timeout, group)
+    """Set the timeout of all process groups of this process, those of libraries included."""
+    for group in list(distributed_c10d._world.pg_map):
+        if isinstance(group, dist.ProcessGroup):
+            group.set_timeout(timeout)
 
 
 def sum_in_graph(x: Tensor, group: Any) -> Tensor:

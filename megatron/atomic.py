@@ -1,15 +1,61 @@
 """A file or a folder appears whole under its name, or not at all: it is written under a temporary name, then renamed."""
 
+import contextlib
 import os
+import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_TOKEN = secrets.token_hex(4)
+
+
+def process_name() -> str:
+    """Return a name that no other process has. A process id is not enough: each container counts from 1."""
+    return f"{os.getpid()}-{_TOKEN}"
+
 
 def temporary_name(path: Path) -> Path:
-    """Next to `path`, and of this process only."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Return a path next to `path` that only this process uses."""
+    return path.with_name(f"{path.name}.{process_name()}.tmp")
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Around calls on an open file, whose errors (a full disk) do not say which file it is."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder, or a link, never what a link leads to; nothing if there is none. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def own_folder(name: str) -> Path:
+    """Return a folder of this user among the temporary files. Raises ValueError if others could have put files there."""
+    path = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ValueError(
+            f"{path} is a link or a file of another program; remove it, or set TMPDIR to a folder of your own"
+        )
+    if found.st_uid != os.getuid():
+        raise ValueError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
+    if found.st_mode & 0o022:
+        raise ValueError(f"{path} can be written by others; run chmod 700 on it, or set TMPDIR to a folder of your own")
+    return path
 
 
 @contextmanager
@@ -17,8 +63,9 @@ def whole_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path
     """Around the writing of a file: where to write, which gets its name `path` afterwards; after an error it is gone."""
     there = temporary or temporary_name(Path(path))
     try:
-        yield there
-        os.replace(there, path)
+        with naming(path):
+            yield there
+            os.replace(there, path)
     except BaseException:
         there.unlink(missing_ok=True)
         raise
@@ -26,7 +73,13 @@ def whole_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path
 
 def write_text(path: str | Path, text: str, synced: bool = False, temporary: Path | None = None) -> None:
     """synced: it is on the disk, not only with the system, before it has its name."""
-    with whole_file(path, temporary) as there, open(there, "w", encoding="utf-8") as file:
+    with whole_file(path, temporary) as there:
+        there.unlink(missing_ok=True)  # opening a link would write to its target
+        _write(there, text, synced)
+
+
+def _write(path: Path, text: str, synced: bool) -> None:
+    with open(path, "x", encoding="utf-8") as file:
         file.write(text)
         if synced:
             file.flush()
@@ -41,7 +94,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     there = temporary_name(folder)
     there.mkdir(parents=True)
     try:
-        yield there
+        with naming(folder):
+            yield there
         if folder.exists():
             folder.rmdir()
         there.rename(folder)

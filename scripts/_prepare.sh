@@ -11,14 +11,19 @@ is_prepared() {
     [ -e "$VOCAB_FILE" ] && [ -f "$DATA_PATH.idx" ] && [ -f "$RUN_DIR/data/source" ]
 }
 
+# The boot of this machine and the PID namespace: containers on one host may share its name, and each counts processes from 1.
+process_table() {
+    echo "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)-$(readlink /proc/self/ns/pid 2>/dev/null)"
+}
+
 # Wait for whoever prepares, here or on another node, as long as he does.
 wait_for_turn() {
-    local turn=$1 host pid job said=
+    local turn=$1 host pid table job said=
     while [ -d "$turn" ]; do
-        host="" pid="" job=""
-        read -r host pid job 2>/dev/null <"$turn/by" || true
+        host="" pid="" table="" job=""
+        read -r host pid table job 2>/dev/null <"$turn/by" || true
         # Of a SLURM job that was started again the start before has ended, wherever it ran.
-        if [ "$host" = "$(uname -n)" ] && [ -n "$pid" ] && ! kill -0 "$pid" 2>/dev/null || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
+        if [ "$host" = "$(uname -n)" ] && [ "$table" = "$(process_table)" ] && ! kill -0 "$pid" 2>/dev/null || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
             echo "run_$NAME.sh: process $pid, which prepared $RUN_DIR/data, has ended; it is prepared again"
             rm -rf "$turn"
             return
@@ -46,7 +51,7 @@ prepare_corpus() {
     is_prepared && return
     until mkdir "$turn" 2>/dev/null; do wait_for_turn "$turn"; done
     trap 'rm -rf "$RUN_DIR/data/preparing"' EXIT
-    echo "$(uname -n) $$ ${SLURM_START:+${SLURM_JOB_ID:-}}" >"$turn/by"
+    echo "$(uname -n) $$ $(process_table) ${SLURM_START:+${SLURM_JOB_ID:-}}" >"$turn/by"
     if [ ! -e "$VOCAB_FILE" ]; then
         python "${AT}tools/train_tokenizer.py" --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
     fi

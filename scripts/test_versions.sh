@@ -3,7 +3,7 @@
 #
 #     bash scripts/test_versions.sh                                      # both ends
 #     ENDS=oldest PYTHON=python3.12 bash scripts/test_versions.sh        # one, with another interpreter
-#     ENDS=newest PINS="torch==2.12.1 deepspeed==0.18.0" bash scripts/test_versions.sh
+#     ENDS=newest PINS="torch==2.12.1 deepspeed==0.19.3" bash scripts/test_versions.sh
 #     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh      # all that is optional; only from text to text
 #
 # First the commands in an empty folder (tests/cli/test_installed.py), then TESTS, which depend on DeepSpeed's inside.

@@ -14,6 +14,7 @@ apart.py      ZeRO 3: layers cut over the replicas while a model is built
 trace.py      a timeline of what really happened; align.py compares clocks, timeline.py reads it
 simulator.py  a timeline of what would happen
 launched.py   that no rank outlives its launcher
+measure.py    whether DeepSpeed scales gradients as engines here believe
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
@@ -21,13 +22,15 @@ import importlib
 from typing import Any
 
 from . import _deepspeed, _submodules, optimizers, pipe
-from ._deepspeed import complaint
+from ._deepspeed import UnsupportedDeepSpeed, complaint
 from ._deepspeed import deepspeed as _ds
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
-from .launched import end_with_launcher, meet_again
+from .launched import end_with_launcher, meet_again, refuse_impossible_ranks
+from .lines import say
+from .measure import check_scale_of_fp16
 from .plain import PlainEngine
 from .recorder import record_collectives
 
@@ -38,8 +41,10 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """`deepspeed.initialize`, which builds our PipelineEngine when the model is a PipelineModule.
 
     Takes what DeepSpeed's takes (`config_params` of old included) and returns
-    `(engine, optimizer, training_dataloader, lr_scheduler)`.
+    `(engine, optimizer, training_dataloader, lr_scheduler)`. Raises UnsupportedDeepSpeed, a ValueError, for a release of
+    DeepSpeed that tds does not support, unless TDS_ANY_DEEPSPEED=1 is set.
     """
+    outside = _deepspeed.refuse_other_releases(_ds.__version__)
     _deepspeed.prepare()
     with (
         optimizers.for_this_device() as notes,
@@ -47,15 +52,18 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         _deepspeed.engine_classes(PipelineEngine, PlainEngine),
     ):
         made = _ds.initialize(*args, **kwargs)
-        _deepspeed.refuse_unknown_autocast(made[0])
         _deepspeed.time_without_waiting(made[0])
+        check_scale_of_fp16(made[0])
+    notes += [f"warning: {outside}"] if outside else []
     if notes and made[0].global_rank == 0:
-        print("\n".join(notes), flush=True)
+        say("\n".join(notes))
     return made
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
     """`deepspeed.init_distributed` with the backend of the device at hand (gloo on a CPU)."""
+    _deepspeed.refuse_other_releases(_ds.__version__)
+    refuse_impossible_ranks()
     end_with_launcher()
     record_collectives()
     _deepspeed.prepare()
@@ -91,6 +99,7 @@ __all__ = [
     "DistributedOptimizer",
     "PipelineEngine",
     "PipelineModule",
+    "UnsupportedDeepSpeed",
     "complaint",
     "init_distributed",
     "initialize",

@@ -1,7 +1,7 @@
-"""Everything of DeepSpeed's inside that this plugin touches, in one place (tested with 0.17.0 to 0.19.8).
+"""Every name inside DeepSpeed that this plugin uses, and the releases that it may be used with.
 
-Public names are delegated in `__init__`; what stands here is not promised by DeepSpeed and is
-looked at again for each release.
+Public names are delegated in `__init__`. DeepSpeed does not promise the names here, so they are
+reviewed for each release; an absent one raises an error.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,26 @@ from typing import Any
 
 import torch
 
-TESTED_VERSIONS = ("0.17.0", "0.19.8")  # the oldest and the newest
+SUPPORTED = (0, 19), (0, 20)  # the first release, and the first that is too new; pyproject.toml has the same range
+INSIST = "TDS_ANY_DEEPSPEED"
+
+
+class UnsupportedDeepSpeed(ValueError, ImportError):
+    """A release of DeepSpeed that this plugin was never tested with, or whose numbers are known to be wrong."""
+
+
+def refuse_other_releases(version: str) -> str | None:
+    """Raise UnsupportedDeepSpeed for a release outside `SUPPORTED`; if the user insists, return a warning instead."""
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if SUPPORTED[0] <= found < SUPPORTED[1]:
+        return None
+    wanted = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
+    if os.environ.get(INSIST, "") not in ("", "0"):
+        return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with (deepspeed{wanted})"
+    raise UnsupportedDeepSpeed(
+        f"DeepSpeed {version} may train on wrong gradients without a word: pip install 'deepspeed{wanted}', "
+        f"or set {INSIST}=1 to use it nevertheless"
+    )
 
 
 @contextlib.contextmanager
@@ -37,39 +57,54 @@ def _import() -> Any:
     os.environ.setdefault("DS_LOG_LEVEL", level.lower())
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it warns when it has to find that out itself
-    wanted = getattr(logging, level, logging.ERROR)
-
-    def loud(record: logging.LogRecord) -> bool:
-        return record.levelno >= wanted
-
-    logger.addFilter(loud)  # 0.17 knows no such variable, and sets the level of its logger itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
-        from deepspeed.utils import logging as ds_logging
-    logger.removeFilter(loud)
-    for each in (logger, getattr(ds_logging, "logger", logger)):
-        each.setLevel(wanted)
+    logger.setLevel(getattr(logging, level, logging.ERROR))
     return deepspeed
 
 
 deepspeed = _import()
 
-from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER  # noqa: E402
-from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine  # noqa: E402
-from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule  # noqa: E402
-from deepspeed.runtime.utils import partition_balanced, partition_uniform  # noqa: E402
+try:
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+    from deepspeed.runtime.pipe.engine import PipelineEngine as StockPipelineEngine
+    from deepspeed.runtime.pipe.module import PipelineModule as StockPipelineModule
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Zero3Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero12Optimizer
+except ImportError:
+    refuse_other_releases(deepspeed.__version__)
+    raise
 
 __all__ = [
+    "BF16_Optimizer",
     "TRAIN_BATCH_TIMER",
     "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
     "StockPipelineEngine",
     "StockPipelineModule",
+    "Zero3Optimizer",
+    "Zero12Optimizer",
     "deepspeed",
     "partition_balanced",
     "partition_uniform",
 ]
+
+
+def absent(name: str) -> RuntimeError:
+    """Return the error for a name inside DeepSpeed that this release lacks."""
+    return RuntimeError(
+        f"DeepSpeed {deepspeed.__version__} has no {name}, which tds needs for right numbers: install a release that it supports"
+    )
 
 
 def on_cpu() -> bool:
@@ -88,8 +123,6 @@ def prepare() -> None:
     if on_cpu():
         _build_no_shared_memory_op()
         accelerator.is_fp16_supported = lambda: True
-        if accelerator.Stream is None:  # before 0.19, which made recomputing activations fail
-            type(accelerator).Stream = property(lambda _: lambda **__: None)
     tie = StockPipelineModule._synchronize_tied_weights
     if not hasattr(tie, "__wrapped__"):  # it broadcasts with gradients on, which gives tied weights a history
         StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
@@ -100,11 +133,10 @@ def prepare() -> None:
 
 def _build_no_shared_memory_op() -> None:
     """Without a look at which ops could be built here, for which DeepSpeed 0.19 imports setuptools and runs compilers in every rank."""
-    comm: Any = importlib.import_module("deepspeed.comm.torch")  # of which the package hides the name
-    if hasattr(comm, "build_shm_op"):
-        comm.build_shm_op = lambda: None
-    else:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    comm: Any = importlib.import_module("deepspeed.comm.torch")  # the package hides the name of this module
+    if not hasattr(comm, "build_shm_op"):
+        raise absent("deepspeed.comm.torch.build_shm_op")
+    comm.build_shm_op = lambda: None
 
 
 def settle_local_rank() -> None:
@@ -169,33 +201,21 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
     nothing. `"pipeline": {"use_reentrant": true}`, or a function given to the PipelineModule, stays.
     """
     default = deepspeed.checkpointing.checkpoint
-    if config_class is None or getattr(model, "activation_checkpoint_func", None) is not default:
+    if config_class is None or model.activation_checkpoint_func is not default:
         return
-    if not config_class.pipeline.setdefault("use_reentrant", False):  # which old versions read too late
+    if not config_class.pipeline.setdefault("use_reentrant", False):
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
-
-
-def refuse_unknown_autocast(engine: Any) -> None:
-    """Raise ValueError where the ds_config asks for torch_autocast and this DeepSpeed, older than 0.17.2, passes over it."""
-    config = engine._config
-    asked = (getattr(config, "_param_dict", None) or {}).get("torch_autocast", {})
-    if asked.get("enabled", False) and not hasattr(config, "torch_autocast_enabled"):
-        raise ValueError(
-            f'DeepSpeed {deepspeed.__version__} does not know "torch_autocast" and would train without it: install a '
-            f'newer one, or set "bf16": {{"enabled": true}} instead'
-        )
 
 
 def time_without_waiting(engine: Any) -> None:
     """Let DeepSpeed's throughput timer not wait for the device in every micro-batch, unless the ds_config says how it is to measure."""
-    config = getattr(getattr(engine, "tput_timer", None), "config", None)
-    if config is not None and "timers" not in (getattr(engine._config, "_param_dict", None) or {}):
-        config.synchronized = False
+    if "timers" not in engine._config._param_dict:
+        engine.tput_timer.config.synchronized = False
 
 
 def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
     """What `"torch_autocast"` of the ds_config asks for, around a forward pass."""
-    if not getattr(engine._config, "torch_autocast_enabled", False):
+    if not engine._config.torch_autocast_enabled:
         return contextlib.nullcontext()
     from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
@@ -268,15 +288,10 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    try:
-        from deepspeed.runtime import precision_config
-    except ImportError:  # before 0.17.1, which checks neither section
-        precision_config = None
-
     known: dict[str, Any] = {
         "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": getattr(precision_config, "DeepSpeedFP16Config", None),
-        "bf16": getattr(precision_config, "DeepSpeedBF16Config", None),
+        "fp16": precision_config.DeepSpeedFP16Config,
+        "bf16": precision_config.DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
         "tensorboard": TensorBoardConfig,
         "wandb": WandbConfig,

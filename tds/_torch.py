@@ -17,10 +17,7 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 def has_hooks(tensor: Tensor) -> bool:
     """Whether somebody else wants to see or change the gradient of `tensor`, on which this package has one hook."""
-    return (
-        bool(getattr(tensor, "_backward_hooks", None))
-        or len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ()) > 1
-    )
+    return bool(tensor._backward_hooks) or len(tensor._post_accumulate_grad_hooks or ()) > 1  # type: ignore[attr-defined]
 
 
 def users(tensor: Tensor) -> int:
@@ -49,9 +46,8 @@ def default_store() -> Any:
 
 
 def can_split(group: Any, device: torch.device) -> bool:
-    """Whether groups may be cut out of the communicator that `group` has on `device`. False where torch does not tell."""
-    backend = getattr(group, "_get_backend", None)
-    return bool(backend and getattr(backend(device), "supports_splitting", False))
+    """Return whether groups may be split off the communicator that `group` has on `device`."""
+    return bool(group._get_backend(device).supports_splitting)
 
 
 def recorded_collectives() -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from . import schedule
 from ._torch import default_store
+from .lines import say
 from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
@@ -305,7 +306,7 @@ class Watchdog:
         if with_stacks:
             found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
             lines += where_ranks_stand(found, self.world)
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        say("\n".join(lines), error=True)
         self._store.set(PRINTED, "1")
         self._collect("tds/left", answered - {0})  # the store may live in this process, and others still read it
 
@@ -318,5 +319,5 @@ class Watchdog:
         return there
 
     def _leave(self, why: str, stack: str = "") -> None:
-        print("\n".join([f"{self._name} stopped: {why}", stack or self._stack()]), file=sys.stderr, flush=True)
+        say("\n".join([f"{self._name} stopped: {why}", stack or self._stack()]), error=True)
         _exit(1)

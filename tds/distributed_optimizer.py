@@ -133,10 +133,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._departures, "tds.initialize() comes first"
         self._departures.arm(chunk)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, **_: object) -> None:
-        """What DeepSpeed before 0.18 asks of an optimizer under ZeRO: its backward pass."""
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-
     def finish(self) -> None:
         """See `Departures`. Afterwards each replica has the sums of its shares."""
         assert self._departures, "tds.initialize() comes first"

@@ -1,7 +1,6 @@
 """The pipeline engine: it interprets a schedule; every instruction is one short method.
 
-Built on DeepSpeed's own engine, of which it keeps the optimizer wrappers, gradient reduction,
-checkpoints and monitors, and replaces the step: what is loaded, computed, sent and averaged.
+Optimizer wrappers, gradient reduction, checkpoints and monitors are those of DeepSpeed's engine; the step is replaced.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,9 @@ from .borders import open_borders
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
+from .lines import say
 from .losses import Losses
+from .measure import check_factor
 from .memory import alias, given_up_grad, handed
 from .nested import as_tuple, in_full, unwrap
 from .plain import TakesDistributedOptimizer
@@ -59,9 +60,9 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
-        self._planned: tuple[Any, list[Instruction]] | None = (
-            None  # what a training step does, as long as nothing changes
-        )
+        if self._deepspeed_reduces():
+            check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
+        self._planned: tuple[Any, list[Instruction]] | None = None
         self._borders = open_borders(self.grid, self.device, self._chunks)
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
@@ -98,7 +99,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         if line:
             timer.elapsed(reset=True)
             if self.global_rank == 0:
-                print(line, flush=True)
+                say(line)
         return self.agg_train_loss
 
     def _train_step(self) -> None:
@@ -248,9 +249,8 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         total = self._losses.add(loss, additional or {})
         self.fwd_outputs.append(total.detach())
         if self.module.training:
-            scale = getattr(self.optimizer, "scale_if_loss", None)  # fp16's, which loss_fn knows nothing of
             learned = total * self._step.scale
-            self._step.of(instruction.at).loss = scale(learned) if scale else learned
+            self._step.of(instruction.at).loss = self.scale(learned) if self.fp16_enabled() else learned
 
     def _backward(self, instruction: Instruction) -> None:
         roots, grads = self._step.of(instruction.at).take_roots()

@@ -30,7 +30,7 @@ class _Made:
 def splits() -> bool:
     """Whether groups come of splitting the communicator of the world, which exists from the start where a device is bound to it."""
     world: Any = dist.group.WORLD
-    device = getattr(world, "bound_device_id", None)
+    device = world.bound_device_id
     return device is not None and can_split(world, device)
 
 
@@ -55,7 +55,7 @@ def of_members(ranks: Sequence[int]) -> Any:
 
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
-    bound = getattr(world, "bound_device_id", None)
+    bound = world.bound_device_id
     if bound is not None:  # or it would be split off the world's communicator, for which all ranks have to ask
         world.bound_device_id = None
     try:

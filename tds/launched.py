@@ -5,6 +5,7 @@ Only where a launcher says that it is one: a process started by hand, under nohu
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-LAUNCHER = "TDS_LAUNCHER"  # its process id, by tools/launch.py
+LAUNCHER = "TDS_LAUNCHER"  # set by tools/launch.py to its process id and its PID namespace
 THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # torchrun's and deepspeed's, whose ranks are their children
 POLL_SECONDS = 0.5
 
@@ -37,10 +38,48 @@ def started(pid: int) -> str | None:
     return None if fields[0] in ("Z", "X") else fields[19]  # it has ended, and nobody has asked how
 
 
+def process_table() -> str:
+    """Return which table of processes this process sees: the boot of its kernel and its PID namespace.
+
+    Containers on one host may share its name, and each counts its processes from 1. "" where /proc is missing, or
+    where it shows another table than that of this process.
+    """
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+class ImpossibleRanks(ValueError):
+    """The environment says of this process what no launcher says."""
+
+
+def refuse_impossible_ranks() -> None:
+    """Raise ImpossibleRanks for numbers of ranks in the environment that no launcher sets; ranks would wait for each other in vain."""
+    for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        given = {key: os.environ[key] for key in (name, total) if os.environ.get(key)}
+        for key, text in given.items():
+            if not re.fullmatch(r"[0-9]{1,9}", text) or (key == total and not int(text)):
+                raise ImpossibleRanks(
+                    f"{key}={text[:40]} in the environment is no number of ranks: unset it, or start a launcher"
+                )
+        if len(given) == 2 and int(given[name]) >= int(given[total]):
+            raise ImpossibleRanks(
+                f"{name}={given[name]} in the environment is beyond {total}={given[total]}: ranks count from 0, so the last one is "
+                f"{int(given[total]) - 1}"
+            )
+
+
 def _is_gone() -> Callable[[], bool] | None:
     """What tells whether the launcher of this process is gone; None where no launcher started it."""
     if LAUNCHER in os.environ:
-        pid = int(os.environ[LAUNCHER])
+        number, _, namespace = os.environ[LAUNCHER].partition(" ")
+        if namespace and namespace != process_table().partition(" ")[2]:
+            return None  # the launcher is in another container, where its process cannot be looked up
+        pid = int(number)
         begun = started(pid)
         return lambda: begun is None or started(pid) != begun
     if not any(name in os.environ for name in THEIRS):

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import utils as _utils
+from deepspeed import zero
 from torch import Tensor, nn
 
-from tds import utils as _utils
-from tds import zero
-
+from ._deepspeed import BF16_Optimizer, DeepSpeedOptimizer, Zero3Optimizer, Zero12Optimizer
 from ._torch import norms
+from .distributed_optimizer import DistributedOptimizer
+
+LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
 
 
 def _wrapped(parameter: nn.Parameter) -> bool:
@@ -32,9 +35,8 @@ def _inner(engine: Any) -> torch.optim.Optimizer:
 
 def _owners(engine: Any) -> list[Tensor]:
     """The tensors that the torch optimizer steps: the parameters, or ZeRO's flat pieces of them."""
-    flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 swaps them in and out of groups
-    if flat is not None:
-        return list(flat)
+    if engine.zero_optimization_stage() == 3 and engine.optimizer is not _inner(engine):
+        return list(engine.optimizer.fp32_partitioned_groups_flat)  # ZeRO 3 swaps these in and out of groups
     return [p for group in _inner(engine).param_groups for p in group["params"]]
 
 
@@ -145,10 +147,10 @@ def make_moments(
 
 def _link_moments(engine: Any) -> None:
     """Let ZeRO's parameters find their moments. DeepSpeed does so itself, but only after the first group's first step."""
-    link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-    if link is not None:
-        engine.optimizer._hp_optimizer_states_linked = False
-        link()
+    if isinstance(engine.optimizer, LINKS_MOMENTS):
+        optimizer: Any = engine.optimizer
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def take_over_reduction(engine: Any) -> None:
@@ -158,7 +160,9 @@ def take_over_reduction(engine: Any) -> None:
 
 def was_skipped(engine: Any) -> bool:
     """Whether the last step was left out for a gradient that was not finite."""
-    return bool(getattr(engine.optimizer, "overflow", False))
+    if isinstance(engine.optimizer, DeepSpeedOptimizer):
+        return bool(engine.optimizer.overflow)
+    return bool(getattr(engine.optimizer, "overflow", False))  # set by the engines of this package where they skip
 
 
 def loss_scale(engine: Any) -> float | None:
@@ -166,30 +170,34 @@ def loss_scale(engine: Any) -> float | None:
     return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
 
 
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+def _kept_of(scaler: Any) -> tuple[str, ...]:
+    """Return the names of the attributes that training changes in a loss scaler."""
+    dynamic = "cur_iter", "last_overflow_iter", "cur_hysteresis"
+    return ("cur_scale", *dynamic) if scaler.dynamic else ("cur_scale",)
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float]:
     """State of fp16's loss scale, of which a static one has only `cur_scale`; empty in another precision."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)} if engine.fp16_enabled() else {}
+    if not engine.fp16_enabled():
+        return {}
+    scaler = engine.optimizer.loss_scaler
+    return {key: getattr(scaler, key) for key in _kept_of(scaler)}
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
     """The reverse of `get_loss_scaler`, where both scales are dynamic: a static one is a setting, and that of this run holds."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if "cur_iter" not in state or not hasattr(scaler, "cur_iter"):
+    if not engine.fp16_enabled() or "cur_iter" not in state or not engine.optimizer.loss_scaler.dynamic:
         return
-    for key, value in state.items():
-        if hasattr(scaler, key):
-            setattr(scaler, key, value)
+    scaler = engine.optimizer.loss_scaler
+    for key in _kept_of(scaler):
+        setattr(scaler, key, state.get(key, getattr(scaler, key)))
 
 
 def least_loss_scale(engine: Any) -> float | None:
     """Where fp16's dynamic loss scale cannot fall any more; None where it is not dynamic. The engine then goes on skipping steps."""
-    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
-    if not engine.fp16_enabled() or not hasattr(scaler, "min_scale"):
+    if not engine.fp16_enabled() or not engine.optimizer.loss_scaler.dynamic:
         return None
+    scaler = engine.optimizer.loss_scaler
     scaler.raise_error_at_min_scale = False  # a bare Exception; who drives the engine says it better
     return float(scaler.min_scale)
 
@@ -201,11 +209,11 @@ def heed_copies(engine: Any) -> None:
     look at all gradients, which is one more pass over them and one more wait for the device.
     """
     optimizer = engine.optimizer
-    if hasattr(optimizer, "get_grads_for_norm"):
+    if isinstance(optimizer, BF16_Optimizer):
         optimizer.get_grads_for_norm = partial(_with_copies, optimizer, optimizer.get_grads_for_norm)
-    elif hasattr(optimizer, "_get_norm_groups"):
+    elif isinstance(optimizer, Zero3Optimizer):
         optimizer._get_norm_groups = partial(_invalid_if_any_is, optimizer, optimizer._get_norm_groups)
-    elif hasattr(optimizer, "check_grad_overflow"):
+    elif isinstance(optimizer, Zero12Optimizer):
         optimizer.check_grad_overflow = True
 
 

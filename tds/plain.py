@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ._deepspeed import DeepSpeedEngine, is_tested
+from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, is_tested
 from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunks, tied_weights
 from .reductions import no_zeros_for_nothing
@@ -30,11 +30,6 @@ class TakesDistributedOptimizer:
             self.module, self.seq_data_parallel_group, chunks(self.module), apart=tied_weights(self.module)
         )
         self.enable_backward_allreduce = False
-        if hasattr(self, "_configure_quantization"):  # DeepSpeed before 0.18, whose step asks for both
-            self.compression_scheduler, self.quantizer = (
-                self._configure_compression_scheduler(),
-                self._configure_quantization(),
-            )
 
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
         if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
@@ -53,7 +48,7 @@ class PlainEngine(TakesDistributedOptimizer, DeepSpeedEngine):  # type: ignore[m
     """
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
-        if grads is not None or hasattr(self.optimizer, "get_grads_for_reduction"):  # of its own bf16 optimizer
+        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
         with no_zeros_for_nothing(self.module, self.seq_data_parallel_group):
@@ -67,12 +62,11 @@ def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None
         problem = "no loss scale for fp16: use bf16 or fp32"
     elif engine.zero_optimization_stage() != 1:
         problem = f'ZeRO stage 1, not {int(engine.zero_optimization_stage())}: set "zero_optimization": {{"stage": 1}}'
+    elif not engine.gradient_average:
+        problem = 'gradients averaged over replicas: leave "gradient_allreduce_op" out'
     elif engine.zero_cpu_offload():
         problem = "its states on the device: leave offload_optimizer out"
-    elif (
-        getattr(engine._config, "torch_autocast_enabled", False)
-        and engine._config.torch_autocast_dtype == torch.float16
-    ):
+    elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
         problem = "no loss scale for torch_autocast in float16: use bfloat16"
     elif not (is_tested(optimizer.optimizer) or engine.zero_allow_untested_optimizer()):
         problem = (

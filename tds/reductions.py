@@ -83,14 +83,13 @@ def _may_overlap(engine: Any) -> bool:
     """Whether a GradReducer may do what DeepSpeed would do after the passes: without ZeRO, and where nobody asked for DeepSpeed's ways."""
     config = engine._config
     asked = config.communication_data_type not in (None, torch.float64)  # which `use_fp64` sets
-    asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0
-    asked |= getattr(config, "sparse_gradients_enabled", False)  # of DeepSpeed before 0.19
+    asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine._wrapped
         and engine.dp_world_size > 1
         and not asked
         and engine.pipeline_enable_backward_allreduce
-        and not getattr(config, "torch_autocast_enabled", False)
+        and not config.torch_autocast_enabled
         and config.pipeline.get("overlap_grad_reduce", True)
     )
 
@@ -104,6 +103,10 @@ class Reductions:
         None  # what adds gradients up over replicas during backward passes: a GradReducer or a DistributedOptimizer
     )
     _squared_norm: Tensor | None = None  # of this step, over all ranks, where it came with the loss
+
+    def _deepspeed_reduces(self: Any) -> bool:
+        """Return whether DeepSpeed sums gradients over replicas, rather than a reducer of this package."""
+        return not self.distributed and not _may_overlap(self)
 
     def _find_last_backwards(self: Any, plan: Sequence[Instruction]) -> None:
         if self._overlaps is None and _may_overlap(self):
@@ -124,12 +127,7 @@ class Reductions:
 
     def _squared_norm_here(self: Any) -> Tensor | None:
         """What this rank gives to the norm that `clip_fp32_gradients` wants; None where others take it, or a scale is still on it."""
-        if (
-            self._wrapped
-            and not self.distributed
-            or self.num_stages == 1
-            or getattr(self, "torch_autocast_z0_gradscaler", None)
-        ):
+        if self._wrapped and not self.distributed or self.num_stages == 1 or self.torch_autocast_z0_gradscaler:
             return None
         square: Tensor = self._square_of_this_rank()
         return square
@@ -154,7 +152,7 @@ class Reductions:
         root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
         norm = self._global_grad_norm = root.item()
-        if getattr(self, "torch_autocast_z0_gradscaler", None):
+        if self.torch_autocast_z0_gradscaler:
             return
         self.optimizer.overflow = not math.isfinite(norm)  # which DeepSpeed counts as a skipped step
         if self.optimizer.overflow:

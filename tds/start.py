@@ -79,12 +79,7 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
             "unset it, or look for the fault without a pipeline (--pipe-parallel-size 0)"
         )
     config = engine._config
-    if getattr(config, "curriculum_enabled_legacy", False):  # of DeepSpeed before 0.19
-        raise ValueError(
-            'nobody acts on "curriculum_learning" under this pipeline: shorten the samples in the data iterator, whose '
-            "shapes may change from step to step, and leave it out of the ds_config"
-        )
-    if getattr(config, "torch_autocast_enabled", False) and config.torch_autocast_dtype == torch.float16:
+    if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
         raise ValueError(
             "torch_autocast with float16 under a pipeline would scale the loss of each stage by itself: "
             'set "torch_autocast": {"dtype": "bfloat16"}, or "fp16": {"enabled": true} with ZeRO stage 1'

@@ -5,6 +5,7 @@ Pure Python, so a laptop reads what a cluster has written. trace.py writes, alig
 
 import json
 import os
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
     ]
     zero = min((e["ts"] for e in events), default=0.0)
     events = [{**e, "ts": round(e["ts"] - zero, 3)} for e in [*events, *_arrows(ranks)]]
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     aside.write_text(json.dumps({"traceEvents": [*names, *events]}, separators=(",", ":")), encoding="utf-8")
     os.replace(aside, path)
     return Merged(path, len(ranks), max(r.error_us for r in ranks))

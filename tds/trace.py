@@ -9,7 +9,7 @@ The clocks of the ranks are compared in align.py; timeline.py reads what is writ
 import functools
 import json
 import os
-import sys
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .lines import say
 
 LAST = 50  # iterations that are kept where nobody says which
 EVERY = 50  # iterations between two writes
@@ -144,7 +146,7 @@ class Tracer:
         try:
             self.write(wait)
         except (OSError, RuntimeError, MemoryError) as error:
-            print(f"warning: the timeline {self.path} cannot be written: {error}", file=sys.stderr, flush=True)
+            say(f"warning: the timeline {self.path} cannot be written: {error}", error=True)
 
     def write(self, wait: bool = True) -> None:
         """The file of this rank, whole or not at all. wait: for the device; else what it has not done is left out."""
@@ -155,7 +157,7 @@ class Tracer:
         ]
         events += [_event(each, rank, number) for number, pieces in self.pieces(wait) for each in pieces]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.tmp")
         content = {"traceEvents": events, "otherData": {**self.about, "clock": self.clock}}
         aside.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
         os.replace(aside, self.path)

@@ -1,5 +1,6 @@
 """The files of a checkpoint: how they come to be there whole, and how damage is found and named."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..atomic import write_text
+from ..atomic import remove, write_text
 
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
@@ -85,10 +86,9 @@ def recover(folder: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Delete what a crash has left half-written."""
-    for left in folder.glob("iter_*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
-    if (folder / "latest.tmp").exists():  # a folder that cannot be written is no fault yet
-        (folder / "latest.tmp").unlink()
+    for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
+        with contextlib.suppress(OSError):  # a folder that cannot be written is no fault yet
+            remove(left)
 
 
 # ------------------------------------------------------------------------------------ finding

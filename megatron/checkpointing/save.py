@@ -1,5 +1,6 @@
 """Saving: every rank writes its share, at once or in the background, and rank 0 makes the whole of it valid."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron.atomic import remove
 from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.model.layers import global_parameters
@@ -28,6 +30,7 @@ from .state import TrainState
 from .stream import Entry, Slot, StreamWriter, write_entries
 from .whole import check_whole
 
+SLOW_SECONDS = 300.0  # a large share on a slow disk takes as long; a note does no harm then
 Place = dict[str, Any]  # of a piece in its whole: dim, begin, end, shape
 
 
@@ -60,6 +63,24 @@ def index_text(
         "tensors": tensors,
     }
     return json.dumps(content, indent=1)
+
+
+@contextlib.contextmanager
+def named_if_slow(path: Path) -> Iterator[None]:
+    """Around the writing of `path`: print a note when it has taken `SLOW_SECONDS`, as on a disk that does not answer."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    words = (
+        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if its disk does not answer, the checkpoint is never "
+        f"valid, and the next save waits for it"
+    )
+    timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread for a note is no reason to fail
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class SaveError(RunError):
@@ -113,7 +134,7 @@ class Saver:
 
         def prepare() -> None:
             if is_rank_0():
-                shutil.rmtree(temporary, ignore_errors=True)
+                remove(temporary)
                 temporary.mkdir(parents=True)
 
         self._guard(prepare, temporary)
@@ -143,7 +164,8 @@ class Saver:
 
     def _write(self, path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> None:
         try:
-            self._report = _write_share(path, parts, values)
+            with named_if_slow(path):
+                self._report = _write_share(path, parts, values)
         except Exception as error:
             self._problem = _named(error)
 
@@ -175,7 +197,8 @@ class Saver:
                 text = index_text(
                     config=self.config, fingerprint=self.fingerprint, tensors=tensors, rng_seed=seed, **content
                 )
-                publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
+                with named_if_slow(final):
+                    publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
 
         self._guard(make_valid, temporary)
         print_rank_0(f"saved {final}")
@@ -220,7 +243,7 @@ def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config,
 def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fingerprint: str) -> None:
     """A checkpoint of whole weights from elsewhere, before any training: one process, one tensor at a time."""
     temporary = _temporary(final)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir(parents=True)
     name = "weights.safetensors"
     try:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from megatron.json_text import describe_json
+
 from .state import TrainState
 
 MOST = 2**48  # elements of a tensor: a thousand times those of any model
@@ -35,6 +37,10 @@ def read(text: str) -> dict[str, Any]:
         raise SchemaError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise SchemaError(f"line {error.lineno}: {error.msg}") from None
+    except SchemaError:
+        raise
+    except ValueError as error:
+        raise SchemaError(describe_json(text, error)) from None
     if not isinstance(content, dict):
         raise SchemaError("it is no object")
     return content

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from .finding import Finding, failed, ok, warning
 
-# Package -> (oldest that works, newest that was tried: scripts/test_versions.sh). pyproject.toml has the same oldest ones.
-SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.17", "0.19.8"), "numpy": ("2.0", "2.5.5")}
+# Package -> (oldest that works, newest that was tested: scripts/test_versions.sh). pyproject.toml has the same oldest ones.
+SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.19", "0.19.8"), "numpy": ("2.0", "2.5.5")}
+TOO_NEW = {"deepspeed": "0.20"}  # a run refuses these releases, because inner names change what gradients are
 OLDEST_PYTHON = (3, 11)
 FILES_FAIL, FILES_WARN = 256, 4096
 SHARED_MEMORY = 2**30
@@ -48,8 +49,11 @@ def packages() -> Iterator[Finding]:
                 name, "is not installed", f"pip install -r requirements.txt, or pip install '{name}>={oldest}'"
             )
             continue
+        range_ = f"{name}>={oldest}" + (f",<{TOO_NEW[name]}" if name in TOO_NEW else "")
         if version_key(found) < version_key(oldest):
-            yield failed(name, f"{found} is too old", f"pip install '{name}>={oldest}'")
+            yield failed(name, f"{found} is too old", f"pip install '{range_}'")
+        elif name in TOO_NEW and version_key(found) >= version_key(TOO_NEW[name]):
+            yield failed(name, f"{found} is too new", f"pip install '{range_}'")
         elif version_key(found) > version_key(newest):
             yield warning(name, f"{found} is newer than {newest}, the newest that was tested", f"pip install {name}=={newest} if a run behaves strangely")  # fmt: skip
         else:

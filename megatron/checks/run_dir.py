@@ -40,7 +40,7 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
     holder = holder_of(path)
     if holder is None:
         yield failed("run lock", f"{path} is damaged", "delete it if no run uses the directory")
-    elif holder.is_gone(Holder.here()):
+    elif holder.is_gone(Holder.here(), path):
         yield warning(
             "run lock", f"{path} was left by {holder}, which has ended", "nothing: the next run takes it over"
         )

@@ -3,11 +3,11 @@
 import argparse
 import gzip
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from data_utils.dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
@@ -16,7 +16,7 @@ from data_utils.files import REPORT, find_files, refuse_as_outputs
 from data_utils.parallel import ordered_map
 from data_utils.shuffle import shuffled
 from data_utils.streams import BadLine, InputError
-from megatron.atomic import whole_file
+from megatron.atomic import naming, whole_file, write_text
 
 from .cli import Parser, input_flags, largest, refused, run, worker_flags
 from .progress import Progress
@@ -75,12 +75,11 @@ def clean_chunk(chunk: Chunk) -> Cleaned:
 class Report:
     """What came in, what went out, and what happened between."""
 
-    def __init__(self, dropped: str | None) -> None:
+    def __init__(self, dropped: IO[str] | None, path: str | None) -> None:
         self.read = self.read_chars = self.kept = self.kept_chars = 0
         self.reasons: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()
-        self._dropped = open(f"{dropped}.tmp", "w", encoding="utf-8") if dropped else None  # noqa: SIM115  # see close()
-        self._path = dropped
+        self._dropped, self._path = dropped, path
 
     def take(self, text: str) -> None:
         """Count a document that was read."""
@@ -95,14 +94,9 @@ class Report:
     def drop(self, reason: str, text: str) -> None:
         """Count a document that goes, and write it where --dropped asks for it."""
         self.reasons[reason] += 1
-        if self._dropped:
-            self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
-
-    def close(self) -> None:
-        """Close the files."""
-        if self._dropped:
-            self._dropped.close()
-            os.replace(f"{self._path}.tmp", str(self._path))
+        if self._dropped and self._path:
+            with naming(self._path):
+                self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
 
     def content(self) -> dict[str, Any]:
         """The numbers, as the JSON next to the output has them."""
@@ -160,24 +154,31 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
             progress.update(done.source_bytes)
 
 
+@contextmanager
+def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
+    """Around the writing of a file of lines, which appears whole or, after an error, leaves the one before; None without a path."""
+    if path is None:
+        yield None
+        return
+    with whole_file(path) as there, open(there, "w", encoding="utf-8") as file:
+        yield file
+
+
 def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if output.name.removesuffix(".gz").rpartition(".")[2] != "jsonl":
         raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
     refuse_as_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
-    report = Report(args.dropped)
-    try:
-        with whole_file(output) as there:
-            with gzip.open(there, "wb") if output.suffix == ".gz" else open(there, "wb") as file:
-                lines = kept_lines(args, report)
-                for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
-                    file.write(line)
-            if not report.kept:
-                raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
-    finally:
-        report.close()
-    Path(f"{output}{REPORT}").write_text(json.dumps(report.content(), indent=2, ensure_ascii=False), encoding="utf-8")
+    with whole_file(output) as there, _whole_lines(args.dropped) as dropped:
+        report = Report(dropped, args.dropped)
+        with gzip.open(there, "wb") if output.suffix == ".gz" else open(there, "wb") as file:
+            lines = kept_lines(args, report)
+            for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
+                file.write(line)
+        if not report.kept:
+            raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
+    write_text(f"{output}{REPORT}", json.dumps(report.content(), indent=2, ensure_ascii=False))
     print("\n".join([*report.lines(), f"-> {output}"]))
 
 

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from data_utils.documents import LARGEST_DOCUMENT
 from megatron.atomic import write_text
 from megatron.config.fields import describe
 from megatron.config.translate import suggestion
+from megatron.streams import NAMES, Named, guarded
 
 from .missing import MissingFiles, refuse_missing
 
@@ -131,15 +132,40 @@ def run(
 ) -> None:
     """Run a tool: exit 0, or 1 after a sentence about what went wrong."""
     args = parser.parse_args(argv)
+    with guarded("the work continues", "stderr"), _named_stdout():
+        _run(main, parser, args)
+
+
+@contextlib.contextmanager
+def _named_stdout() -> Iterator[None]:
+    before = sys.stdout
+    if before is not None:
+        sys.stdout = Named(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+def _give_up_stdout() -> None:
+    """Let what is still buffered go nowhere, or Python would fail once more as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     try:
         refuse_missing(args)
         main(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read the output has had enough, as head(1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of the output has had enough, as head(1)
+        _give_up_stdout()
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
             raise
         print(f"{parser.prog}: {error if isinstance(error, MissingFiles) else describe(error)}", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename == NAMES["stdout"]:
+            _give_up_stdout()
         sys.exit(1)

@@ -119,9 +119,9 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
         elif otherwise := other_end(about, tokenizer, args.vocab_file):
             wrong.append(f"{prefix}.bin {otherwise}")
         checked.append("tokenizer")
-    if vocab_size and not name.endswith((LOSS, *(f"_{part}" for part in TRIPLE))):
-        wrong += _strange_ids(indexed, vocab_size)
-        checked.append(f"ids below {vocab_size}")
+    vocab_size = None if name.endswith(tuple(f"_{part}" for part in TRIPLE)) else vocab_size
+    wrong += _strange_ids(indexed, 2 if name.endswith(LOSS) else vocab_size)
+    checked.append(f"ids below {vocab_size}" if vocab_size else "ids of 0 and more")
     left = "" if sums else "; there is no sidecar with checksums"
     if not wrong:
         print(
@@ -130,16 +130,16 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
     return wrong
 
 
-def _strange_ids(indexed: IndexedDataset, vocab_size: int) -> list[str]:
+def _strange_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
+    """Return a sentence on the first id that no model can look up: a negative one, or one beyond a known vocabulary."""
     for at in range(0, indexed.num_tokens, AT_ONCE):
         piece = indexed.tokens[at : at + AT_ONCE]
-        bad = np.flatnonzero((piece < 0) | (piece >= vocab_size))
+        bad = np.flatnonzero((piece < 0) | (piece >= vocab_size) if vocab_size else piece < 0)
         if len(bad):
-            place = at + int(bad[0])
+            place, found = at + int(bad[0]), int(piece[bad[0]])
             document = int(indexed.document_ends().searchsorted(place, side="right"))
-            return [
-                f"{indexed.prefix}.bin, document {document}: token id {int(piece[bad[0]])} is outside the vocabulary of {vocab_size}"
-            ]
+            why = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
+            return [f"{indexed.prefix}.bin, document {document}: token id {found} is {why}"]
     return []
 
 

@@ -5,9 +5,28 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.atomic import write_text
+
+
+def _locked(path: str) -> TextIO:
+    """Open the file and hold its lock as long as it is open. Raises ValueError if another process holds it."""
+    while True:
+        lock = open(path, "w")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+                return lock
+        except BlockingIOError:
+            lock.close()
+            raise ValueError(f"another run is writing the same output ({path} is held)") from None
+        except FileNotFoundError:
+            pass  # its holder removed the file meanwhile, so the next process would lock another one
+        except OSError as error:
+            lock.close()
+            raise ValueError(f"cannot lock {path}: {error.strerror}; write to a file system that has locks") from None
+        lock.close()
 
 
 class Journal:
@@ -20,12 +39,7 @@ class Journal:
     def __init__(self, path: str, job: dict[str, Any]) -> None:
         self.path = path
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._lock = open(f"{path}.lock", "w")  # noqa: SIM115  # the lock lives as long as it is open
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise ValueError(f"another run is writing the same output ({path}.lock is held)") from None
+        self._lock = _locked(f"{path}.lock")
         self._key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         self.state: dict[str, Any] | None = None
         if os.path.exists(path):

@@ -20,6 +20,8 @@ import warnings
 from types import FrameType
 from typing import Any
 
+from megatron.streams import fill_closed
+
 EXAMPLES = """\
 examples:
   python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 --data-path ...
@@ -134,6 +136,13 @@ def final_if_refused() -> None:
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
+def _pid_namespace() -> str:
+    """Return the name of the namespace in which the process id of this launcher means something."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
 def _several(args: Any) -> bool:
     """Whether the run has more nodes than this one."""
     return str(args.nnodes) not in ("1", "1:1")
@@ -175,10 +184,11 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\n{EXAMPLES}")
         return 0
+    fill_closed()
     # One thread a rank unless the user says otherwise: ranks share the cores of this machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or stacks of C++ stand between what the ranks say
-    os.environ["TDS_LAUNCHER"] = str(os.getpid())  # with which the ranks end
+    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()  # ranks end with this process
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     warnings.simplefilter("ignore")
     from torch.distributed import DistError
@@ -206,10 +216,10 @@ def main(argv: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code < 0:
-            print(f"launch.py: rank {rank} was ended by signal {-code}", file=sys.stderr)
+            say(f"rank {rank} was ended by signal {-code}")
         return code if code > 0 else 1
     except (DistError, RendezvousError) as error:
-        print(f"launch.py: {not_met(error, args)}", file=sys.stderr)
+        say(not_met(error, args))
         return 1
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.atomic import write_text
+from megatron.atomic import whole_file, write_text
 from megatron.checkpointing.nearby import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
@@ -75,7 +75,8 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
     figure.tight_layout()
-    figure.savefig(path)
+    with whole_file(path) as there:
+        figure.savefig(there, format="png")
     plt.close(figure)
 
 

@@ -21,8 +21,11 @@ def first_look(family: str) -> None:
     help_if_asked(family)
     if os.environ.get("RANK", "0") != "0":
         return
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if not ranks.isdecimal():
+        return  # refused where ranks meet
     try:
-        parse(sys.argv[1:], DEFAULTS[family], int(os.environ.get("WORLD_SIZE", "1")))
+        parse(sys.argv[1:], DEFAULTS[family], int(ranks))
     except ConfigError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import presets
+from ..json_text import describe_json
 from .decoder import unread
-from .fields import ConfigError, OneOf, describe, flag, types_of
+from .fields import ConfigError, OneOf, flag, types_of
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 from .translate import Translation, add_to, flag_of, settings_for, suggestion, written
@@ -136,11 +137,19 @@ def read_json(path: str) -> dict[str, Any]:
     """The JSON object in `path`. Raises ConfigError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=partial(_once, path))
+            text = file.read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}{_there_are(path)}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, {describe(error)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    try:
+        content = json.loads(text, object_pairs_hook=partial(_once, path))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}, {describe_json(text, error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object, found {type(content).__name__}")
     return content

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from json import JSONDecodeError
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ..json_text import describe_json
+
 
 class ConfigError(ValueError):
     """The run was described in a way that cannot work; the message says what to change."""
@@ -16,20 +18,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, JSONDecodeError):
-        return _describe_json(error)
+        return describe_json(error.doc, error)
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _describe_json(error: JSONDecodeError) -> str:
-    """The line of a JSON text, and what is wrong there; what people write by hand in words of its own."""
-    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    if after.startswith(","):  # where Python 3.13 stands; those before it stand after the comma
-        before, after = f"{before},", after[1:].lstrip()
-    if before.endswith(",") and after[:1] in ("}", "]"):
-        return f"line {before.count(chr(10)) + 1}: JSON has no comma before a closing {after[0]}"
-    if after.startswith(("//", "#", "/*")):
-        return f"line {error.lineno}: JSON has no comments"
-    return f"line {error.lineno}: {error.msg}"
 
 
 def flag(name: str) -> str:

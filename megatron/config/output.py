@@ -43,7 +43,8 @@ class LogConfig(Section):
 
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
     override_lock: bool = opt(
-        False, "go on although run.lock says that a run on another machine uses the folder: it has ended, you know"
+        False,
+        "continue although run.lock names a run on another machine or in another container: you know that it has ended",
     )
     log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
     log_details: bool = opt(

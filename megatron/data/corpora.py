@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..json_text import describe_json
 from .blend import BlendedDataset
 from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
@@ -106,11 +107,14 @@ def made_with(prefix: str) -> dict[str, Any] | None:
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return None
+    text = ""
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        about = json.loads(text)
     except (OSError, ValueError) as error:
+        words = describe_json(text, error) if isinstance(error, ValueError) and text else str(error)
         raise ValueError(
-            f"{path} is damaged ({error}): copy it again, or write the corpus again with tools/preprocess_data.py"
+            f"{path} is damaged ({words}): copy it again, or write the corpus again with tools/preprocess_data.py"
         ) from None
     if not isinstance(about, dict):
         raise ValueError(

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ..atomic import naming, process_name
 from .indexed_dataset import CODES, HEADER, MAGIC, VERSION
 
 BLOCK = 1 << 26  # bytes of a .bin under one checksum
@@ -39,7 +40,7 @@ class IndexedDatasetBuilder:
     ) -> None:
         self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        suffix = suffix or f"{os.getpid()}.tmp"
+        suffix = suffix or f"{process_name()}.tmp"
         self._names = {part: f"{self.prefix}.{part}.{suffix}" for part in ("bin", "sizes", "documents", "idx")}
         sizes = (state["bytes"], 4 * state["sequences"], 8 * state["documents"]) if state else (None,) * 3
         digests = state["digests"] if state else (None,) * 3
@@ -167,7 +168,8 @@ class _Log:
             raise ValueError(f"{path} is not what was written (SHA-256 differs): it is damaged")
 
     def write(self, content: bytes) -> None:
-        self._file.write(content)
+        with naming(self.path):
+            self._file.write(content)
         self.size += len(content)
         self._hash(content)
 
@@ -190,8 +192,9 @@ class _Log:
         return hashlib.sha256("".join(self.checksums()).encode()).hexdigest()
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def blocks(self) -> Any:
         """The content from the front, some megabytes at a time."""

@@ -9,9 +9,7 @@ import contextlib
 import fcntl
 import mmap
 import os
-import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import whole_file
+from ..atomic import own_folder, temporary_name, whole_file
 
 AT_ONCE = 1 << 20  # numbers handled at once outside of a map
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
@@ -63,12 +61,8 @@ def remove(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def scratch() -> Path:
-    """A folder of this user on this machine. Raises ValueError if somebody else has made it."""
-    path = Path(tempfile.gettempdir()) / f"sample-orders-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise ValueError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
-    return path
+    """Return a folder of this user on this machine. Raises ValueError if others could have put files there."""
+    return own_folder("sample-orders")
 
 
 def _is_whole(path: Path, size: int) -> bool:
@@ -88,7 +82,7 @@ def _alone(name: str) -> Iterator[None]:
 
 def _made(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[str, NDArray[Any]]], None]) -> Path:
     for path in places:
-        temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+        temporary = temporary_name(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:

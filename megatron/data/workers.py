@@ -7,8 +7,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
+
+from data_utils.tracker import start_tracker
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def sheltered() -> Iterator[None]:
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        resource_tracker.ensure_running()  # the first semaphore starts it, and that opens this process to SIGTERM again
+        start_tracker()  # the first semaphore starts it, and that opens this process to SIGTERM again
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron.config.fields import describe
+from megatron.json_text import describe_json
 
 from .. import presets
 
@@ -66,11 +66,13 @@ def load_cluster(name: str) -> Cluster:
             f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json"
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, {describe(error)}") from None
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}, {describe_json(text, error)}") from None
     try:
         return _cluster(found)
     except ValueError as error:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from .. import mpu
 from .._torch import onednn_linear
-from ..atomic import write_text
+from ..atomic import own_folder, write_text
 from ..config.fields import ConfigError
 from .rank_0 import is_rank_0
 
@@ -70,7 +69,10 @@ def cache_file() -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
-        folder = Path(tempfile.gettempdir())
+        try:
+            folder = own_folder("megatron-cache")
+        except ValueError:
+            folder = Path(os.devnull)  # holds nothing, and takes nothing: each run measures again
     return folder / "megatron-cpu-matmul.json"
 
 

@@ -66,6 +66,6 @@ def exit_now(code: int) -> NoReturn:
     for worker in multiprocessing.active_children():
         worker.kill()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # its reader may be gone, and it may be closed
             stream.flush()
     os._exit(code)

@@ -5,6 +5,7 @@ Ctrl-C (SIGINT)                     the same; the second one ends at once
 SIGUSR1                             save, and go on
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -29,7 +30,8 @@ INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
 def _say(words: str) -> None:
     """From the handler of a signal, in which Python's own files must not be touched."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{os.path.basename(sys.argv[0])}: {words}\n".encode())
+        with contextlib.suppress(OSError):  # a handler that raises would end the run before it has saved
+            os.write(2, f"{os.path.basename(sys.argv[0])}: {words}\n".encode())
 
 
 class StopSignal(IntEnum):

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.checkpointing.nearby import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
+from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
 SAMPLES = "samples.jsonl"
@@ -19,7 +20,7 @@ QUIET = 300.0  # seconds without a line after which an unfinished run is no long
 
 
 def read_lines(path: Path) -> list[Row]:
-    """JSON lines; one that is still being written is left out."""
+    """Return the objects in a file of JSON lines, without a line that is still being written."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -31,12 +32,25 @@ def read_lines(path: Path) -> list[Row]:
     return found
 
 
+def _rows_of(path: Path) -> list[Row]:
+    """Return the rows of metrics.jsonl. Raises ValueError with the file and the line of one that no run has written."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            row = row_of(line)
+        except RowError as error:
+            raise ValueError(f"{path}, line {number}: {error}; delete the line") from None
+        if row is not None:
+            found.append(row)
+    return found
+
+
 def read_metrics(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl, with nan where it has null. Raises ValueError where it is missing."""
+    """Return the rows of metrics.jsonl, with nan where it has null. Raises ValueError if it is missing or damaged."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
-    rows = read_lines(path)
+    rows = _rows_of(path)
     return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null says nan
 
 

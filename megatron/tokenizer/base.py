@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..json_text import describe_json
+
 
 class TokenizerError(ValueError):
     """A vocabulary file is missing or is not what it should be; the message names it."""
@@ -19,9 +21,15 @@ class TokenizerError(ValueError):
 def read_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds. Raises ValueError, with the file's name, for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of decoding, or of JSON
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {describe_json(text, error)}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is not JSON that anybody writes: it is nested too deeply") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {str(content)[:40]!r}, not an object with keys")
     return content

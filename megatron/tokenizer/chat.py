@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from .base import Tokenizer, TokenizerError, any_of
 from .beside import TEMPLATE, settings_beside, token_beside
 from .load import file_of
+from .sandbox import BOUNDED, EndlessTemplate, limited, refuse_large
 
 DATES = "strftime_now"  # what a template calls that writes a date
 ROLES = ("system", "user", "assistant")
@@ -161,10 +162,17 @@ class JinjaTemplate:
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )
 
+        class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
+            """A sandbox in which no operator makes a value that fills the memory."""
+
+            intercepted_binops = BOUNDED
+
+            def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+                refuse_large(operator, left, right)
+                return super().call_binop(context, operator, left, right)
+
         extensions = ["jinja2.ext.loopcontrols", Generation]
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=extensions
-        )
+        environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = tojson
         environment.globals |= {"raise_exception": refuse, **({"strftime_now": now.strftime} if now else {})}
         self.source, self._mistake, self._tokenizer = source, jinja2.TemplateError, tokenizer
@@ -172,8 +180,9 @@ class JinjaTemplate:
         self._variables = {"tools": None, "documents": None, **variables}
         self._marks = any_of(tokenizer.marks)
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            with limited():
+                self._template = environment.from_string(source)
+        except (jinja2.TemplateError, EndlessTemplate, RecursionError) as error:
             raise TokenizerError(f"the chat template has a mistake: {error}") from None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
@@ -215,6 +224,8 @@ class JinjaTemplate:
             before = self._written([asked], False)
             around = before + self._written([asked, said], False).rpartition(said.content)[2]
             opening = self._marks.search(self._written([asked], True).removeprefix(before))
+        except EndlessTemplate:
+            raise
         except ValueError:  # a template that wants more than this
             return self._marks
         with contextlib.suppress(ValueError):  # of one that knows no systems
@@ -224,8 +235,9 @@ class JinjaTemplate:
     def _written(self, messages: Sequence[Message], asks: bool) -> str:
         turns = [message._asdict() for message in messages]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=asks, **self._variables)
-        except (self._mistake, TypeError) as error:
+            with limited():
+                return self._template.render(messages=turns, add_generation_prompt=asks, **self._variables)
+        except (self._mistake, TypeError, RecursionError, ArithmeticError, MemoryError) as error:
             raise ValueError(f"the chat template cannot write it: {error}") from None
 
 

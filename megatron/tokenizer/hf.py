@@ -1,9 +1,10 @@
 """Byte-level BPE of GPT-2 (Radford et al. 2019), and whatever else a tokenizer.json of Hugging Face describes."""
 
+import contextlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,19 @@ def library() -> Any:
     return tokenizers
 
 
+@contextlib.contextmanager
+def no_panic(path: str) -> Iterator[None]:
+    """Around calls of the library, whose panics are no Exception and cannot be sent to another process. Raises TokenizerError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(
+            f"{path} cannot split this text: {str(error)[:200]}; its pre_tokenizer may hold a regular expression that takes exponential time"
+        ) from None
+
+
 class HFTokenizer(Tokenizer):
     """A `tokenizer.json`. Documents end with the eos_token of tokenizer_config.json next to it, or a token known for it.
 
@@ -38,7 +52,8 @@ class HFTokenizer(Tokenizer):
     def __init__(self, path: str) -> None:
         content = Path(path).read_bytes()
         try:
-            tokenizer = library().Tokenizer.from_str(content.decode("utf-8"))
+            with no_panic(path):
+                tokenizer = library().Tokenizer.from_str(content.decode("utf-8"))
         except TokenizerError:
             raise
         except Exception as error:  # the library raises no narrower class
@@ -57,7 +72,7 @@ class HFTokenizer(Tokenizer):
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
-        self._tokenizer = tokenizer
+        self._tokenizer, self._path = tokenizer, path
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
         end = next((name for name in ends if name in vocabulary), None)
@@ -74,8 +89,9 @@ class HFTokenizer(Tokenizer):
         more = {name: vocabulary[name] for name in added if LIKE_A_MARK.fullmatch(name) or name in roles}
         more = {name: i for name, i in more.items() if name not in self.specials}
         self._marks = {**self.specials, **more}
-        self.start = _start_of(tokenizer)
-        self._words = _Words(tokenizer, self.specials)
+        with no_panic(path):
+            self.start = _start_of(tokenizer)
+            self._words = _Words(tokenizer, self.specials)
         self._contents = None if more else self._words  # these two are made when they are asked for
         self._named: Any = None
 
@@ -84,15 +100,18 @@ class HFTokenizer(Tokenizer):
         return self._marks
 
     def encode(self, text: str) -> list[int]:
-        return self._words.ids(text, inside=False)
+        with no_panic(self._path):
+            return self._words.ids(text, inside=False)
 
     def encode_inside(self, text: str) -> list[int]:
-        return self._words.ids(text, inside=True)
+        with no_panic(self._path):
+            return self._words.ids(text, inside=True)
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
-        if self._contents is None:
-            self._contents = _Words(_with_specials(self._tokenizer, self._marks), self._marks)
-        return self._contents.ids(text, inside)
+        with no_panic(self._path):
+            if self._contents is None:
+                self._contents = _Words(_with_specials(self._tokenizer, self._marks), self._marks)
+            return self._contents.ids(text, inside)
 
     def encode_names(self, text: str) -> list[int]:
         if self._named is None:
@@ -102,17 +121,20 @@ class HFTokenizer(Tokenizer):
             ends = [tokenizers.AddedToken(name, normalized=False) for name in self.specials if name not in known]
             self._named.add_special_tokens(ends)
             self._named.encode_special_tokens = False
-        return _ids(self._named, text)
+        with no_panic(self._path):
+            return _ids(self._named, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with no_panic(self._path):
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
             np.array(self.encode(text) if self._words.names.search(text) else each.ids, dtype=np.int32)
             for text, each in zip(texts, found, strict=True)
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=False)
+        with no_panic(self._path):
+            text: str = self._tokenizer.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=False)
         return text
 
 

@@ -17,6 +17,7 @@ import tds
 from tds import optimizer_state as zero_state
 from tds import trace
 from tds.clip import leave_out_unless_finite
+from tds.measure import check_factor
 from tds.reducer import GradReducer
 
 from .. import mpu
@@ -146,9 +147,11 @@ class PlainEngine:
             zero_state.take_over_reduction(engine)
             if self.data.size > 1:
                 self.reducer = GradReducer(engine.module.parameters(), self.data.group)
-        # DeepSpeed divides by the accumulation steps, and averages over the replicas where ours sum.
+        # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducers sum.
         sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
-        self.factor = gas if sums else gas * self.data.size
+        replicas = 1 if sums else self.data.size
+        self.factor = gas * replicas
+        check_factor(engine, lambda micros: micros * replicas, own_reduction=sums)
         self.clip_grad = resolved.clip_grad
         self._names: dict[str, tuple[str, ...]] = {}  # see `_agreed`
 

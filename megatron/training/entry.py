@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tds.diagnose import Watchdog, out_of_memory
+from tds.launched import ImpossibleRanks, refuse_impossible_ranks
 
 from ..config.command_line import parse
 from ..config.ds_config import resolve
@@ -19,10 +20,13 @@ from ..ranks import device as device_module
 from ..ranks.errors import RunError, complaint, exit_now
 from ..ranks.initialize import world_size
 from ..ranks.signals import INTERRUPTED, signals_as_before
+from ..streams import guarded
 from .inputs import MissingInputs, refuse_missing
 from .loop import train
 from .setup import set_up
 from .task import Task, check_task
+
+CONTINUES = "training continues, and metrics.jsonl has the numbers"
 
 
 def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> None:
@@ -34,8 +38,9 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
     code = 2
-    with signals_as_before():
+    with guarded(CONTINUES, "stdout", "stderr"), signals_as_before():
         try:
+            refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
             config = parse(argv, task.defaults, world_size(), _tell)
             refuse_missing(task, config)
@@ -50,7 +55,11 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
                 raise
             if isinstance(error, MissingInputs):
                 code = 1
-            _complain(error, everywhere=code == 2 or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)))
+            here = isinstance(error, ImpossibleRanks)
+            _complain(
+                error,
+                everywhere=(code == 2 and not here) or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)),
+            )
             exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
         gc.collect()  # ends worker processes that read data
         dist.barrier()
@@ -67,7 +76,8 @@ def _tell(note: str) -> None:
 
 def _complain(error: BaseException, everywhere: bool) -> None:
     """One sentence (of settings a line each) on stderr, from rank 0 only if all ranks know of it."""
-    rank = int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "0")
+    rank = int(text) if text.isdecimal() else 0
     if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
         # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
         time.sleep(10)  # who is still here was alone with its error

@@ -18,6 +18,7 @@ from tds import trace
 from ..atomic import write_text
 from ..config import Config
 from ..model.work import block_work
+from ..rows import RowError, row_of
 from .writers import Writer
 
 
@@ -175,14 +176,15 @@ class MetricsWriter:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
             try:
-                row = json.loads(line)
-                if row["iteration"] <= iteration:
-                    kept.append(line + "\n")
-                    self._held.add((str(row.get("split")), row["iteration"]))
-            except (ValueError, KeyError):
-                continue  # cut short by a crash
+                row = row_of(line)
+            except RowError as error:
+                tqdm.write(f"note: {path}, line {number} is dropped: {error}")
+                continue
+            if row is not None and row["iteration"] <= iteration:
+                kept.append(line + "\n")
+                self._held.add((str(row.get("split")), row["iteration"]))
         write_text(path, "".join(kept))
 
     def write(self, row: dict[str, Any]) -> None:

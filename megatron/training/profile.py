@@ -6,7 +6,6 @@ what they computed: every operator and every kernel, which slows a run and fills
 
 import gzip
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tds import timeline, trace
 from tds.align import distance
 
-from ..atomic import whole_file
+from ..atomic import process_name, whole_file
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
@@ -84,7 +83,7 @@ class Profile:
         self._tracer.try_to_write()
         path = self._folder / _name_of(dist.get_rank())
         try:
-            with whole_file(path, path.with_name(f"{os.getpid()}.tmp.json.gz")) as there:
+            with whole_file(path, path.with_name(f"{process_name()}.tmp.json.gz")) as there:
                 self._profiler.export_chrome_trace(str(there))
         except (OSError, RuntimeError, MemoryError) as error:
             print(f"warning: the profile {path} cannot be written: {error}", flush=True)

@@ -5,13 +5,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tds import timeline
+
 from ..atomic import write_text
 from ..checkpointing.files import latest_name
 from ..checkpointing.nearby import keep_tokenizer
 from ..config import Config
+from . import profile
 from .run_lock import CHECKPOINTS, RunLock, RunLockedError
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
+BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", timeline.FOLDER, profile.FOLDER
 
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:
@@ -74,9 +78,20 @@ def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
         )
 
 
+def _refuse_links(run_dir: Path) -> None:
+    """Raise ValueError for a by-product that is a link: a run would write over what it leads to."""
+    for name in BY_PRODUCTS:
+        path = run_dir / name
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a link to {os.readlink(path)}, which this run would write to: remove the link, or give another --run-dir"
+            )
+
+
 def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
     """Write down the settings of a run that begins or goes on at `iteration`; notes on what was put aside. Raises ValueError."""
     notes = []
+    _refuse_links(run_dir)
     try:
         write_text(run_dir / SETTINGS, json.dumps(config.to_dict(), indent=2))
         keep_tokenizer(str(config.data.vocab_file), run_dir)

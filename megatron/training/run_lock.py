@@ -1,7 +1,8 @@
 """One run at a time in a directory: a file `run.lock` that says which process on which machine writes there.
 
-The file is made so that of two only one can make it, on shared file systems, too. Who left one behind by a
-crash on the same machine is found out by its process id and the time it was started.
+The file is made so that of two processes only one can make it, on shared file systems, too. A process that left one
+behind by a crash is looked up by its id and start time, if this process sees the same table of processes. An advisory
+lock on the file decides where it does not: in another container, or before the machine was restarted.
 """
 
 import contextlib
@@ -9,11 +10,14 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tds.launched import started
+from tds.launched import process_table, started
+
+from ..atomic import process_name
+from . import advisory
 
 NAME = "run.lock"
 CHECKPOINTS = "the folder of checkpoints"
@@ -33,6 +37,8 @@ class Holder:
     started: str  # see tds.launched.started
     since: str  # for people
     job: str = ""  # of SLURM, and which of its starts
+    table: str = ""  # see tds.launched.process_table; "" in locks of older versions, too
+    advisory: bool = False  # whether the process holds an advisory lock on the file
 
     @classmethod
     def here(cls) -> "Holder":
@@ -40,18 +46,41 @@ class Holder:
         pid = os.getpid()
         job = os.environ.get("SLURM_JOB_ID", "")
         job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
-        return cls(socket.gethostname(), pid, started(pid) or "", time.strftime("%Y-%m-%d %H:%M:%S"), job)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(socket.gethostname(), pid, started(pid) or "", since, job, process_table())
 
     def same_process(self, other: "Holder") -> bool:
         """Whether both are one process."""
-        return (self.host, self.pid, self.started) == (other.host, other.pid, other.started)
+        mine, theirs = ((h.host, h.table, h.pid, h.started) for h in (self, other))
+        return mine == theirs
 
-    def is_gone(self, me: "Holder") -> bool:
-        """Whether I can tell that the process has ended: on this machine, or in an earlier start of this SLURM job."""
-        if self.host != me.host:
-            return bool(self.job and self.job != me.job and self.job.split()[0] == me.job.partition(" ")[0])
-        now = started(self.pid)
-        return now is None or bool(now and self.started and now != self.started)
+    def is_visible(self, me: "Holder") -> bool:
+        """Return whether `me` can look the process up: same machine, same boot, same PID namespace."""
+        return bool(self.table) and (self.host, self.table) == (me.host, me.table)
+
+    def is_gone(self, me: "Holder", path: Path) -> bool:
+        """Return whether `me` knows that the process, which holds `path`, has ended.
+
+        It knows if it sees the process, if that was in an earlier start of this SLURM job, or if the advisory lock is free
+        although every process that can open the file would see it.
+        """
+        if self.is_visible(me):
+            now = started(self.pid)
+            return now is None or bool(now and self.started and now != self.started)
+        if self.job and self.job != me.job and self.job.split()[0] == me.job.partition(" ")[0]:
+            return True
+        locks_are_seen = self._same_kernel(me) or advisory.is_local(path)
+        return self.advisory and locks_are_seen and advisory.is_held(path) is False
+
+    def is_alive(self, me: "Holder", path: Path) -> bool:
+        """Return whether `me` knows that the process lives, given that it does not know that it has ended (`is_gone`)."""
+        if self.is_visible(me):
+            return True
+        # Not gone, so its lock was held a moment ago; it may be free by now if another process was only asking.
+        return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
+
+    def _same_kernel(self, me: "Holder") -> bool:
+        return bool(self.table) and self.table.split()[0] == me.table.partition(" ")[0]
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -71,6 +100,7 @@ class RunLock:
         self.path, self.notes = folder / NAME, list[str]()
         self._way_out = "another --save" if what == CHECKPOINTS else "another --run-dir"
         self._me, self._made = Holder.here(), list[Path]()
+        self._handle: int | None = None  # holds the advisory lock while it is open
         try:
             self._make_folders(folder)
             self._take(override, time.monotonic() + PATIENCE)
@@ -97,17 +127,21 @@ class RunLock:
             if holder is None or holder.same_process(self._me):
                 if holder is not None:
                     return
-            elif holder.is_gone(self._me) or (override and holder.host != self._me.host):
-                if self._remove(text):
-                    gone = (
-                        "has ended without a word"
-                        if holder.is_gone(self._me)
-                        else "may live, as --override-lock says it does not"
-                    )
-                    self.notes.append(f"took over {self.path.parent} from {holder}, which {gone}")
-            elif time.monotonic() > deadline or holder.host != self._me.host:
-                raise RunLockedError(_refusal(self.path, holder, self._me.host, self._way_out))
+            else:
+                self._take_over(holder, text, override, deadline)
             time.sleep(0.1)
+
+    def _take_over(self, holder: Holder, text: str | None, override: bool, deadline: float) -> None:
+        """Remove the lock of a process that has ended. Raises RunLockedError for one that lives, or may live."""
+        gone = holder.is_gone(self._me, self.path)
+        alive = not gone and holder.is_alive(self._me, self.path)
+        if gone or (override and not alive):
+            late = time.monotonic() > deadline  # then a child that the process has left behind holds its advisory lock
+            if self._remove(text, force=override or late):
+                why = "has ended without a word" if gone else "may live, as --override-lock says it does not"
+                self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
+        elif not alive or time.monotonic() > deadline:
+            raise RunLockedError(_refusal(self.path, holder, self._me, alive, self._way_out))
 
     def _create(self) -> bool:
         try:
@@ -115,13 +149,15 @@ class RunLock:
         except FileExistsError:
             return False
         try:
-            os.write(handle, json.dumps(asdict(self._me)).encode())
+            # Lock first: a process that reads this holder must find the lock held.
+            me = replace(self._me, advisory=advisory.hold(handle))
+            os.write(handle, json.dumps(asdict(me)).encode())
             os.fsync(handle)
         except OSError:
             self.path.unlink()
+            advisory.drop(handle)
             raise
-        finally:
-            os.close(handle)
+        self._handle = handle
         return True
 
     def _read(self) -> str | None:
@@ -130,18 +166,25 @@ class RunLock:
         except FileNotFoundError:
             return None
 
-    def _remove(self, judged: str | None) -> bool:
-        """Clear away the lock that was looked at; False if by now it is somebody else's, who was faster."""
-        aside = self.path.with_name(f"{NAME}.{self._me.host}.{self._me.pid}.tmp")
-        try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
-            return False
-        if aside.read_text(encoding="utf-8", errors="replace") != judged:
-            os.rename(aside, self.path)
-            return False
-        aside.unlink()
-        return True
+    def _remove(self, judged: str | None, force: bool) -> bool:
+        """Remove the lock whose content was `judged`; False if by now another process has taken it over, or is doing so.
+
+        force: remove it even if its advisory lock is held.
+        """
+        with advisory.exclusive(self.path) as mine:
+            # Of several processes that found one lock, only one removes it, and none removes the lock that it makes next.
+            if (mine is False and not force) or (mine and self._read() != judged):
+                return False
+            aside = self.path.with_name(f"{NAME}.{process_name()}.tmp")
+            try:
+                os.rename(self.path, aside)
+            except FileNotFoundError:
+                return False
+            if aside.read_text(encoding="utf-8", errors="replace") != judged:
+                os.rename(aside, self.path)
+                return False
+            aside.unlink()
+            return True
 
     def keep(self) -> None:
         """The run has begun: what was made for it stays."""
@@ -153,6 +196,9 @@ class RunLock:
             holder = _parse(self._read())
             if holder is not None and holder.same_process(self._me):
                 self.path.unlink()
+        if self._handle is not None:
+            advisory.drop(self._handle)
+            self._handle = None
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
@@ -170,16 +216,17 @@ def holder_of(path: Path) -> Holder | None:
 def _parse(text: str | None) -> Holder | None:
     try:
         content: dict[str, Any] = json.loads(text or "")
-        holder = Holder(**content)
-        return holder if isinstance(holder.pid, int) and holder.pid > 0 else None
-    except (TypeError, ValueError):
+        known = {each.name for each in fields(Holder)}
+        holder = Holder(**{key: value for key, value in content.items() if key in known})  # newer versions know more
+        sound = isinstance(holder.pid, int) and holder.pid > 0
+        return holder if sound and isinstance(holder.table, str) and isinstance(holder.job, str) else None
+    except (AttributeError, TypeError, ValueError):
         return None
 
 
-def _refusal(path: Path, holder: Holder, here: str, other: str) -> str:
-    way_out = (
-        f"end it, or give {other}"
-        if holder.host == here
-        else f"if it has ended, --override-lock goes on (or delete {path})"
-    )
-    return f"{path.parent} is in use by {holder}: {way_out}"
+def _refusal(path: Path, holder: Holder, me: Holder, alive: bool, other: str) -> str:
+    elsewhere = holder.host == me.host and not holder.is_visible(me)
+    where = ", in another container or before a restart of the machine" if elsewhere and not alive else ""
+    where = ", in another container" if elsewhere and alive else where
+    way_out = f"end it, or give {other}" if alive else f"if it has ended, --override-lock continues (or delete {path})"
+    return f"{path.parent} is in use by {holder}{where}: {way_out}"

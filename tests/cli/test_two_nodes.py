@@ -49,7 +49,8 @@ def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None
     assert failed.returncode == 3
     assert not (tmp_path / "data" / "preparing").exists()
     (tmp_path / "data" / "preparing").mkdir()
-    (tmp_path / "data" / "preparing" / "by").write_text(f"{os.uname().nodename} {2**22 - 1}\n")
+    table = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.readlink('/proc/self/ns/pid')}"
+    (tmp_path / "data" / "preparing" / "by").write_text(f"{os.uname().nodename} {2**22 - 1} {table}\n")
     said = prepare(tmp_path).communicate(timeout=60)[0]
     assert f"process {2**22 - 1}, which prepared {tmp_path}/data, has ended; it is prepared again" in said
     assert "has " in said

@@ -102,7 +102,7 @@ class Case:
     feed: `fresh` tensors each time; `refilled`, the same tensors with other numbers in them; `dataset`, the same
     tensors with the same numbers, which nobody may change. frozen: layers that do not learn. optimizer: of the
     reference, and of the pipeline unless `config` names one. module: arguments of PipelineModule. prepare: called with it.
-    probe: what else must be right after training. only: the dtypes that the case is for. slow: compiles. since: the DeepSpeed that has it.
+    probe: what else must be right after training. only: the dtypes that the case is for. slow: compiles.
     """
 
     name: str
@@ -123,7 +123,6 @@ class Case:
     probe: Callable[[probes.Trained], bool] | None = None
     autocast: bool = False
     slow: bool = False
-    since: str = "0.17.0"
     only: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
 
     def build(self) -> list[nn.Module]:
@@ -241,9 +240,9 @@ CASES: Sequence[Case] = (
     Case("dynamic_shape, another size each micro-batch", _chain("grad bool"), rows=((1, 3, 2, 3, 5, 4),) * STEPS,
          module={"dynamic_shape": True}),
     Case("recomputation with partition_activations", _chain("grad grad2"), checkpoint=1,
-         prepare=probes.partition_activations, probe=probes.configured_back, since="0.19.0"),
+         prepare=probes.partition_activations, probe=probes.configured_back),
     Case("recomputation with contiguous activations", _plain, checkpoint=1,
-         prepare=probes.contiguous_activations, probe=probes.evaluates_twice, since="0.19.0"),
+         prepare=probes.contiguous_activations, probe=probes.evaluates_twice),
     Case("eval_batch(return_logits=True): the last micro-batch's", _plain, probe=probes.logits),
     Case("eval_batch(compute_loss=False, reduce_output=None)", _plain, probe=probes.all_outputs),
     Case("eval_batch(compute_loss=False): the mean of outputs", _plain, probe=probes.mean_of_outputs),
@@ -251,10 +250,10 @@ CASES: Sequence[Case] = (
     Case("the loss is fp32", _plain, probe=probes.loss_is_fp32, only=FP32),
     Case("attributes: fwd_outputs, total_loss, agg_train_loss, timers", _plain, probe=probes.attributes),
     Case("get_additional_losses()", _plain, prepare=probes.give_additional_losses,
-         probe=probes.additional_losses, since="0.18.0"),
+         probe=probes.additional_losses),
     Case("reset_activation_shape() between steps", _plain, probe=probes.reset_shapes),
     Case("data that end: StopIteration, then another epoch", _plain, probe=probes.next_epoch),
-    Case("torch_autocast in bf16", _chain("grad"), autocast=True, only=FP32, since="0.18.0",
+    Case("torch_autocast in bf16", _chain("grad"), autocast=True, only=FP32,
          config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     Case("flops_profiler", _chain("grad"), config={"flops_profiler": {"enabled": True, "profile_step": 1,
          "output_file": "/dev/null"}}, only=FP32),
@@ -263,5 +262,5 @@ CASES: Sequence[Case] = (
     Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
          config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # its sums are fp32 at once
     Case('{"type": "Muon"} of the ds_config', _plain, optimizer=muon,
-         config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True, since="0.19.0"),
+         config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True),
 )  # fmt: skip

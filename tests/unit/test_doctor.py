@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,9 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(machine.packages())
     assert [each.state for each in found] == ["failed", "failed", "warning"]
     assert found[0].remedy.startswith("pip install") and found[1].words == "0.16.9 is too old"
+    for release, state in (("0.18.9", "failed"), ("0.19.0", "ok"), ("0.19.99", "warning"), ("0.20.0", "failed")):
+        monkeypatch.setattr(machine.importlib.metadata, "version", lambda name, release=release: release)
+        assert {each.check: each.state for each in machine.packages()}["deepspeed"] == state, release
     assert machine.version_key("2.13.0+cpu") == (2, 13, 0) > machine.version_key("2.6")
 
 
@@ -246,7 +250,7 @@ def test_run_locks(tmp_path: Path) -> None:
     assert found.state == "failed" and f"process {os.getpid()}" in found.words and "another --run-dir" in found.remedy
     held.release()
     assert only(run_dir.lock(tmp_path), "run lock").state == "ok"
-    gone = Holder(socket.gethostname(), os.getpid(), "another start", "then")
+    gone = replace(Holder.here(), started="another start")
     (tmp_path / "run.lock").write_text(json.dumps(gone.__dict__))
     assert only(run_dir.lock(tmp_path), "run lock").state == "warning"
     (tmp_path / "run.lock").write_text("{")

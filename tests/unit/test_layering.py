@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "megatron.mpu.mesh": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
     "megatron.data": {"megatron.atomic", "megatron.compat.data"},
+    "megatron.data.workers": {"data_utils"},
     "megatron.kernels": {"megatron.config", "megatron.ranks.device"},
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
@@ -295,7 +296,7 @@ PRIVATE = {
         "_functional_collectives", "_assert_async", "_base", "_inductor", "_is_amx_tile_supported", "_linear_pointwise",
         "_unsafe_view",
         "_non_persistent_buffers_set", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward", "_set_pg_timeout", "_softmax_backward_data", "_version",
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "_softmax_backward_data", "_version",
         "_will_engine_execute_node", "_world",
     },
     "tds/_torch.py": {

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron.checks.machine import SUPPORTED, version_key
+from megatron.checks.machine import SUPPORTED, TOO_NEW, version_key
+from tds._deepspeed import SUPPORTED as SUPPORTED_DEEPSPEED
 from tests.support import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -34,6 +35,8 @@ def test_the_doctor_has_the_same_ends() -> None:
     for name, (oldest, _) in SUPPORTED.items():
         (low,) = (each.version for each in RANGES[name] if each.operator == ">=")
         assert version_key(low)[:2] == version_key(oldest)[:2], name
+    ends = {each.operator: version_key(each.version)[:2] for each in RANGES["deepspeed"]}
+    assert (ends[">="], ends["<"]) == SUPPORTED_DEEPSPEED and ends["<"] == version_key(TOO_NEW["deepspeed"])
 
 
 @pytest.mark.parametrize("found", ["2.11.0a0+ecd3bbb.nv26.03", "2.11.0", "2.13.0+rocm7.1", "2.15.0"])

@@ -3,11 +3,16 @@
 import dataclasses
 import errno
 import json
+import multiprocessing
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +20,7 @@ from megatron.config.command_line import parse
 from megatron.training import run_lock
 from megatron.training.run_folder import accept, keep, lock, refuse_to_forget, release
 from megatron.training.run_lock import Holder, RunLock, RunLockedError
+from tests.support import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +80,156 @@ def test_what_a_crash_left_is_taken_over_with_a_note(
 
 def test_of_another_machine_nobody_knows(tmp_path: Path) -> None:
     held_by(tmp_path, host="elsewhere", pid=1)
-    with pytest.raises(RunLockedError, match="process 1 on elsewhere .*if it has ended, --override-lock goes on"):
+    with pytest.raises(RunLockedError, match="process 1 on elsewhere .*if it has ended, --override-lock"):
         RunLock(tmp_path)
     assert "as --override-lock says" in RunLock(tmp_path, override=True).notes[0]
+
+
+CONTAINER = [
+    "unshare",
+    *([] if os.getuid() == 0 else ["--user", "--map-root-user"]),
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
+HOLD = """
+import sys, time, types
+from pathlib import Path
+sys.modules["tds"] = package = types.ModuleType("tds")  # without its __init__, whose imports take seconds
+package.__path__ = ["tds"]
+from megatron.training import run_lock
+run_lock.PATIENCE = 0.3
+try:
+    lock = run_lock.RunLock(Path(sys.argv[1]), override="override" in sys.argv)
+    print("taken", *lock.notes, flush=True)
+except run_lock.RunLockedError as error:
+    print("refused", error, flush=True)
+time.sleep(60 if "stay" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def container() -> "Iterator[Callable[..., subprocess.Popen[str]]]":
+    """Starts `HOLD` in a PID namespace of its own on this host, as a container with the host's name has one."""
+    if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespaces here")
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> "subprocess.Popen[str]":
+        argv = [*CONTAINER, sys.executable, "-c", HOLD, *words]
+        begun.append(subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("asks", ["another container", "the host"])
+def test_a_run_in_a_container_keeps_its_directory(
+    tmp_path: Path, container: "Callable[..., subprocess.Popen[str]]", asks: str
+) -> None:
+    """Both see process 1 on one host, and neither can look the other one up."""
+
+    def ask(*words: str) -> str:
+        if asks == "another container":
+            return container(str(tmp_path), *words).communicate(timeout=60)[0]
+        try:
+            lock = RunLock(tmp_path, override="override" in words)
+        except RunLockedError as error:
+            return f"refused {error}"
+        lock.release()
+        return " ".join(("taken", *lock.notes))
+
+    first = container(str(tmp_path), "stay")
+    assert first.stdout and first.stdout.readline() == "taken\n"
+    assert ask().startswith(f"refused {tmp_path} is in use by process 1 on ")
+    assert ask("override").startswith("refused"), "its advisory lock says that it lives"
+    first.kill()
+    first.wait()
+    assert ask().startswith(f"taken took over {tmp_path} from process 1 on "), "the kernel has dropped its lock"
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_lock_from_before_a_restart_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool, has_lock: bool
+) -> None:
+    """A free advisory lock proves that its holder has ended only where every process sees such locks."""
+    monkeypatch.setattr(run_lock.advisory, "is_local", lambda path: local)
+    held_by(tmp_path, table="another-boot pid:[4026531836]", pid=os.getpid(), advisory=has_lock)
+    if local and has_lock:
+        assert "took over" in RunLock(tmp_path).notes[0]
+        return
+    with pytest.raises(RunLockedError, match="--override-lock"):
+        RunLock(tmp_path)
+    assert "took over" in RunLock(tmp_path, override=True).notes[0]
+
+
+def _start_at_once(folder: str, barrier: Any) -> None:
+    barrier.wait()
+    try:
+        lock = RunLock(Path(folder))
+    except RunLockedError:
+        return
+    time.sleep(60)  # holds it until the test ends this process
+    lock.release()
+
+
+@pytest.mark.parametrize("table", ["the same", "of another container"])
+def test_of_several_that_start_at_once_one_takes_a_stale_lock_over(tmp_path: Path, table: str) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(6)
+    here = Holder.here().table
+    held_by(tmp_path, pid=2**22 - 1, table=here if table == "the same" else here.split()[0] + " pid:[1]", advisory=True)
+    started = [context.Process(target=_start_at_once, args=(str(tmp_path), barrier)) for _ in range(6)]
+    for each in started:
+        each.start()
+    deadline = time.monotonic() + 20
+    while sum(each.is_alive() for each in started) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = [each.is_alive() for each in started]
+    for each in started:
+        each.kill()
+        each.join()
+    assert found.count(True) == 1, "one holds it, the others were refused"
+
+
+def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """It names no process table, so nothing is known of its process."""
+    old = {"host": socket.gethostname(), "pid": 2**22 - 1, "started": "1", "since": "noon", "job": ""}
+    (tmp_path / run_lock.NAME).write_text(json.dumps(old))
+    with pytest.raises(RunLockedError, match=f"process {2**22 - 1} on .* since noon.*--override-lock"):
+        RunLock(tmp_path)
+    assert "took over" in RunLock(tmp_path, override=True).notes[0]
+
+
+def test_a_forked_worker_does_not_keep_the_advisory_lock(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    assert run_lock.advisory.is_held(lock.path)
+    worker = os.fork()
+    if not worker:
+        time.sleep(30)
+        os._exit(0)
+    assert lock._handle is not None
+    run_lock.advisory.drop(lock._handle)
+    lock._handle = None
+    deadline = time.monotonic() + 10  # the worker closes its copy as soon as it gets a core
+    while run_lock.advisory.is_held(lock.path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert run_lock.advisory.is_held(lock.path) is False
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    lock.release()
+
+
+def test_temporary_names_differ_between_processes_of_one_number(tmp_path: Path) -> None:
+    """Two containers write one file: each under a name of its own."""
+    code = "import os; os.getpid = lambda: 1; from megatron.atomic import temporary_name as t; print(t(__import__('pathlib').Path('x')))"
+    names = {subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) for _ in range(2)}
+    assert len(names) == 2
 
 
 def test_an_earlier_start_of_this_slurm_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +265,9 @@ def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     held_by(tmp_path, pid=2**22 - 1, started="1")
     honest = RunLock._remove
 
-    def late(self: RunLock, judged: str | None) -> bool:
+    def late(self: RunLock, judged: str | None, force: bool) -> bool:
         held_by(tmp_path, host="elsewhere")
-        return honest(self, judged)
+        return honest(self, judged, force)
 
     monkeypatch.setattr(RunLock, "_remove", late)
     with pytest.raises(RunLockedError, match="in use by process .* on elsewhere"):

@@ -1,0 +1,30 @@
+"""Descriptions of mistakes in JSON that people wrote or edited, with the line."""
+
+import re
+import sys
+from json import JSONDecodeError
+
+_TOO_LONG = re.compile(r"integer string conversion: value has (\d+) digits")
+
+
+def describe_json(text: str, error: ValueError) -> str:
+    """Return why `text` is no JSON, from the error that `json.loads` raised."""
+    if isinstance(error, JSONDecodeError):
+        return _describe_syntax(error)
+    if found := _TOO_LONG.search(str(error)):
+        digits = re.search(rf"\d{{{sys.get_int_max_str_digits() + 1},}}", text)
+        line = f"line {text.count(chr(10), 0, digits.start()) + 1}: " if digits else ""
+        return f"{line}a number of {found[1]} digits, more than any setting or count has"
+    return " ".join(str(error).split())
+
+
+def _describe_syntax(error: JSONDecodeError) -> str:
+    """Return the line and the mistake; mistakes that people often make have words of their own."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    if after.startswith(","):  # Python 3.13 stops here, older ones stop after the comma
+        before, after = f"{before},", after[1:].lstrip()
+    if before.endswith(",") and after[:1] in ("}", "]"):
+        return f"line {before.count(chr(10)) + 1}: JSON has no comma before a closing {after[0]}"
+    if after.startswith(("//", "#", "/*")):
+        return f"line {error.lineno}: JSON has no comments"
+    return f"line {error.lineno}: {error.msg}"

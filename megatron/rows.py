@@ -1,0 +1,35 @@
+"""Lines of metrics.jsonl, whose numbers reports and resumed runs compute with."""
+
+import json
+from typing import Any
+
+NUMBERS = (
+    "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm", "loss_scale", "skipped_steps",
+    "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu", "memory_mb",
+)  # fmt: skip
+
+
+class RowError(ValueError):
+    """A line is JSON, but none that a run has written; the message says why."""
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """Return the row in a line of metrics.jsonl, None if it is no whole JSON (as a crash leaves it). Raises RowError."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        raise RowError(f"{line.strip()[:40]} is not an object")
+    iteration = row.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        raise RowError(f'"iteration" is {json.dumps(iteration)[:40]}, not a whole number')
+    for name in NUMBERS:
+        value = row.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise RowError(f'"{name}" is {json.dumps(value)[:40]}, not a number')
+    if row.get("split") == "train":
+        lacking = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
+        if lacking or not iteration:
+            raise RowError(f"a line of training without {lacking or 'an iteration'}")
+    return row

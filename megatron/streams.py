@@ -1,0 +1,119 @@
+"""Standard output and standard error of a run or a tool, which may fail while the work must not.
+
+Their reader may go away (`| head`, a closed ssh session), their disk may be full, and they may be closed from
+the start.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+NAMES = {"stdout": "standard output", "stderr": "standard error"}
+
+
+class Guarded:
+    """A stream whose failure is reported once on the other one, and raises nothing.
+
+    consequence: the end of that report.
+    """
+
+    def __init__(self, name: str, stream: TextIO | None, consequence: str) -> None:
+        self._name, self._consequence, self._lost = name, consequence, 0
+        self._was_closed = stream is None
+        self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
+
+    def write(self, text: str) -> int:
+        """Write `text`, or lose it."""
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError as error:  # of LANG=C and the like
+            return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        except (OSError, ValueError) as error:
+            self._report(error)
+            return len(text)
+        if self._lost and text.strip():
+            self._lost = 0
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or lose what was buffered."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._report(error)
+
+    def report_closed(self) -> None:
+        """Report a stream that was closed when the process started."""
+        if self._was_closed:
+            self._report(ValueError("closed"))
+
+    def _report(self, error: OSError | ValueError) -> None:
+        self._lost += 1
+        if self._lost > 1:
+            return
+        words = (isinstance(error, OSError) and error.strerror) or "it is closed"
+        other = getattr(sys, "stderr" if self._name == "stdout" else "stdout")
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"note: {NAMES[self._name]} cannot be written ({words}); {self._consequence}", file=other, flush=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Named:
+    """Standard output of a tool, whose lines are its result: an error names the stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`. Raises OSError."""
+        with self._named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush. Raises OSError."""
+        with self._named():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = error.filename or NAMES["stdout"]
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def fill_closed() -> None:
+    """Open the null device as standard input, output or error if closed; or a file opened later would get their lines."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # takes the lowest free number
+
+
+@contextlib.contextmanager
+def guarded(consequence: str, *names: str) -> Iterator[None]:
+    """Guard the streams `names`, of "stdout" and "stderr", while inside."""
+    before = {name: getattr(sys, name) for name in names}
+    if any(isinstance(stream, Guarded) for stream in before.values()):
+        yield
+        return
+    fill_closed()
+    for name, stream in before.items():
+        setattr(sys, name, Guarded(name, stream, consequence))
+    for name in names:
+        getattr(sys, name).report_closed()
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            getattr(sys, name).flush()
+            setattr(sys, name, stream)

@@ -1,0 +1,50 @@
+"""Limits for chat templates, which come with models of strangers: time, and sizes that an operator may make."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+SECONDS = 10.0
+MOST_BITS = 1 << 16
+MOST_ITEMS = 1 << 26  # characters of a text, elements of a list
+BOUNDED = frozenset(("**", "*", "+"))  # operators that `bounded` looks at; jinja2 then folds no constants of them
+
+
+class EndlessTemplate(ValueError):
+    """A template takes longer, or makes larger values, than any conversation needs."""
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Around a template that runs: raise EndlessTemplate after `SECONDS`. Without a limit outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise EndlessTemplate(f"the chat template has not ended after {SECONDS:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refuse_large(operator: str, left: Any, right: Any) -> None:
+    """Raise EndlessTemplate for an operation in C, which no timer interrupts, if its result would be huge."""
+    bits = max((value.bit_length() for value in (left, right) if isinstance(value, int)), default=0)
+    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if abs(left) > 1 else 0
+    if bits > MOST_BITS:
+        raise EndlessTemplate(f"the chat template computes a number of {bits} bits")
+    sizes = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple, bytes))]
+    counts = [value for value in (left, right) if isinstance(value, int)]
+    items = sizes[0] * counts[0] if operator == "*" and sizes and counts else sum(sizes)
+    if items > MOST_ITEMS:
+        raise EndlessTemplate(f"the chat template makes a text or a list of {items} elements")

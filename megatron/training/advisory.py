@@ -1,0 +1,85 @@
+"""Advisory locks (`flock`), which the kernel drops with the process that holds them, and whether their absence proves anything."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# File systems that one kernel mounts at a time, so every process that sees the file sees the lock. Network
+# and virtual file systems may keep the locks of each machine separately.
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
+_held: set[int] = set()
+
+
+def hold(handle: int) -> bool:
+    """Lock an open file until `drop` or the end of this process; False where the file system has no locks."""
+    for _ in range(20):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)  # another process asks whether it is held, which takes microseconds
+        except OSError:
+            return False
+        else:
+            _held.add(handle)
+            return True
+    return False
+
+
+def drop(handle: int) -> None:
+    """Close the file, which drops the lock if there is one."""
+    _held.discard(handle)
+    os.close(handle)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[bool | None]:
+    """Hold the lock of a file while inside: True. False if another process holds it, None if there are no locks or no file."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        yield None
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mine: bool | None = True
+    except OSError as error:
+        mine = False if isinstance(error, BlockingIOError) else None
+    try:
+        yield mine
+    finally:
+        os.close(handle)
+
+
+def is_held(path: Path) -> bool | None:
+    """Return whether some process holds a lock on the file, None if that is unknown."""
+    with exclusive(path) as mine:
+        return None if mine is None else not mine
+
+
+def is_local(path: Path) -> bool:
+    """Return whether no other machine can mount the file system of this file."""
+    there = path.resolve()
+    kind, longest = "", -1
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # a space is written as \040
+        if (mount == there or mount in there.parents) and len(mount.parts) >= longest:
+            kind, longest = after.split()[0], len(mount.parts)
+    return kind in LOCAL
+
+
+def _forget_in_child() -> None:
+    """Close inherited copies: a forked worker that outlives the run must not keep its lock."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,161 @@
+"""Measurement of what DeepSpeed does to gradients: a tiny model learns for one step, on the road that a run takes.
+
+Engines here multiply losses by what DeepSpeed will divide gradients by: accumulation steps, replicas, the loss scale
+of fp16. Releases and settings differ in this, and a wrong factor trains on wrong numbers without a word.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ._deepspeed import (
+    BF16_Optimizer,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+    StockPipelineEngine,
+    deepspeed,
+    quietly,
+)
+from .optimizer_state import get_weight, take_over_reduction
+from .plain import PlainEngine
+
+SIZE = 64
+GRADIENT = 2.0**-10  # small enough for fp16 with the loss scale of `_settings`
+TOLERANCE = 0.02  # bf16 has 8 bits, and a wrong factor is 2 or more
+COPIED = (
+    "bf16",
+    "data_types",
+    "torch_autocast",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+)
+COPIED_OF_ZERO = "reduce_scatter", "contiguous_gradients", "overlap_comm", "round_robin_gradients"
+_right: set[str] = set()
+
+
+class _Number(nn.Module):
+    """A model whose gradient is known: that of its loss is `factor` for each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (self.weight * factor).sum()
+
+
+class _PipelineProbe(PlainEngine):
+    """A DeepSpeed engine of one weight that reduces and steps as a pipeline engine does."""
+
+    _exec_reduce_grads = StockPipelineEngine._exec_reduce_grads
+    _bf16_reduce_grads = StockPipelineEngine._bf16_reduce_grads
+    is_gradient_accumulation_boundary = StockPipelineEngine.is_gradient_accumulation_boundary
+    pipeline_enable_backward_allreduce, _force_grad_boundary = True, False
+
+    def prepare(self: Any) -> None:
+        """Leave reductions to the caller."""
+        self.enable_backward_allreduce = False
+        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
+
+    def learn(self: Any, factor: float, micros: int) -> None:
+        """Take one optimizer step of `micros` micro-batches."""
+        for _ in range(micros):
+            loss = self.module(factor)
+            if self.using_bf16_optimizer:
+                self.optimizer.clear_lp_grads()
+            torch.autograd.backward([self.scale(loss) if self.fp16_enabled() else loss])
+            if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
+                self.optimizer.update_hp_grads(clear_lp_grads=False)
+        self._exec_reduce_grads()
+        self._force_grad_boundary = True
+        self._take_model_step({})
+
+
+class _PlainProbe(PlainEngine):
+    """A DeepSpeed engine of one weight that is driven by backward() and step()."""
+
+    def learn(self: Any, factor: float, micros: int) -> None:
+        """Take one optimizer step of `micros` micro-batches."""
+        for _ in range(micros):
+            self.backward(self(factor))
+            self.step()
+
+
+def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
+    """Return a ds_config with those settings of `engine` that decide about the size of gradients."""
+    given = engine._config._param_dict
+    zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
+    zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
+    settings = {key: given[key] for key in COPIED if key in given}
+    settings |= {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micros,
+        "zero_optimization": {"stage": 0} if own_reduction else zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return settings | ({"fp16": {"enabled": True, "initial_scale_power": 8}} if engine.fp16_enabled() else {})
+
+
+def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool) -> float:
+    """Return how far a weight moves in a step of SGD with learning rate 1, down the gradient."""
+    model = _Number()
+    with quietly():
+        probe = (_PipelineProbe if pipeline else _PlainProbe)(
+            args=None,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            config=settings,
+            config_class=deepspeed.DeepSpeedConfig(settings, engine.mpu),
+            mpu=engine.mpu,
+            dist_init_required=False,
+        )
+        if pipeline:
+            probe.prepare()
+        elif own_reduction:
+            take_over_reduction(probe)
+        probe.learn(factor, settings["gradient_accumulation_steps"])
+        moved = -get_weight(model.weight)[0].item()
+        probe.destroy()
+    return moved
+
+
+def check_factor(
+    engine: Any, factor_of: Callable[[int], float], own_reduction: bool = False, pipeline: bool = False
+) -> None:
+    """Measure whether a loss times `factor_of(accumulation steps)` gives the gradient that the caller wants.
+
+    That is the sum over the global batch, or under a pipeline the mean over replicas of sums over micro-batches. Collective
+    over all ranks; each kind of engine is measured once in a process. own_reduction: the caller sums over replicas, and
+    this rank alone is measured. Raises ValueError if DeepSpeed makes the gradient larger or smaller.
+    """
+    micros = min(engine.gradient_accumulation_steps(), 2)
+    replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)
+    settings = _settings(engine, micros, own_reduction)
+    kind = json.dumps([settings, replicas, own_reduction, pipeline], default=str, sort_keys=True)
+    if kind in _right:
+        return
+    wanted = GRADIENT * (replicas if pipeline and not engine.gradient_average else 1)
+    found = _learned(engine, settings, GRADIENT * factor_of(micros) / (micros * replicas), own_reduction, pipeline)
+    if not abs(found / wanted - 1) < TOLERANCE:
+        raise ValueError(
+            f"DeepSpeed {deepspeed.__version__} makes gradients {found / wanted:.4g} times as large as they should be with this "
+            f"ds_config (measured on one weight with {micros} accumulation steps and {replicas} replicas): install a release that "
+            f"tds supports, or leave settings that scale gradients out of the ds_config"
+        )
+    _right.add(kind)
+
+
+def check_scale_of_fp16(engine: Any) -> None:
+    """Raise ValueError if a new engine without a pipeline would undo a loss scale of fp16 that it never applied."""
+    if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and not isinstance(
+        engine, StockPipelineEngine
+    ):
+        replicas = dist.get_world_size(engine.seq_data_parallel_group) if engine.gradient_average else 1
+        check_factor(engine, lambda micros: micros * replicas)

@@ -1,0 +1,197 @@
+"""Damaged or malicious files and environments: each gets one sentence that names it, and nothing waits for ever."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data_utils.documents import InputError, texts
+from megatron.checkpointing import save, schema
+from megatron.commands import report
+from megatron.config.command_line import read_json
+from megatron.config.fields import ConfigError
+from megatron.planning.cluster import load_cluster
+from megatron.rows import RowError, row_of
+from megatron.tokenizer import load_tokenizer, sandbox
+from megatron.tokenizer.base import TokenizerError, read_object
+from megatron.tokenizer.chat import Message, template_from
+from megatron.tokenizer.train import train_byte_bpe
+from megatron.training.metrics import MetricsWriter
+from tds.launched import ImpossibleRanks, refuse_impossible_ranks
+from tests.support import ROOT
+
+# ---------------------------------------------------------------- metrics.jsonl
+
+STRANGE = [
+    "42",
+    "null",
+    "[]",
+    '"text"',
+    '{"iteration": "4"}',
+    '{"iteration": null}',
+    '{"iteration": 2, "lm_loss": "low"}',
+    "{}",
+]
+
+
+@pytest.mark.parametrize("line", STRANGE)
+def test_a_strange_line_of_metrics_is_dropped_by_name_when_a_run_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = ['{"split": "valid", "iteration": 2, "lm_loss": 1.0}', '{"split": "valid", "iteration": 9}']
+    path.write_text("\n".join([good[0], line, good[1], '{"cut sho']))
+    writer = MetricsWriter(str(tmp_path), 4, True)
+    assert path.read_text() == good[0] + "\n" and writer.holds("valid", 2)
+    assert f"{path}, line 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", STRANGE)
+def test_a_report_names_file_and_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"split": "valid", "iteration": 2, "lm_loss": null}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: "):
+        report.main(report.build_parser().parse_args([str(tmp_path)]))
+
+
+def test_rows_of_runs_are_rows() -> None:
+    assert row_of('{"split": "train", "iteration": 1') is None
+    assert row_of('{"split": "train", "iteration": 1, "consumed_samples": 2, "consumed_tokens": 3, "mfu": null}')
+    for lacking in (
+        '"iteration": 0, "consumed_samples": 2, "consumed_tokens": 3',
+        '"iteration": 1, "consumed_samples": 2',
+    ):
+        with pytest.raises(RowError, match="training"):
+            row_of('{"split": "train", ' + lacking + "}")
+
+
+# --------------------------------------------------------------- long numbers
+
+LONG = "1" * 5000
+
+
+def test_numbers_of_thousands_of_digits_are_named_with_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    path.write_text('{\n"hidden_size":\n' + LONG + "}")
+    for read, error in (
+        (read_json, ConfigError),
+        (load_cluster, ValueError),
+        (lambda p: read_object(Path(p)), ValueError),
+    ):
+        with pytest.raises(error, match=r"given.json.*line 3: a number of 5000 digits"):
+            read(str(path))
+    with pytest.raises(schema.SchemaError, match="line 3: a number of 5000 digits"):
+        schema.read(path.read_text())
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "a"}\n{"text": "b", "id": ' + LONG + "}\n")
+    with pytest.raises(InputError, match=r"corpus.jsonl.*2.*digits"):
+        list(texts([str(corpus)]))
+
+
+# -------------------------------------------------------------- chat templates
+
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in messages %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{{ 10 ** (10 ** 8) }}",
+    "{% set n = 10 ** (10 * messages | length * 10 ** 6) %}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{% set n = namespace(s='aa') %}{% for a in range(90) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "{% set n = namespace(s=3) %}{% for a in range(90) %}{% set n.s = n.s * n.s %}{% endfor %}",
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{{ 1 // 0 }}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_without_an_end_is_named(vocab_file: str, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="the chat template"):
+        template = template_from(source, load_tokenizer(vocab_file), vocab_file)
+        template.pieces([Message("user", "a"), Message("assistant", "b")])
+    assert time.monotonic() - began < 30
+
+
+# ------------------------------------------------------------------ tokenizers
+
+
+def test_a_regular_expression_without_an_end_is_named_by_a_worker(tmp_path: Path) -> None:
+    """The library panics, with an error that is no Exception and cannot be pickled."""
+    path = tmp_path / "tokenizer.json"
+    train_byte_bpe(["What is the capital of France? system user assistant. " * 20], str(path), 290, "hf")
+    content: dict[str, Any] = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=r"tokenizer.json cannot split this text"):
+        load_tokenizer(str(path)).encode("a" * 60 + "!")
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": "a" * 60 + "!"}) + "\n")
+    argv = [
+        "--input",
+        str(tmp_path / "corpus.jsonl"),
+        "--vocab-file",
+        str(path),
+        "--output-prefix",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "tools/preprocess_data.py", *argv, "--workers", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "tokenizer.json" in last and "Can't pickle" not in done.stderr
+
+
+# ----------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize(
+    ("env", "names"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 .*WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_RANK=8"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"RANK": "x"}, "RANK=x"),
+    ],
+)
+def test_impossible_ranks_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], names: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ImpossibleRanks, match=names):
+        refuse_impossible_ranks()
+
+
+def test_a_run_refuses_a_rank_beyond_the_world(tiny_data: str, vocab_file: str) -> None:
+    env = {**os.environ, "RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    argv = [sys.executable, "pretrain_gpt2.py", "--data-path", tiny_data, "--vocab-file", vocab_file]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "RANK=3" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+# ----------------------------------------------------------------------- saves
+
+
+def test_a_save_that_hangs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(save, "SLOW_SECONDS", 0.05)
+    saver: Any = SimpleNamespace()
+    for name, seconds in (("iter_0000002", 0.5), ("iter_0000004", 0.0)):
+        monkeypatch.setattr(save, "_write_share", lambda *_, seconds=seconds: time.sleep(seconds))
+        save.Saver._write(saver, tmp_path / f"{name}.tmp" / "share.safetensors", [], [])
+    time.sleep(0.2)
+    said = capsys.readouterr().out
+    assert "rank 0" in said and "iter_0000002.tmp" in said and "iter_0000004" not in said
