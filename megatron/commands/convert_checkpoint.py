@@ -21,16 +21,19 @@ from megatron.convert.hf_config import FAMILIES, check_tokenizer, gpt2_config, t
 from megatron.convert.hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
 from megatron.convert.hf_llama import llama_config
 from megatron.convert.hf_names import Match, matches_of
+from megatron.convert.hf_tokenizer import texts_of
 from megatron.convert.megatron_lm import ORDERS, RankFiles
 from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
+from megatron.tokenizer.beside import GENERATION, SETTINGS
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 
 from .cli import Parser, run, write_json
-from .export_tokenizer import chat_of, ends_of, write_tokenizer
+from .export_roles import generation_settings, model_ids
+from .export_tokenizer import chat_of, write_tokenizer
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -40,8 +43,6 @@ EXAMPLES = """\
       then: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json --load runs/mine/checkpoints --data-path ...
       (a Llama, Qwen or Mistral with pretrain_llama.py; the command prints which)
   python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
-
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -55,6 +56,9 @@ def export(args: argparse.Namespace) -> None:
     described = _described(config, reader.positions, tokenizer, args.dtype)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
     chat = chat_of(config, tokenizer, vocab_file)
+    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    ids = model_ids(described, base, file_of(vocab_file), config.is_t5)
+    described |= ids
     if config.model.family == "llama" and config.model.hidden_dropout:
         print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
 
@@ -79,12 +83,12 @@ def export(args: argparse.Namespace) -> None:
     with whole_folder(Path(args.output)) as folder:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-        ends = {key: described[key] for key in ENDS if key in described}
-        ends |= {"eos_token_id": ends_of(tokenizer, vocab_file, chat)}
-        (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
-        for note in write_tokenizer(folder, config, tokenizer, vocab_file, chat):
+        generation = generation_settings(ids, tokenizer, file_of(vocab_file), chat.end)
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        for note in write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"]):
             print(f"note: {note}")
         if args.verify:  # before the folder gets its name
+            compare_ids(tokenizer, folder)
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
     print(f"{len(entries)} tensors -> {args.output}")
 
@@ -257,6 +261,19 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
         raise ValueError(
             f"{folder} is not the same model: its logits differ by {worst:.1e}, where they reach over {spread:.1e}"
         )
+
+
+def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raise ValueError where AutoTokenizer reads `folder` and gives texts of the vocabulary other ids than `tokenizer`."""
+    from transformers import AutoTokenizer
+
+    if not (folder / SETTINGS).is_file():  # it refuses a placeholder
+        return
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    for text in texts_of(tokenizer):
+        ours, found = tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
+        if ours != found:
+            raise ValueError(f"{folder}: of {text[:40]!r} AutoTokenizer makes the ids {found[:8]}, not {ours[:8]}")
 
 
 def main(args: argparse.Namespace) -> None:

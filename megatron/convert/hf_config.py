@@ -202,7 +202,7 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
         "activation_function": _their_activation(m), "scale_attn_weights": m.scale_attention,
         "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
         "embd_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout, "bos_token_id": eod, "eos_token_id": eod,
-        "pad_token_id": eod, "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
+        "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
     }  # fmt: skip
 
 
