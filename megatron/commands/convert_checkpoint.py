@@ -12,8 +12,10 @@ from torch import Tensor
 
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.save import write_checkpoint
+from megatron.checkpointing.shapes import check_model
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.config.command_line import with_values
@@ -51,8 +53,11 @@ def export(args: argparse.Namespace) -> None:
     reader = CheckpointReader(path)
     reader.verify()
     config = plain_config(reader)
+    check_model(reader, config)
     tokenizer = _tokenizer(config, args.vocab_file)
     reader.check_tokenizer(tokenizer.fingerprint)
+    if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
+        raise ValueError(f"{path}: the model has {rows} tokens, its tokenizer {tokenizer.vocab_size}")
     described = _described(config, reader.positions, tokenizer, args.dtype)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
     chat = chat_of(config, tokenizer, vocab_file)
@@ -62,19 +67,11 @@ def export(args: argparse.Namespace) -> None:
     if config.model.family == "llama" and config.model.hidden_dropout:
         print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
 
-    def entry_of(name: str) -> dict[str, Any]:
-        if f"{WEIGHT}.{name}" not in reader.tensors:
-            raise ValueError(
-                f"{path} holds no weight {name}: it is of a model of your own, and this tool knows GPT-2, Llama and T5"
-            )
-        found: dict[str, Any] = reader.tensors[f"{WEIGHT}.{name}"]
-        return found
-
     def shape(name: str) -> list[int]:
-        return list(entry_of(name)["shape"])
+        return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
 
     def read(name: str) -> Tensor:
-        entry = entry_of(name)
+        entry = reader.tensors[f"{WEIGHT}.{name}"]
         return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
 
     by_name = {match.ours: match for match in matches_of(config.model)}
@@ -202,6 +199,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     """Megatron-LM's or CPM-Pretrain's files as one of our checkpoints."""
     theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
     settings = settings_of(theirs, args.num_attention_heads)
+    refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
     rows, fingerprint = settings["vocab_size"], ""
     print(f"query, key and value: in the order of checkpoint version {theirs.version:g}, {theirs.told_by}")
     if args.vocab_file:

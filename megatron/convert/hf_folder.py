@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import mpu
+from ..checkpointing.bounds import refuse_absurd_sizes
 from ..checkpointing.files import open_tensors
+from ..checkpointing.shapes import whole_shapes
 from ..checkpointing.stream import Entry, write_entries
 from ..config import Config
 from ..config.command_line import with_values
-from ..model import GPT2Model, T5Model
 from ..model.layers import global_parameters
 from ..tokenizer.base import read_object
 from .hf_config import read_config, settings_of
@@ -30,7 +31,6 @@ PREFIX = re.compile(r"^(transformer|model)\.")  # which a model that is saved wi
 CONSTANT = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
-ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
@@ -90,6 +90,11 @@ class FolderReader:
                 if found in self._where:
                     return found
         return None
+
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of all tensors of the files that this folder names."""
+        files = [self._open(name) for name in sorted(set(self._where.values()))]
+        return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118  # no mapping
 
     def holds(self, name: str) -> bool:
         """Whether a tensor is there under this very name, but for a prefix."""
@@ -155,13 +160,6 @@ def entries_of(
     return found
 
 
-def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a model of ours, by global name; no weight is made for it."""
-    with torch.device("meta"), mpu.filled_later():
-        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
-    return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
-
-
 def is_hf_folder(folder: Path) -> bool:
     """Whether a folder holds a model of theirs; a run directory has a config.json, too, without a model_type."""
     path = folder / "config.json"
@@ -182,6 +180,7 @@ class Folder:
         self.given = read_object(where)
         self.values = read_config(self.given, where)
         self.tensors = FolderReader(path)
+        refuse_absurd_sizes(self.values, self.tensors.shapes(), where)
         settings, self.notes = settings_of(self.values, self._tied(), where)
         layout = {
             "model_parallel_size": model_parallel_size,
