@@ -47,10 +47,23 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
     for path in more:
         with whole_file(folder / MORE_TEMPLATES / path.name) as there:
             shutil.copyfile(path, there)
-    # An export gives every role of a token back. Of config.json only the ids are kept: the rest would make the folder that of a model.
+    keep_roles(source, home)
+
+
+def kept_beside(home: Path) -> Path:
+    """Return a path whose neighbours are what `home` keeps of a tokenizer."""
+    return home / FOLDER / "config.json"
+
+
+def keep_roles(source: Path, home: Path) -> None:
+    """Keep what the files beside `source` say of ids and generation, so that an export gives every role of a token back.
+
+    Of config.json only the ids are kept: the rest would make the folder that of a model. Raises OSError and ValueError.
+    """
     for name, content in ((GENERATION, generation_beside(source)), ("config.json", ids_beside(source))):
         if content:
-            with whole_file(folder / name) as there:
+            (home / FOLDER).mkdir(exist_ok=True)
+            with whole_file(home / FOLDER / name) as there:
                 Path(there).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 

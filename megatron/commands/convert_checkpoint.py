@@ -14,6 +14,7 @@ from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
+from megatron.checkpointing.nearby import keep_roles, kept_beside
 from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.shapes import check_model
 from megatron.checkpointing.stream import Entry
@@ -29,13 +30,13 @@ from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import GENERATION, SETTINGS
+from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 
 from .cli import Parser, run, write_json
-from .export_roles import generation_settings, model_ids
-from .export_tokenizer import chat_of, write_tokenizer
+from .export_roles import bare_roles, generation_settings, model_ids
+from .export_tokenizer import Chat, chat_of, write_tokenizer
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -54,16 +55,10 @@ def export(args: argparse.Namespace) -> None:
     reader.verify()
     config = plain_config(reader)
     check_model(reader, config)
-    tokenizer = _tokenizer(config, args.vocab_file)
-    reader.check_tokenizer(tokenizer.fingerprint)
-    if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
-        raise ValueError(f"{path}: the model has {rows} tokens, its tokenizer {tokenizer.vocab_size}")
-    described = _described(config, reader.positions, tokenizer, args.dtype)
+    tokenizer = _tokenizer(reader, config, args.vocab_file)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
-    chat = chat_of(config, tokenizer, vocab_file)
-    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    ids = model_ids(described, base, file_of(vocab_file), config.is_t5)
-    described |= ids
+    chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
+    described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
     if config.model.family == "llama" and config.model.hidden_dropout:
         print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
 
@@ -80,24 +75,37 @@ def export(args: argparse.Namespace) -> None:
     with whole_folder(Path(args.output)) as folder:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-        generation = generation_settings(ids, tokenizer, file_of(vocab_file), chat.end)
         (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
-        for note in write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"]):
+        notes = ["the folder has no tokenizer, as none came with this model; --vocab-file adds one"]
+        if tokenizer:
+            notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
+        for note in notes:
             print(f"note: {note}")
         if args.verify:  # before the folder gets its name
-            compare_ids(tokenizer, folder)
+            if tokenizer:
+                compare_ids(tokenizer, folder)
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
     print(f"{len(entries)} tensors -> {args.output}")
 
 
-def _described(config: Config, positions: int, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
-    """Their config.json of a model of ours. Raises ConfigError for what none of their classes is."""
-    if isinstance(tokenizer, SentinelTokenizer):
-        return t5_config(config.model, tokenizer.pad, tokenizer.eod, dtype)
-    if config.model.family == "llama":
-        first = tokenizer.start[0] if tokenizer.start else tokenizer.eod
-        return llama_config(config.model, positions, first, tokenizer.eod, dtype)
-    return gpt2_config(config.model, positions, tokenizer.eod, dtype)
+def _described(
+    reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: Chat, dtype: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json and generation_config.json of a model of ours. Raises ConfigError for what none of their classes is."""
+    start, end = (tokenizer.before[0], tokenizer.eod) if tokenizer else (0, 1)
+    if config.is_t5:
+        pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
+        described = t5_config(config.model, pad, end, dtype)
+    elif config.model.family == "llama":
+        described = llama_config(config.model, reader.positions, start, end, dtype)
+    else:
+        described = gpt2_config(config.model, reader.positions, end, dtype)
+    if tokenizer is None:
+        ids, generation = bare_roles(kept_beside(reader.path.parent), described if config.is_t5 else {})
+        return {key: value for key, value in described.items() if key not in ROLES} | ids, generation
+    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    ids = model_ids(described, base, file_of(vocab_file), config.is_t5)
+    return described | ids, generation_settings(ids, tokenizer, file_of(vocab_file), chat.end)
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,13 +113,19 @@ def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
     return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
-def _tokenizer(config: Config, vocab_file: str | None) -> Tokenizer:
+def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
+    """Return the tokenizer of the model, or None for a model that came without one. Raises ValueError for another one."""
     given = vocab_file or config.data.vocab_file
+    if given is None and not reader.tokenizer:
+        return None
     if given is None or not Path(given).exists():
-        raise ValueError(f"the tokenizer {given} is not there: give --vocab-file")
+        raise ValueError(f"{reader.path}: the tokenizer {given or 'of the run'} is not there; give --vocab-file")
     tokenizer = load_tokenizer(given, config.data.tokenizer_type)
     if config.is_t5:
-        return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+        tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+    reader.check_tokenizer(tokenizer.fingerprint)
+    if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
+        raise ValueError(f"{reader.path}: the model has {rows} tokens, its tokenizer {tokenizer.vocab_size}")
     return tokenizer
 
 
@@ -126,6 +140,8 @@ def bring_in(args: argparse.Namespace) -> None:
         compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
     final = output / "iter_0000000"
     write_checkpoint(final, entries, config, fingerprint)
+    if args.from_hf and config.data.vocab_file is None:
+        keep_roles(Path(args.from_hf) / "config.json", output)
     print(f"{len(entries)} tensors -> {final}")
     settings = output / "settings.json"
     _write_settings(settings, config)

@@ -102,6 +102,12 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
     return ids
 
 
+def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ids for config.json, and generation_config.json, of a model that came without a tokenizer."""
+    ids = {key: trained[key] for key in ROLES if key in trained} | ids_beside(source)
+    return ids, {**ids, **generation_beside(source)}
+
+
 def generation_settings(
     ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None
 ) -> dict[str, Any]:

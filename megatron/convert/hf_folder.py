@@ -18,7 +18,7 @@ from ..config import Config
 from ..config.command_line import with_values
 from ..model.layers import global_parameters
 from ..tokenizer.base import read_object
-from .hf_config import read_config, settings_of
+from .hf_config import FAMILIES, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,11 +100,12 @@ class FolderReader:
         """Whether a tensor is there under this very name, but for a prefix."""
         return name in self._where or PREFIX.sub("", name) in self._where
 
-    def unread(self) -> list[str]:
-        """Tensors that nobody has asked for, without copies of the embedding and what old versions saved of constants."""
+    def unread(self, ignored: Sequence[str]) -> list[str]:
+        """Return the tensors that were not asked for, without copies of the embedding, constants of old versions and what
+        matches `ignored`."""
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
         left = sorted(set(self._where) - self._asked - known)
-        return [name for name in left if not CONSTANT.fullmatch(name)]
+        return [name for name in left if not CONSTANT.fullmatch(name) and not any(re.search(p, name) for p in ignored)]
 
     def _find(self, name: str) -> tuple[Any, str]:
         """The file that holds a tensor, and its name there."""
@@ -182,6 +183,10 @@ class Folder:
         self.tensors = FolderReader(path)
         refuse_absurd_sizes(self.values, self.tensors.shapes(), where)
         settings, self.notes = settings_of(self.values, self._tied(), where)
+        if unread := unread_keys(self.given):
+            self.notes.append(
+                f"{where} has keys that change nothing in a {self.values['model_type']}: {', '.join(unread)}"
+            )
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
@@ -217,7 +222,7 @@ class Folder:
                 found = self.tensors.shape(name)
                 if found != list(part.shape):
                     raise ValueError(f"{self.path}: {name} has shape {found}, by config.json it has {list(part.shape)}")
-        extra = self.tensors.unread()
+        extra = self.tensors.unread(FAMILIES[self.values["model_type"]].ignored)
         if extra:
             shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
             raise ValueError(

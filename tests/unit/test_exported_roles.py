@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.checkpointing.nearby import FOLDER, keep_tokenizer
 from megatron.commands import convert_checkpoint, export_roles
@@ -144,3 +145,30 @@ def test_roles_that_classes_give(name: str) -> None:
     theirs = getattr(transformers, name)()
     roles = {role: getattr(theirs, role) for role in ("bos_token", "eos_token", "unk_token", "pad_token")}
     assert export_roles.CLASS_ROLES[name] == {role: token for role, token in roles.items() if token is not None}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "t5", "umt5"])
+def test_a_model_without_a_tokenizer_goes_out_without_one(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, with the ids and the settings of generation that came in."""
+    from tests.unit.test_hf_configs import nothing, old, write
+
+    ids = {"bos_token_id": 3, "eos_token_id": [5, 7], "pad_token_id": 9}
+    write(tmp_path / "in", family, {}, nothing if "t5" in family else old(**ids), "float32")
+    settings = {**({} if "t5" in family else ids), "temperature": 0.6, "do_sample": True, "max_new_tokens": 9}
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(settings))
+    main, parser = convert_checkpoint.main, convert_checkpoint.build_parser()
+    main(parser.parse_args(["--from-hf", str(tmp_path / "in"), "--output", str(tmp_path / "c"), "--verify"]))
+    main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
+    assert "no tokenizer" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*token*"))
+    before, after = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("in", "out"))
+    assert after["model_type"] == before["model_type"]
+    assert {key: after.get(key) for key in ids} == {key: before.get(key) for key in ids}
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {**generation, **settings} == generation
+    from safetensors.torch import load_file
+
+    was, now = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
+    assert all(torch.equal(now[name], was[name]) for name in now)
