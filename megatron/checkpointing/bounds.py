@@ -13,7 +13,7 @@ SIZES = (
     "relative_attention_num_buckets", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff", "num_heads", "intermediate_size",
     "head_dim",
 )  # fmt: skip
-# What can be built without harm, to say which tensor contradicts it.
+# Up to these the model is built without weights, so that the error can name a tensor.
 FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 
 

@@ -32,7 +32,7 @@ _T5 = {
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
-_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # of 2019's files
+_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # T5 files of 2019 hold it
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",

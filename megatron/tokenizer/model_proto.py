@@ -12,7 +12,7 @@ from .base import TokenizerError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece.Type
 ALGORITHMS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # TrainerSpec.ModelType
 PIECES, TRAINER, NORMALIZER = 1, 2, 3  # fields of ModelProto
-SCORE = 2  # of SentencePiece
+SCORE = 2  # field of SentencePiece
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 
 

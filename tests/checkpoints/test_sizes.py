@@ -155,7 +155,7 @@ def test_more_samples_than_iterations_can_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [[], ["exp_avg"]])
 def test_moments_that_are_announced_and_missing(kept: list[str], tmp_path: Path) -> None:
-    """Of all weights, or of one only; where the index says which weights have none, these alone may lack them."""
+    """Refuse moments that all weights lack, and a second moment without the first."""
     path = checkpoint(tmp_path, "gpt2")
 
     def announce(content: dict[str, Any]) -> None:

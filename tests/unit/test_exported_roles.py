@@ -74,7 +74,7 @@ def test_every_role_that_came_in_goes_out(name: str, tmp_path: Path) -> None:
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     same_roles(folder, tmp_path / "out")
-    keep_tokenizer(str(folder), tmp_path / "c")  # as in the directory of a run, whose source may be gone
+    keep_tokenizer(str(folder), tmp_path / "c")  # a run directory keeps a copy, and its source may be gone
     shutil.rmtree(folder / "config.json", ignore_errors=True)
     kept = str(tmp_path / "c" / FOLDER)
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "again"), "--vocab-file", kept]))
@@ -130,7 +130,7 @@ def test_our_own_pad_is_no_end(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_pad_that_a_text_may_give_is_none(tmp_path: Path) -> None:
-    """Without bytes, <unk> stands for characters of texts."""
+    """Without byte pieces, <unk> replaces characters of texts."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(

@@ -20,7 +20,7 @@ from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab,
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")
-COUNT = 200  # of the sweep; the first few run always
+COUNT = 200  # tokenizers with --full; CI takes the first few
 HAN = [chr(c) for c in random.Random(5).sample(range(0x4E00, 0x9FA0), 300)]
 FOREIGN = ("pieces", "t5", "llama")
 OWN = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
@@ -182,9 +182,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
         assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
         return
     given = ours.encode
-    if (
-        kind == "t5"
-    ):  # of runs of one character many segmentations score alike: what transformers read before, it reads again
+    if kind == "t5":  # segmentations of a run tie, so transformers is compared with itself before the export
         (source / "config.json").write_text('{"model_type": "t5"}')
         before = transformers.AutoTokenizer.from_pretrained(source)
         given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731

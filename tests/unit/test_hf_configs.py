@@ -59,7 +59,7 @@ def tied_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def dead_table(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """As in t5-small and its sisters: a table of the decoder's attention to the encoder, which has no positions."""
+    """Add the table that t5-small and its sisters hold for the decoder's attention to the encoder, which has no positions."""
     of_decoder = tensors["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
     tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = of_decoder + 1
 

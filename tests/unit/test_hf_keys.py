@@ -20,7 +20,7 @@ from tests.unit.test_hf_configs import KINDS, difference, old, write
 
 transformers = pytest.importorskip("transformers")
 WHERE = Path("config.json")
-# Keys of other families that name files, lengths of texts, parts for pictures or sound, weights of further losses, first values.
+# Keys of other families that name files, lengths of texts, parts for images or sound, weights of further losses, initialisation.
 REVIEWED = {
     "z_loss_coefficient", "init_std", "pooling", "prompt_types", "prompt_length", "max_seq_len", "vocabulary_map", "mm_tokens_per_image",
     "audio_soft_tokens_per_image", "image_seq_length", "aux_loss_coef", "init_device", "chroma_length", "seed", "context_length",
@@ -89,7 +89,7 @@ def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_class_declares_is_known(family: str) -> None:
-    """Of transformers' own configuration class, with every key written out."""
+    """Read the configuration that transformers' own class writes out in full."""
     content = KINDS[family][0](**KINDS[family][2]).to_dict()
     assert read_config({**content, "model_type": family}, WHERE)
     assert unread_keys({**content, "model_type": family}) == []
