@@ -240,6 +240,8 @@ def _megatron_entry(theirs: RankFiles, name: str, config: Config) -> Entry:
 def _entry(match: Any, theirs: FolderReader) -> Entry:
     def make() -> Tensor:
         tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
+        if not tensor.isfinite().all():
+            print(f"note: {' and '.join(match.theirs)} hold NaN or Inf")
         return tensor
 
     # The shape follows from empty tensors; nothing is read for it.

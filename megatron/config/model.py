@@ -110,7 +110,7 @@ class ModelConfig(DecoderConfig):
         one_of("auto", "torch", "apex"),
         free=True,
     )
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms", between(0, 1))
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), free=True)
 
     def __post_init__(self) -> None:

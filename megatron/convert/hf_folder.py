@@ -16,12 +16,14 @@ from ..checkpointing.shapes import whole_shapes
 from ..checkpointing.stream import Entry, write_entries
 from ..config import Config
 from ..config.command_line import with_values
+from ..config.fields import ConfigError
 from ..model.layers import global_parameters
 from ..tokenizer.base import read_object
 from .hf_config import FAMILIES, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS = ("F64", "F32", "F16", "BF16")  # names of dtypes in safetensors
 HEAD = "lm_head.weight"
 # Names of one matrix, of which a file may hold any.
 EMBEDDINGS = (
@@ -121,7 +123,13 @@ class FolderReader:
     def shape(self, name: str) -> list[int]:
         """Of the tensor of this name."""
         file, found = self._find(name)
-        shape: list[int] = file.get_slice(found).get_shape()
+        tensor = file.get_slice(found)
+        if tensor.get_dtype() not in FLOATS:
+            raise ValueError(
+                f"{self.folder / self._where[found]} holds {found} as {tensor.get_dtype()}, which are quantized numbers: save the "
+                f"model again in one of {', '.join(FLOATS)}"
+            )
+        shape: list[int] = tensor.get_shape()
         return shape
 
     def read(self, name: str) -> Tensor:
@@ -192,7 +200,10 @@ class Folder:
             "pipe_parallel_size": pipe_parallel_size,
             "sequence_parallel": False,  # text of any length
         }
-        self.config = with_values(Config(), {**settings, **layout})
+        try:
+            self.config = with_values(Config(), {**settings, **layout})
+        except ConfigError as error:
+            raise ValueError(f"{where}: {error}") from None
         self.matches = list(matches_of(self.config.model))
         self._check_tensors()
 
