@@ -18,6 +18,7 @@ from ..tokenizer.beside import (
     SETTINGS,
     TEMPLATE,
     TOKEN_FILES,
+    class_beside,
     generation_beside,
     ids_beside,
 )
@@ -60,7 +61,9 @@ def keep_roles(source: Path, home: Path) -> None:
 
     Of config.json only the ids are kept: the rest would make the folder that of a model. Raises OSError and ValueError.
     """
-    for name, content in ((GENERATION, generation_beside(source)), ("config.json", ids_beside(source))):
+    ids, named = ids_beside(source), class_beside(source)
+    ids |= {"tokenizer_class": named} if named and ids else {}
+    for name, content in ((GENERATION, generation_beside(source)), ("config.json", ids)):
         if content:
             (home / FOLDER).mkdir(exist_ok=True)
             with whole_file(home / FOLDER / name) as there:

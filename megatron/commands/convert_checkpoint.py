@@ -30,7 +30,7 @@ from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS
+from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS, generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 
@@ -162,6 +162,7 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     theirs = Folder(Path(args.from_hf))
     for note in theirs.notes:
         print(f"note: {note}")
+    generation_beside(theirs.path / "config.json")  # an export gives it back
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
     return (
         with_values(theirs.config, settings),

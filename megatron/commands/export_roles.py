@@ -5,34 +5,31 @@ from pathlib import Path
 from typing import Any
 
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.beside import ROLES, ends_beside, generation_beside, ids_beside, settings_beside
+from megatron.tokenizer.base import read_object
+from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generation_beside, ids_beside, settings_beside
 
 PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of tokens that may pad, as far as no text gives them
 NO_TEXT = "\U0010fffd"  # in no vocabulary
 # Keys of tokenizer_config.json that are not passed on: code and templates lie in other files, and the class is that of tokenizer.json.
 REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
 # Roles that classes of transformers give to tokens that tokenizer_config.json does not mention.
-_GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 CLASS_ROLES: dict[str, dict[str, str]] = {
-    "GPT2Tokenizer": _GPT2,
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
 # AutoTokenizer overrules the class that the folder of a Qwen2 or Mistral names, unless the folder seems to have code of its own.
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
-
-
-def _class_of(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
 
 def named_roles(tokenizer: Tokenizer, source: Path) -> dict[str, Any]:
     """Return the tokens of the folder with a role, such as pad_token, as tokenizer_config.json or the class that it names says."""
     settings = settings_beside(source)
-    usual = CLASS_ROLES.get(_class_of(settings), {})
-    if not _class_of(settings) and tokenizer.marks.get("<|endoftext|>") == tokenizer.eod:
-        usual = _GPT2  # GPT-2's own folder names no class
+    usual = CLASS_ROLES.get(class_beside(source), {})
     known = {key: name for key, name in usual.items() if name in tokenizer.marks}
     return known | {key: value for key, value in settings.items() if key.endswith("_token")}
 
@@ -73,11 +70,18 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
 
 def named_class(settings: Mapping[str, Any], source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
     """Return what keeps AutoTokenizer at the class that `settings` name. is_json: whether the folder has a tokenizer.json."""
-    came = settings_beside(source).get("tokenizer_class")
-    if model_type == "qwen2" and str(came).removesuffix("Fast") == "Qwen2Tokenizer" and is_json:
-        return {"tokenizer_class": came}
+    if model_type == "qwen2" and class_beside(source) == "Qwen2Tokenizer" and is_json and _cuts_as_qwen2(source):
+        return {"tokenizer_class": "Qwen2Tokenizer"}
     overruled = model_type == "qwen2" or (model_type == "mistral" and not is_json)
     return {"auto_map": NO_CODE} if overruled else {}
+
+
+def _cuts_as_qwen2(source: Path) -> bool:
+    """Return whether a tokenizer.json normalises and cuts texts as Qwen2Tokenizer, which does not read that part of it."""
+    content = read_object(source)
+    words = content.get("pre_tokenizer") or {}
+    patterns = [each.get("pattern", {}).get("Regex") for each in words.get("pretokenizers", [])]
+    return content.get("normalizer") == {"type": "NFC"} and patterns[:1] == [QWEN2_WORDS]
 
 
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
@@ -95,8 +99,8 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
     if is_t5:  # padding and the decoder's first id are those it was trained with
         return ids
     pad = pad_of(tokenizer, source)
-    if given.get("pad_token_id") is not None:
-        ids["pad_token_id"] = given["pad_token_id"]
+    if given:
+        ids |= {key: given[key] for key in ("pad_token_id",) if key in given}
     elif pad is not None:
         ids["pad_token_id"] = tokenizer.marks[pad]
     return ids

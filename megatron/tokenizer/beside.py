@@ -9,6 +9,10 @@ from .base import TokenizerError, read_object
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+# Types of models whose tokenizers have a class that gives roles to tokens by itself.
+CLASSES = {
+    "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer", "mt5": "T5Tokenizer",
+}  # fmt: skip
 PLACEHOLDER = "placeholder_for"
 TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -71,6 +75,18 @@ def generation_beside(path: Path) -> dict[str, Any]:
     """Return what generation_config.json says, {} without one. Raises ValueError for what is no object."""
     nearby = path.with_name(GENERATION)
     return read_object(nearby) if nearby.is_file() else {}
+
+
+def class_beside(path: Path) -> str:
+    """Return the class of transformers that reads a tokenizer, without "Fast"; "" where nothing says it.
+
+    tokenizer_config.json names it, else config.json, else it follows from the type of the model.
+    """
+    nearby = path.with_name("config.json")
+    config = read_object(nearby) if nearby.is_file() else {}
+    usual = CLASSES.get(str(config.get("model_type")))
+    named = settings_beside(path).get("tokenizer_class") or config.get("tokenizer_class") or usual
+    return str(named or "").removesuffix("Fast")
 
 
 def ids_beside(path: Path) -> dict[str, Any]:

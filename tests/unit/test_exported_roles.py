@@ -147,6 +147,24 @@ def test_roles_that_classes_give(name: str) -> None:
     assert export_roles.CLASS_ROLES[name] == {role: token for role, token in roles.items() if token is not None}
 
 
+def test_the_words_of_qwen2_are_those_of_the_class() -> None:
+    from transformers.models.qwen2 import tokenization_qwen2
+
+    assert export_roles.QWEN2_WORDS == tokenization_qwen2.PRETOKENIZE_REGEX
+
+
+def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
+    """Though its folder names the class, which would cut texts in a way of its own."""
+    folder = folder_of(tmp_path / "in", "qwen3", {**QWEN, "tokenizer_class": "Qwen2Tokenizer"}, {})
+    ours, output = load_tokenizer(str(folder)), tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text('{"model_type": "qwen2"}')
+    write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(folder), Chat(None, None), "qwen2")
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(output)
+    for text in ("1234  don't", "e\u0301 ==\n\n"):
+        assert theirs(text)["input_ids"] == ours.encode(text)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "t5", "umt5"])
 def test_a_model_without_a_tokenizer_goes_out_without_one(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
