@@ -17,7 +17,7 @@ from megatron.ranks.errors import on_all_ranks
 from megatron.ranks.initialize import ranks_here
 from tds import optimizer_state as zero_state
 
-from .files import WEIGHT, CheckpointError
+from .files import INDEX, WEIGHT, CheckpointError
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
 
@@ -26,6 +26,9 @@ OF_SAMPLES = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
     "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
+
+
+LARGE_BATCH = 1 << 22  # samples of an iteration over all replicas, more than any run has
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def refuse_contradictions(
             f"{reader.path} has the state of --optimizer {before}, this run uses {config.optim.optimizer}; "
             f"--no-load-optim starts it again"
         )
+    _refuse_impossible_counts(reader, saved)
     if wanted.same_data and reader.state["consumed_samples"]:
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
@@ -108,6 +112,16 @@ def refuse_contradictions(
 def settings_of_samples(config: Config) -> dict[str, Any]:
     """Return the settings that decide what one sample of a corpus is made of."""
     return {name: getattr(config.data, name) for name in OF_SAMPLES} | {"objective": config.objective}
+
+
+def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
+    """Raise CheckpointError for more samples than that many iterations can have read."""
+    iteration, samples = reader.state["iteration"], reader.state["consumed_samples"]
+    most = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
+    if samples > most:
+        raise CheckpointError(
+            f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read ({most})"
+        )
 
 
 def _architecture(config: Config, positions: int) -> dict[str, Any]:

@@ -12,16 +12,25 @@ from typing import Any
 from ..atomic import whole_file
 from ..config import Config
 from ..data.indexed_dataset import LOSS
-from ..tokenizer.beside import GENERATION, MORE_TEMPLATES, SETTINGS, TEMPLATE, ends_beside
+from ..tokenizer.beside import (
+    GENERATION,
+    MORE_TEMPLATES,
+    SETTINGS,
+    TEMPLATE,
+    TOKEN_FILES,
+    class_beside,
+    generation_beside,
+    ids_beside,
+)
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
 ENDS = 1 << 16  # bytes
-WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE)
+WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
 def keep_tokenizer(vocab_file: str, home: Path) -> None:
-    """Copy the files of a tokenizer into `home`/tokenizer, with its chat templates and the ids that end what its model writes.
+    """Copy the files of a tokenizer into `home`/tokenizer, with its chat templates, roles of ids and settings of generation.
 
     Raises OSError, and ValueError for a JSON file of them that is none.
     """
@@ -39,10 +48,26 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
     for path in more:
         with whole_file(folder / MORE_TEMPLATES / path.name) as there:
             shutil.copyfile(path, there)
-    # The ids alone: a config.json would make the folder one of a model, and the rest (of sampling) is nothing of the tokenizer.
-    if (ends := ends_beside(source)) is not None:
-        with whole_file(folder / GENERATION) as there:
-            Path(there).write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
+    keep_roles(source, home)
+
+
+def kept_beside(home: Path) -> Path:
+    """Return a path whose neighbours are what `home` keeps of a tokenizer."""
+    return home / FOLDER / "config.json"
+
+
+def keep_roles(source: Path, home: Path) -> None:
+    """Keep what the files beside `source` say of ids and generation, so that an export gives every role of a token back.
+
+    Of config.json only the ids are kept: the rest would make the folder that of a model. Raises OSError and ValueError.
+    """
+    ids, named = ids_beside(source), class_beside(source)
+    ids |= {"tokenizer_class": named} if named and ids else {}
+    for name, content in ((GENERATION, generation_beside(source)), ("config.json", ids)):
+        if content:
+            (home / FOLDER).mkdir(exist_ok=True)
+            with whole_file(home / FOLDER / name) as there:
+                Path(there).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:

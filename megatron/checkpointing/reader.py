@@ -15,6 +15,7 @@ from megatron.config.fields import ConfigError, describe
 from megatron.model.layers import global_parameters
 
 from . import schema
+from .bounds import refuse_absurd_sizes
 from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
 from .stream import CODES
 
@@ -114,6 +115,8 @@ class CheckpointReader:
 def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
     """The settings that a checkpoint was saved with, in another layout: by default that of one process."""
     saved = {name: value for section in reader.config.values() for name, value in section.items() if name in HOME}
+    where = reader.path / INDEX
+    refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), where)
     plain = {
         "pipe_parallel_size": pipe_parallel_size,
         "pipeline_schedule": "1f1b",
@@ -126,7 +129,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
     try:
         config = with_values(Config(), {**with_family(saved), **plain})
     except ConfigError as error:
-        raise CheckpointError(f"{reader.path / INDEX} has settings that cannot be: {error}") from None
+        raise CheckpointError(f"{where} has settings that cannot be: {error}") from None
     return with_kept_tokenizer(config, reader.path)
 
 

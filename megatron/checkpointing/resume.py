@@ -20,6 +20,8 @@ from .nearby import look_of
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
 
+MANY = 10**8  # samples whose comparison takes longer than a few seconds
+
 
 class Start(NamedTuple):
     """The checkpoint to start from, None for none, and what to take from it."""
@@ -66,6 +68,12 @@ def start_or_resume(
         config, note = settled(config, saved)
         if note:
             print_rank_0(f"note: {note}")
+
+    if state.consumed_samples > MANY and is_rank_0():
+        print(
+            f"comparing the {state.consumed_samples} samples before this point with those that the data give",
+            flush=True,
+        )
 
     def sample_hash() -> int:
         found = extend(begin, dataset, 0, state.consumed_samples)

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,6 +193,7 @@ class Saver:
             if is_rank_0():
                 seed = mpu.get_rng().seed
                 tensors = _merge(reports)
+                content["optimizer"]["without_moments"] = _without_moments(tensors, content["optimizer"]["moments"])
                 check_whole(temporary, tensors, expected)
                 text = index_text(
                     config=self.config, fingerprint=self.fingerprint, tensors=tensors, rng_seed=seed, **content
@@ -309,6 +310,12 @@ def _expected(parts: list[_Part]) -> dict[str, list[int]]:
         for part in parts
         for kind in (part.kinds if part.mine else [WEIGHT])
     }
+
+
+def _without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
+    """Return the weights that the optimizer has no state for: those that are frozen or never had a gradient."""
+    names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
+    return sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
 
 
 def _steps(engine: Any, parts: list[_Part], most: int) -> dict[str, int]:

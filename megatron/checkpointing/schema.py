@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.json_text import describe_json
 
+from .files import WEIGHT
 from .state import TrainState
 
 MOST = 2**48  # elements of a tensor: a thousand times those of any model
@@ -79,6 +80,7 @@ def check(content: Mapping[str, Any], files: Collection[str]) -> None:
     _expect(isinstance(content["tensors"], dict), "tensors", "an object", content["tensors"])
     for key, entry in content["tensors"].items():
         _check_tensor(f"tensors[{key!r}]", entry, files)
+    _check_moments(content["optimizer"], content["tensors"])
 
 
 def _check_state(state: Any) -> None:
@@ -101,12 +103,28 @@ def _check_optimizer(optimizer: Any) -> None:
     steps = optimizer.get("steps", {})
     right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
     _expect(right, "optimizer.steps", "whole numbers by the names of weights", steps)
+    without = optimizer.get("without_moments", [])
+    right = isinstance(without, list) and all(isinstance(name, str) for name in without)
+    _expect(right, "optimizer.without_moments", "a list of names", without)
     right = isinstance(moments, list) and all(isinstance(name, str) for name in moments)
     _expect(right, "optimizer.moments", "a list of names", moments)
     right = isinstance(scaler, dict) and all(
         isinstance(value, (int, float)) and math.isfinite(value) for value in scaler.values()
     )
     _expect(right, "optimizer.loss_scaler", "an object of numbers", scaler)
+
+
+def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Raise SchemaError unless a weight has every moment that is announced, or, frozen or without gradients, none."""
+    weights = [key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}.")]
+    moments, without = optimizer["moments"], optimizer.get("without_moments")
+    for name in weights:
+        missing = [moment for moment in moments if f"{moment}.{name}" not in tensors]
+        known = len(missing) == len(moments) and (without is None or name in without)
+        if missing and not known:
+            raise SchemaError(f"tensors lack {missing[0]}.{name}, a moment that optimizer.moments announces")
+    if moments and without is None and not any(f"{moments[0]}.{name}" in tensors for name in weights):
+        raise SchemaError(f"optimizer.moments announces {', '.join(moments)}, but no weight has one")
 
 
 def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:

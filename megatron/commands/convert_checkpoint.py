@@ -12,8 +12,11 @@ from torch import Tensor
 
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
+from megatron.checkpointing.nearby import keep_roles, kept_beside
 from megatron.checkpointing.save import write_checkpoint
+from megatron.checkpointing.shapes import check_model
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.config.command_line import with_values
@@ -21,6 +24,7 @@ from megatron.convert.hf_config import FAMILIES, check_tokenizer, gpt2_config, t
 from megatron.convert.hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
 from megatron.convert.hf_llama import llama_config
 from megatron.convert.hf_names import Match, matches_of
+from megatron.convert.hf_tokenizer import texts_of
 from megatron.convert.megatron_lm import ORDERS, RankFiles
 from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.model import global_parameters
@@ -28,11 +32,13 @@ from megatron.model.gpt2 import GPT2Model
 from megatron.model.t5 import T5Model
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
+from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS, generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 
 from .cli import Parser, run, write_json
-from .export_tokenizer import chat_of, ends_of, write_tokenizer
+from .export_roles import bare_roles, generation_settings, model_ids
+from .export_tokenizer import Chat, chat_of, write_tokenizer
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -43,8 +49,6 @@ EXAMPLES = """\
       (a Llama, Qwen or Mistral with pretrain_llama.py; the command prints which)
   python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
 
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-
 
 def export(args: argparse.Namespace) -> None:
     """One of our checkpoints as a folder of Hugging Face's."""
@@ -52,27 +56,19 @@ def export(args: argparse.Namespace) -> None:
     reader = CheckpointReader(path)
     reader.verify()
     config = plain_config(reader)
-    tokenizer = _tokenizer(config, args.vocab_file)
-    reader.check_tokenizer(tokenizer.fingerprint)
-    described = _described(config, reader.positions, tokenizer, args.dtype)
+    check_model(reader, config)
+    tokenizer = _tokenizer(reader, config, args.vocab_file)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
-    chat = chat_of(config, tokenizer, vocab_file)
+    chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
+    described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
     if config.model.family == "llama" and config.model.hidden_dropout:
         print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
 
-    def entry_of(name: str) -> dict[str, Any]:
-        if f"{WEIGHT}.{name}" not in reader.tensors:
-            raise ValueError(
-                f"{path} holds no weight {name}: it is of a model of your own, and this tool knows GPT-2, Llama and T5"
-            )
-        found: dict[str, Any] = reader.tensors[f"{WEIGHT}.{name}"]
-        return found
-
     def shape(name: str) -> list[int]:
-        return list(entry_of(name)["shape"])
+        return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
 
     def read(name: str) -> Tensor:
-        entry = entry_of(name)
+        entry = reader.tensors[f"{WEIGHT}.{name}"]
         return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
 
     by_name = {match.ours: match for match in matches_of(config.model)}
@@ -81,24 +77,37 @@ def export(args: argparse.Namespace) -> None:
     with whole_folder(Path(args.output)) as folder:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-        ends = {key: described[key] for key in ENDS if key in described}
-        ends |= {"eos_token_id": ends_of(tokenizer, vocab_file, chat)}
-        (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
-        for note in write_tokenizer(folder, config, tokenizer, vocab_file, chat):
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        notes = ["the folder has no tokenizer, as none came with this model; --vocab-file adds one"]
+        if tokenizer:
+            notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
+        for note in notes:
             print(f"note: {note}")
         if args.verify:  # before the folder gets its name
+            if tokenizer:
+                compare_ids(tokenizer, folder)
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
     print(f"{len(entries)} tensors -> {args.output}")
 
 
-def _described(config: Config, positions: int, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
-    """Their config.json of a model of ours. Raises ConfigError for what none of their classes is."""
-    if isinstance(tokenizer, SentinelTokenizer):
-        return t5_config(config.model, tokenizer.pad, tokenizer.eod, dtype)
-    if config.model.family == "llama":
-        first = tokenizer.start[0] if tokenizer.start else tokenizer.eod
-        return llama_config(config.model, positions, first, tokenizer.eod, dtype)
-    return gpt2_config(config.model, positions, tokenizer.eod, dtype)
+def _described(
+    reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: Chat, dtype: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json and generation_config.json of a model of ours. Raises ConfigError for what none of their classes is."""
+    start, end = (tokenizer.before[0], tokenizer.eod) if tokenizer else (0, 1)
+    if config.is_t5:
+        pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
+        described = t5_config(config.model, pad, end, dtype)
+    elif config.model.family == "llama":
+        described = llama_config(config.model, reader.positions, start, end, dtype)
+    else:
+        described = gpt2_config(config.model, reader.positions, end, dtype)
+    if tokenizer is None:
+        ids, generation = bare_roles(kept_beside(reader.path.parent), described if config.is_t5 else {})
+        return {key: value for key, value in described.items() if key not in ROLES} | ids, generation
+    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    ids = model_ids(described, base, file_of(vocab_file), config.is_t5)
+    return described | ids, generation_settings(ids, tokenizer, file_of(vocab_file), chat.end)
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,13 +115,19 @@ def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
     return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
-def _tokenizer(config: Config, vocab_file: str | None) -> Tokenizer:
+def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
+    """Return the tokenizer of the model, or None for a model that came without one. Raises ValueError for another one."""
     given = vocab_file or config.data.vocab_file
+    if given is None and not reader.tokenizer:
+        return None
     if given is None or not Path(given).exists():
-        raise ValueError(f"the tokenizer {given} is not there: give --vocab-file")
+        raise ValueError(f"{reader.path}: the tokenizer {given or 'of the run'} is not there; give --vocab-file")
     tokenizer = load_tokenizer(given, config.data.tokenizer_type)
     if config.is_t5:
-        return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+        tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+    reader.check_tokenizer(tokenizer.fingerprint)
+    if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
+        raise ValueError(f"{reader.path}: the model has {rows} tokens, its tokenizer {tokenizer.vocab_size}")
     return tokenizer
 
 
@@ -127,6 +142,8 @@ def bring_in(args: argparse.Namespace) -> None:
         compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
     final = output / "iter_0000000"
     write_checkpoint(final, entries, config, fingerprint)
+    if args.from_hf and config.data.vocab_file is None:
+        keep_roles(Path(args.from_hf) / "config.json", output)
     print(f"{len(entries)} tensors -> {final}")
     settings = output / "settings.json"
     _write_settings(settings, config)
@@ -147,6 +164,7 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     theirs = Folder(Path(args.from_hf))
     for note in theirs.notes:
         print(f"note: {note}")
+    generation_beside(theirs.path / "config.json")  # an export gives it back
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
     return (
         with_values(theirs.config, settings),
@@ -200,6 +218,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     """Megatron-LM's or CPM-Pretrain's files as one of our checkpoints."""
     theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
     settings = settings_of(theirs, args.num_attention_heads)
+    refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
     rows, fingerprint = settings["vocab_size"], ""
     print(f"query, key and value: in the order of checkpoint version {theirs.version:g}, {theirs.told_by}")
     if args.vocab_file:
@@ -224,6 +243,8 @@ def _megatron_entry(theirs: RankFiles, name: str, config: Config) -> Entry:
 def _entry(match: Any, theirs: FolderReader) -> Entry:
     def make() -> Tensor:
         tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
+        if not tensor.isfinite().all():
+            print(f"note: {' and '.join(match.theirs)} hold NaN or Inf")
         return tensor
 
     # The shape follows from empty tensors; nothing is read for it.
@@ -259,6 +280,19 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
         raise ValueError(
             f"{folder} is not the same model: its logits differ by {worst:.1e}, where they reach over {spread:.1e}"
         )
+
+
+def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raise ValueError where AutoTokenizer reads `folder` and gives texts of the vocabulary other ids than `tokenizer`."""
+    from transformers import AutoTokenizer
+
+    if not (folder / SETTINGS).is_file():  # it refuses a placeholder
+        return
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    for text in texts_of(tokenizer):
+        ours, found = tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
+        if ours != found:
+            raise ValueError(f"{folder}: of {text[:40]!r} AutoTokenizer makes the ids {found[:8]}, not {ours[:8]}")
 
 
 def main(args: argparse.Namespace) -> None:

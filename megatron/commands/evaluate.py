@@ -11,7 +11,8 @@ import torch
 
 from data_utils.documents import texts
 from megatron import mpu
-from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.checkpointing import find_checkpoint, load_weights
+from megatron.checkpointing.shapes import described
 from megatron.convert.hf_config import check_tokenizer
 from megatron.convert.hf_folder import Folder, is_hf_folder
 from megatron.inference.lm_eval import Harness, evaluate_tasks
@@ -43,7 +44,7 @@ def ours(args: argparse.Namespace) -> Subject:
     """The model of --load, as what is evaluated: a run of ours, or a folder of Hugging Face's, computed by our model."""
     theirs = Folder(Path(args.load)) if is_hf_folder(Path(args.load)) else None
     path = theirs.path if theirs else find_checkpoint(args.load)
-    config = theirs.config if theirs else plain_config(CheckpointReader(path))
+    config = theirs.config if theirs else described(path)
     if config.is_t5:
         raise ValueError(f"{path} is a T5; evaluate.py scores left-to-right models: tools/generate.py fills T5's gaps")
     vocab_file = args.vocab_file or (str(path) if theirs else config.data.vocab_file)

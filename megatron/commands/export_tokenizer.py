@@ -1,18 +1,28 @@
-"""What an export to Hugging Face says of text: the tokenizer, the chat template, and the ids that end what is written."""
+"""The text side of an export to Hugging Face: the tokenizer and its chat template."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import Config
-from megatron.convert.hf_tokenizer import as_theirs
+from megatron.convert.hf_tokenizer import as_theirs, is_t5_model
 from megatron.data.corpora import prefixes_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron.tokenizer.beside import MORE_TEMPLATES, SETTINGS, TEMPLATE, ends_beside, settings_beside, token_beside
+from megatron.tokenizer.beside import (
+    MORE_TEMPLATES,
+    SETTINGS,
+    TEMPLATE,
+    TOKEN_FILES,
+    placeholder_of,
+    settings_beside,
+    token_beside,
+)
 from megatron.tokenizer.chat import NAMED, ChatML, is_undated, missing_marks, own_template, template_of_corpus, turn_end
 from megatron.tokenizer.load import file_of
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
+from .export_roles import REPLACED, named_class, tokenizer_settings
 from .inspect_data import of_conversations
 
 
@@ -71,33 +81,34 @@ def _left_out(vocab_file: str) -> list[str]:
     return [f"more chat templates of the tokenizer are left out: {', '.join(names)}"] if names else []
 
 
-def ends_of(tokenizer: Tokenizer, vocab_file: str, chat: Chat) -> int | list[int]:
-    """Ids that end what a model writes: the end of a document, that of a turn, and those that came in with the tokenizer's folder."""
-    ends = [tokenizer.eod, *([] if chat.end is None else [chat.end])]
-    said = ends_beside(file_of(vocab_file))
-    if isinstance(said, list) and tokenizer.eod in said:
-        ends += [i for i in said if isinstance(i, int) and 0 <= i < tokenizer.vocab_size]
-    ends = list(dict.fromkeys(ends))
-    return ends if len(ends) > 1 else ends[0]
+def write_tokenizer(
+    folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str, chat: Chat, model_type: str = ""
+) -> list[str]:
+    """Write the tokenizer for transformers, and chat_template.jinja. Returns notes.
 
-
-def write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str, chat: Chat) -> list[str]:
-    """A tokenizer.json where ours is one of theirs; else our own file, as it is; and chat_template.jinja. Returns what is to be said of it."""
+    A tokenizer that transformers would read as another gets a placeholder, so that it reads none.
+    """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     source, theirs = file_of(vocab_file), as_theirs(base)
     if theirs is not None:
-        described = _saved(folder, config, tokenizer, theirs)
+        positions = config.positions if config.model.position_embedding == "learned" else None
+        described = tokenizer_settings(base, source, positions)
+        described |= _write_json(folder, tokenizer, source, theirs, described)
     else:
         (folder / source.name).write_bytes(source.read_bytes())
-        if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer):
-            described = {"tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
-        elif isinstance(base, SentencePieceTokenizer) and base.is_llama and source.name == "tokenizer.model":
-            described = {key: value for key, value in base.settings.items() if key != "chat_template"}
-        else:
+        described = _settings_of_model(source, tokenizer, base)
+        if not described:
+            placeholder = json.dumps(placeholder_of(source.name), indent=2)
+            (folder / "tokenizer.json").write_text(placeholder, encoding="utf-8")
             return [
-                f"{source.name} is of the kind {base.name}, which transformers does not read; use it with this project's tokenizers",
+                f"transformers has no tokenizer with the ids of {source.name} (of the kind {base.name}), so its AutoTokenizer "
+                f"refuses this folder; use the file with this project's tokenizers",
                 *(["no chat template is written, as it would be of no use without that"] if chat.source else []),
             ]
+    described |= named_class(described, source, model_type, theirs is not None)
+    for file in TOKEN_FILES:
+        if source.with_name(file).is_file():
+            (folder / file).write_bytes(source.with_name(file).read_bytes())
     notes = _write_template(folder, tokenizer, chat)
     for key in NAMED:  # what a template knows as a variable must be there for it
         if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
@@ -106,27 +117,38 @@ def write_tokenizer(folder: Path, config: Config, tokenizer: Tokenizer, vocab_fi
     return notes
 
 
-def _saved(folder: Path, config: Config, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any]:
-    """Write tokenizer.json. Returns what tokenizer_config.json says."""
+def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> dict[str, Any]:
+    """Return the tokenizer_config.json with which transformers reads a sentencepiece model alike; {} where it does not."""
+    if not isinstance(base, SentencePieceTokenizer):
+        return {}
+    if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
+        given = {key: value for key, value in base.settings.items() if key not in REPLACED}
+        return {**given, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
+    if base.is_llama and source.name == "tokenizer.model":
+        return {key: value for key, value in base.settings.items() if key != "chat_template"}
+    return {}
+
+
+def _write_json(
+    folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write tokenizer.json, with the sentinels of a T5. Returns what tokenizer_config.json says of these."""
     from tokenizers import AddedToken
 
-    names = {i: name for name, i in tokenizer.marks.items()}
-    described: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "eos_token": names[tokenizer.eod],
-        "pad_token": names[tokenizer.eod],
-    }
-    if tokenizer.start:
-        described["bos_token"] = names[tokenizer.start[0]]
-    if config.model.position_embedding == "learned":
-        described["model_max_length"] = config.positions
+    described: dict[str, Any] = {}
+    added: list[str] = []
     if isinstance(tokenizer, SentinelTokenizer):
         order = sorted((id_, f"<extra_id_{i}>") for i, id_ in enumerate(tokenizer.sentinels))
-        added = ["<pad>", *(name for _, name in order)]
-        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added])
-        described |= {"pad_token": "<pad>", "extra_special_tokens": added[1:]}
-    theirs.save(str(folder / "tokenizer.json"))
+        names = [name for _, name in order]
+        added = [name for name in ("<pad>", *names) if name not in tokenizer.base.specials]
+        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<pad>", *names)])
+        more = settings.get("extra_special_tokens")
+        described["pad_token"] = "<pad>"
+        described["extra_special_tokens"] = list(dict.fromkeys([*(more if isinstance(more, list) else []), *names]))
+    if source.name == "tokenizer.json" and not added:
+        (folder / source.name).write_bytes(source.read_bytes())
+    else:
+        theirs.save(str(folder / "tokenizer.json"))
     return described
 
 

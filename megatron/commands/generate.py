@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron import mpu
-from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.checkpointing import find_checkpoint, load_weights
+from megatron.checkpointing.shapes import described
 from megatron.config import Config
 from megatron.convert.hf_config import check_tokenizer
 from megatron.convert.hf_folder import Folder, is_hf_folder
@@ -167,7 +168,7 @@ def load(args: argparse.Namespace) -> Writer:
         path, config = None, theirs.config
     else:
         path = find_checkpoint(args.load)
-        config = plain_config(CheckpointReader(path), *sizes)
+        config = described(path, *sizes)
     vocab_file = args.vocab_file or (str(theirs.path) if theirs else config.data.vocab_file)
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")

@@ -54,6 +54,11 @@ class ModelConfig(DecoderConfig):
     relative_attention_max_distance: int = opt(
         128, "distance from which on all are one bucket", at_least(2), family=("t5",)
     )
+    relative_attention_per_layer: bool = opt(
+        False,
+        "a table of relative positions for each layer, as UMT5 has, instead of one for each stack",
+        family=("t5",),
+    )
     scale_attention: bool = opt(True, "divide the scores by the root of the head's width; T5 does not")
     tie_embeddings: bool = opt(True, "the output layer uses the matrix of the embedding")
     scale_tied_logits: bool = opt(
@@ -105,7 +110,7 @@ class ModelConfig(DecoderConfig):
         one_of("auto", "torch", "apex"),
         free=True,
     )
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms")
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms", between(0, 1))
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), free=True)
 
     def __post_init__(self) -> None:
@@ -131,6 +136,8 @@ class ModelConfig(DecoderConfig):
                 f"{self.head_size} (--kv-hidden-size) must be an even number of them, not {self.rotary_size}"
             )
         self.refuse_scaling()
+        if self.relative_attention_per_layer and self.position_embedding != "relative":
+            raise ConfigError(f"--relative-attention-per-layer needs relative positions, not {self.position_embedding}")
         exact = self.relative_attention_num_buckets // 2
         if self.position_embedding == "relative" and self.relative_attention_max_distance <= exact:
             raise ConfigError(

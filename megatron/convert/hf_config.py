@@ -9,7 +9,18 @@ from typing import Any
 
 from ..config import ModelConfig
 from . import hf_llama
-from .hf_keys import DTYPES, HARMLESS, MUST, OPTIONAL, Family, activation_of, check_type, refuse
+from .hf_keys import (
+    DTYPES,
+    HARMLESS,
+    MUST,
+    OPTIONAL,
+    Family,
+    activation_of,
+    changes_nothing,
+    check_type,
+    is_off,
+    refuse,
+)
 
 _T5 = {
     "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None,
@@ -21,6 +32,7 @@ _T5 = {
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
+_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # T5 files of 2019 hold it
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -35,13 +47,28 @@ FAMILIES = {
             "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
+        ("attn.bias", "crossattention.bias"),
     ),
     "t5": Family(
-        "T5ForConditionalGeneration", ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"), _T5, _T5_ALIASES
+        "T5ForConditionalGeneration",
+        ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"),
+        _T5,
+        _T5_ALIASES,
+        _DEAD_TABLE,
     ),
     "mt5": Family(
         "MT5ForConditionalGeneration",
         ("MT5ForConditionalGeneration", "T5ForConditionalGeneration", "MT5Model"),
+        {
+            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+            "decoder_start_token_id": 0,
+        },
+        _T5_ALIASES,
+        _DEAD_TABLE,
+    ),
+    "umt5": Family(
+        "UMT5ForConditionalGeneration",
+        ("UMT5ForConditionalGeneration", "UMT5Model"),
         {
             **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
             "decoder_start_token_id": 0,
@@ -79,7 +106,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
             given[name], values[name] = key, value
         elif name in MUST and value not in (MUST[name], None):
             raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
-        elif name not in MUST and name not in HARMLESS:
+        elif name not in MUST and name not in HARMLESS and not is_off(key, value) and not changes_nothing(key):
             raise ValueError(
                 f"{where}: the key {key} ({value!r}) is not known here, and may change what the model computes; if it does "
                 f"not, take it out of the file"
@@ -90,6 +117,13 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     if "scale_decoder_outputs" in given:  # null is no, only a file without the key leaves it open
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
+
+
+def unread_keys(content: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config.json that `read_config` takes, with a value that says something, and that no class reads."""
+    family = FAMILIES[content["model_type"]]
+    known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
+    return [key for key, value in content.items() if key not in known and not is_off(key, value)]
 
 
 def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
@@ -123,9 +157,9 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         "relative_attention_max_distance": values["relative_attention_max_distance"],
         "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["dropout_rate"],
         "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where), "tie_embeddings": tied,
-        "scale_tied_logits": _scales_logits(values), "position_embedding": "relative", "normalization": "rmsnorm",
+        "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5", "position_embedding": "relative", "normalization": "rmsnorm",
         "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
-    }, []  # fmt: skip
+    }, _notes_on_scale(values)  # fmt: skip
 
 
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
@@ -143,11 +177,20 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 
 
 def _scales_logits(values: Mapping[str, Any]) -> bool:
-    """T5 of 2019 scales them; mT5 never; files without the key say it by `tie_word_embeddings`."""
-    if values["model_type"] == "mt5":
-        return False
+    """T5 of 2019 scales them; mT5 never; UMT5 always; files without the key say it by `tie_word_embeddings`."""
+    if values["model_type"] in ("mt5", "umt5"):
+        return bool(values["model_type"] == "umt5")
     said = values["scale_decoder_outputs"]
     return bool(said if said is not None else values["tie_word_embeddings"] is not False)
+
+
+def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
+    if values["model_type"] != "umt5" or values["tie_word_embeddings"] is not False:
+        return []
+    return [
+        "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 those of a tied one only; "
+        "they are scaled here (--no-scale-tied-logits trains on without)"
+    ]
 
 
 def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
@@ -202,20 +245,22 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
         "activation_function": _their_activation(m), "scale_attn_weights": m.scale_attention,
         "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
         "embd_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout, "bos_token_id": eod, "eos_token_id": eod,
-        "pad_token_id": eod, "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
+        "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
     }  # fmt: skip
 
 
 def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
-    """config.json of T5ForConditionalGeneration. Raises ConfigError for what it cannot be."""
+    """Return config.json of T5ForConditionalGeneration, or UMT5's. Raises ConfigError for what it cannot be."""
     refuse([
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.activation == "swiglu", "--activation swiglu"),
         (m.hidden_bias, "--hidden-bias"),
+        (m.relative_attention_per_layer and not m.scale_tied_logits, "--relative-attention-per-layer --no-scale-tied-logits"),
     ], "T5")  # fmt: skip
+    kind = "umt5" if m.relative_attention_per_layer else "t5"
     return {
-        "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": m.vocab_size,
+        "architectures": [FAMILIES[kind].class_name], "model_type": kind, "vocab_size": m.vocab_size,
         "d_model": m.hidden_size, "d_kv": m.head_size, "d_ff": m.ff_size, "num_layers": m.num_layers,
         "num_decoder_layers": m.decoder_layers, "num_heads": m.num_attention_heads,
         "relative_attention_num_buckets": m.relative_attention_num_buckets,

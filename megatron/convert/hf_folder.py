@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from .. import mpu
+from ..checkpointing.bounds import refuse_absurd_sizes
 from ..checkpointing.files import open_tensors
+from ..checkpointing.shapes import whole_shapes
 from ..checkpointing.stream import Entry, write_entries
 from ..config import Config
 from ..config.command_line import with_values
-from ..model.gpt2 import GPT2Model
+from ..config.fields import ConfigError
 from ..model.layers import global_parameters
-from ..model.t5 import T5Model
 from ..tokenizer.base import read_object
-from .hf_config import read_config, settings_of
+from .hf_config import FAMILIES, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS = ("F64", "F32", "F16", "BF16")  # names of dtypes in safetensors
 HEAD = "lm_head.weight"
 # Names of one matrix, of which a file may hold any.
 EMBEDDINGS = (
@@ -31,7 +33,6 @@ PREFIX = re.compile(r"^(transformer|model)\.")  # which a model that is saved wi
 CONSTANT = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
-ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
@@ -92,15 +93,21 @@ class FolderReader:
                     return found
         return None
 
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of all tensors of the files that this folder names."""
+        files = [self._open(name) for name in sorted(set(self._where.values()))]
+        return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118  # no mapping
+
     def holds(self, name: str) -> bool:
         """Whether a tensor is there under this very name, but for a prefix."""
         return name in self._where or PREFIX.sub("", name) in self._where
 
-    def unread(self) -> list[str]:
-        """Tensors that nobody has asked for, without copies of the embedding and what old versions saved of constants."""
+    def unread(self, ignored: Sequence[str]) -> list[str]:
+        """Return the tensors that were not asked for, without copies of the embedding, constants of old versions and what
+        matches `ignored`."""
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
         left = sorted(set(self._where) - self._asked - known)
-        return [name for name in left if not CONSTANT.fullmatch(name)]
+        return [name for name in left if not CONSTANT.fullmatch(name) and not any(re.search(p, name) for p in ignored)]
 
     def _find(self, name: str) -> tuple[Any, str]:
         """The file that holds a tensor, and its name there."""
@@ -116,7 +123,13 @@ class FolderReader:
     def shape(self, name: str) -> list[int]:
         """Of the tensor of this name."""
         file, found = self._find(name)
-        shape: list[int] = file.get_slice(found).get_shape()
+        tensor = file.get_slice(found)
+        if tensor.get_dtype() not in FLOATS:
+            raise ValueError(
+                f"{self.folder / self._where[found]} holds {found} as {tensor.get_dtype()}, which are quantized numbers: save the "
+                f"model again in one of {', '.join(FLOATS)}"
+            )
+        shape: list[int] = tensor.get_shape()
         return shape
 
     def read(self, name: str) -> Tensor:
@@ -156,13 +169,6 @@ def entries_of(
     return found
 
 
-def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a model of ours, by global name; no weight is made for it."""
-    with torch.device("meta"), mpu.filled_later():
-        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
-    return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
-
-
 def is_hf_folder(folder: Path) -> bool:
     """Whether a folder holds a model of theirs; a run directory has a config.json, too, without a model_type."""
     path = folder / "config.json"
@@ -183,13 +189,21 @@ class Folder:
         self.given = read_object(where)
         self.values = read_config(self.given, where)
         self.tensors = FolderReader(path)
+        refuse_absurd_sizes(self.values, self.tensors.shapes(), where)
         settings, self.notes = settings_of(self.values, self._tied(), where)
+        if unread := unread_keys(self.given):
+            self.notes.append(
+                f"{where} has keys that change nothing in a {self.values['model_type']}: {', '.join(unread)}"
+            )
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
             "sequence_parallel": False,  # text of any length
         }
-        self.config = with_values(Config(), {**settings, **layout})
+        try:
+            self.config = with_values(Config(), {**settings, **layout})
+        except ConfigError as error:
+            raise ValueError(f"{where}: {error}") from None
         self.matches = list(matches_of(self.config.model))
         self._check_tensors()
 
@@ -219,7 +233,7 @@ class Folder:
                 found = self.tensors.shape(name)
                 if found != list(part.shape):
                     raise ValueError(f"{self.path}: {name} has shape {found}, by config.json it has {list(part.shape)}")
-        extra = self.tensors.unread()
+        extra = self.tensors.unread(FAMILIES[self.values["model_type"]].ignored)
         if extra:
             shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
             raise ValueError(

@@ -1,5 +1,6 @@
 """What the families of Hugging Face's models have in common: keys of config.json that change nothing, types, names of functions."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,21 @@ MUST: dict[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
+# Names in re-uploads that no class of these families reads, whatever their words suggest.
+UNREAD = re.compile(
+    r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special|predict_special_tokens"
+    r"|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
+)
+# Words in names of keys by which configurations of other families change what a model computes: test_hf_keys.py walks over them.
+COMPUTES = re.compile(
+    r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position|residual|emb|act|gat"
+    r"|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim|size|block|stride|kernel|num_|n_|theta|query"
+    r"|key|eps|tie|memory|mem_|mix|chunk|local|global|span|bucket|group|depth|width|channel|interleav|drop|prob|rate|swiglu|glu|dense"
+    r"|causal|mup|decoder|encoder|linear|sparse|clamp|clip|limit|temperature|index|share|use_|weight|alpha|beta|hc_|prefix_lm|expand"
+    r"|_pos|max_period|sinusoid|cycles|d_|latent|mult|altup|first_k|lower_bound|type$|jitter|patch|dff|scoring|method|_config|time_step|afn"
+    r"|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
+)
+NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
 # Of keys that may be null, what they are otherwise.
 OPTIONAL: dict[str, type] = {
     "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
@@ -101,12 +117,28 @@ OPTIONAL: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model of theirs: its class, the keys that are read with their defaults, and other names of keys."""
+    """A kind of model of theirs: its class, the keys that are read with their defaults, and other names of keys.
+
+    ignored: patterns of tensors that old files hold and no class reads, its `_keys_to_ignore_on_load_unexpected`.
+    """
 
     class_name: str
     architectures: tuple[str, ...]
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+
+
+def is_off(key: str, value: Any) -> bool:
+    """Return whether a value means that what the key is about is as usual: absent, off, or a factor of 1."""
+    if key == "layer_types":
+        return isinstance(value, list) and set(value) <= {"full_attention"}
+    return not value or (NEUTRAL_AT_1.search(key) is not None and value in (1, 1.0) and value is not True)
+
+
+def changes_nothing(key: str) -> bool:
+    """Return whether a key that the family's class does not declare is about something else than what a model computes."""
+    return UNREAD.fullmatch(key) is not None or COMPUTES.search(key.lower()) is None
 
 
 def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:

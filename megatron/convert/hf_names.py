@@ -121,11 +121,13 @@ def llama_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def t5_matches(m: ModelConfig) -> Iterator[Match]:
-    """Which of our tensors each of Hugging Face's T5 is."""
+    """Yield which of our tensors each of Hugging Face's T5, mT5 or UMT5 is."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
-        first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        yield Match(f"{stack}.relative_positions.weight", (first,))
+        for i in range(layers if m.relative_attention_per_layer else 1):
+            ours = f"{stack}.relative_positions" + (f".{i}" if m.relative_attention_per_layer else "")
+            theirs = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
+            yield Match(f"{ours}.weight", (theirs,))
         for i in range(layers):
             yield from _t5_block(m, stack, i)
         yield Match(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",))

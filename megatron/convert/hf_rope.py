@@ -15,6 +15,14 @@ READ_BY = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
+KNOWN = {
+    *(key for keys in READ_BY.values() for key in keys),
+    "short_factor",
+    "long_factor",
+    "short_mscale",
+    "long_mscale",
+    "alpha",
+}
 
 
 def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
@@ -26,7 +34,7 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     if rope.get("type", kind) != kind:
         raise ValueError(f"{where}: {at} has the type {rope['type']!r} and the rope_type {kind!r}, which are one thing")
     for key in rope:
-        if key not in (*ANY_TYPE, *READ_BY[kind]):
+        if key in KNOWN and key not in (*ANY_TYPE, *READ_BY[kind]) and rope[key] is not None:
             raise ValueError(f"{where}: the key {key} of {at} is not read by its type, {kind}; take it out of the file")
 
     def number(key: str, otherwise: float | None = None) -> float:

@@ -1,14 +1,17 @@
 """Our tokenizers as Hugging Face's `tokenizers` library has them: the same ids, in a tokenizer.json."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from ..tokenizer import Tokenizer
+from ..tokenizer.base import any_of
 from ..tokenizer.hf import library
+from ..tokenizer.model_proto import BYTE, UNUSED, USER_DEFINED
 from ..tokenizer.sentencepiece import MARK, SentencePieceTokenizer
 from ..tokenizer.train import BYTES
 
-_PROBES = (" a  b ", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。")
+_PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。")
 
 
 def as_theirs(tokenizer: Tokenizer) -> Any | None:
@@ -22,7 +25,7 @@ def as_theirs(tokenizer: Tokenizer) -> Any | None:
         return library().Tokenizer.from_str(inner.to_str())
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
-    found = _of_sentencepiece(tokenizer._sp, tokenizer.specials)
+    found = _of_sentencepiece(tokenizer)
     if found is None or not _agree(tokenizer, found):
         return None
     for first in tokenizer.start:
@@ -33,7 +36,10 @@ def as_theirs(tokenizer: Tokenizer) -> Any | None:
     return found
 
 
-def _of_sentencepiece(sp: Any, specials: dict[str, int]) -> Any | None:
+def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
+    sp, specials, facts = tokenizer._sp, tokenizer.specials, tokenizer.facts
+    if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
+        return None
     if any(sp.normalize(text) != text.replace(" ", MARK) for text in _PROBES):
         return None
     tokenizers = library()
@@ -41,22 +47,52 @@ def _of_sentencepiece(sp: Any, specials: dict[str, int]) -> Any | None:
     scores = [sp.get_score(i) for i in range(sp.vocab_size())]
     bytes_ = sp.is_byte(sp.piece_to_id(BYTES[0]))
     unknown = sp.id_to_piece(sp.unk_id())
-    learned = [i for i, piece in enumerate(pieces) if piece not in specials and not sp.is_byte(i)]
-    # User-defined symbols are found before anything else and have the score 0 of no learned piece.
-    defined = [i for i in learned if scores[i] == 0 and MARK not in pieces[i] and not pieces[i].isalnum()]
-    if all(float(scores[i]).is_integer() for i in learned):
+    if facts.algorithm == "bpe":
         model = _bpe(tokenizers, pieces, scores, unknown, bytes_)
     else:
         vocab = list(zip(pieces, scores, strict=True))
         model = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_)
     theirs = tokenizers.Tokenizer(model)
+    if facts.algorithm == "unigram":  # their search finds the names of bytes and of <unk> in a text; cut, they are text
+        names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
     theirs.normalizer = tokenizers.normalizers.Replace(" ", MARK)
     decoders = tokenizers.decoders
     theirs.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
-    theirs.add_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in defined])
+    # Both libraries search a text for user-defined symbols first. Those with spaces are only found in normalised text.
+    defined = [pieces[i] for i in facts.of_type(USER_DEFINED)]
+    spaced = any(MARK in piece for piece in defined)
+    theirs.add_tokens([tokenizers.AddedToken(piece, normalized=spaced) for piece in defined])
     ends = [name for name in specials if name != unknown]
     theirs.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in ends])
     return theirs
+
+
+def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
+    """Return whether transformers' T5Tokenizer, which takes one kind of `.model` for granted, gives the ids of this one."""
+    sp, facts = tokenizer._sp, tokenizer.facts
+    return (
+        (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
+        and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
+        and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
+        # transformers reads a folder that names the class as it read the folder that came in.
+        and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
+    )
+
+
+def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
+    """Return the characters of which some piece is nothing but a run, with the length of the longest."""
+    pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
+    runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
+    return {run[0]: len(run) for run in sorted(runs, key=len)}
+
+
+def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
+    """Yield runs of one character within a text. Many segmentations of a run score alike, and libraries round differently."""
+    for char, longest in _repeated(tokenizer).items():
+        run = char.replace(MARK, " ")
+        for length in range(2, 2 * longest + 2):
+            yield from (run * length, f"a {run * length} b", f"1, 2 and 3: {run * length}\n" * 3)
 
 
 def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, bytes_: bool) -> Any:
@@ -68,14 +104,20 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
         merges += [(-scores[i], pair) for pair in halves if pair[0] in ids and pair[1] in ids and piece not in BYTES]
     merges.sort(key=lambda merge: merge[0])
     return tokenizers.models.BPE(
-        ids, [pair for _, pair in merges], unk_token=unknown, byte_fallback=bytes_, fuse_unk=False
+        ids, [pair for _, pair in merges], unk_token=unknown, byte_fallback=bytes_, fuse_unk=True
     )
 
 
-def _agree(ours: SentencePieceTokenizer, theirs: Any) -> bool:
-    """Whether both split a few hundred texts alike, which are made of the vocabulary itself."""
+def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
+    """Return texts made of random tokens of a vocabulary, without the mark of a space and without names of special tokens."""
     dice = random.Random(0)
-    usable = [i for i in range(ours.vocab_size) if i not in ours.specials.values()]
-    texts = [ours.decode(dice.choices(usable, k=30)) for _ in range(300)]
-    texts = [text for text in (*texts, *_PROBES) if MARK not in text]
+    usable = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.marks.values()]
+    texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
+    names = any_of(tokenizer.marks)
+    return [text for text in (*texts, *_PROBES) if MARK not in text and not names.search(text)]
+
+
+def _agree(ours: SentencePieceTokenizer, theirs: Any) -> bool:
+    """Return whether both split texts of the vocabulary, and runs of one character, alike."""
+    texts = (text for text in (*texts_of(ours), *_runs(ours)) if MARK not in text)
     return all(theirs.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)

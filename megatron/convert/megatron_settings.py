@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..checkpointing.shapes import whole_shapes
 from ..config import Config
-from .hf_folder import whole_shapes
 from .megatron_lm import RankFiles
 
 # Arguments that change what a GPT computes, with what they have to be. Others concern training, or the same numbers.

@@ -32,7 +32,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
 
 
 class RelativePositions(nn.Module):
-    """The table of one stack, shared by its layers: it stands before each of them in the list, tied.
+    """The table of one stack, tied and before each of its layers in the list, or that of one layer.
 
     weight: [r, n/t]
     """

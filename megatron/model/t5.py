@@ -5,7 +5,7 @@
                                                             ^ encoded
 
 With relative positions the table of a stack is a tied layer before each of its blocks, so a stage
-has it wherever the cuts fall. Shapes: q decoder sequence, k encoder sequence, s either, b batch,
+has it wherever the cuts fall. UMT5 (Chung et al. 2023) has a table of its own for each block. Shapes: q decoder sequence, k encoder sequence, s either, b batch,
 h hidden, v vocabulary, t model-parallel ranks.
 """
 
@@ -162,16 +162,10 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
         for i in range(count):
             at = f"{name}.layers.{i}"
             if m.position_embedding == "relative":
-                table = f"{name}.relative_positions"
+                tied = None if m.relative_attention_per_layer else f"{name}_positions"
+                table = f"{name}.relative_positions" + ("" if tied else f".{i}")
                 layers.append(
-                    Layer(
-                        table,
-                        RelativePositions,
-                        (m,),
-                        tied=f"{name}_positions",
-                        puts_out=(*puts_out, "table"),
-                        prelude=True,
-                    )
+                    Layer(table, RelativePositions, (m,), tied=tied, puts_out=(*puts_out, "table"), prelude=True)
                 )
             layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True, work=work))
         return layers

@@ -8,6 +8,13 @@ from .base import TokenizerError, read_object
 
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+# Types of models whose tokenizers have a class that gives roles to tokens by itself.
+CLASSES = {
+    "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer", "mt5": "T5Tokenizer",
+}  # fmt: skip
+PLACEHOLDER = "placeholder_for"
+TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
@@ -45,6 +52,48 @@ def added_beside(path: Path) -> dict[str, int]:
     if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
         raise TokenizerError(f"{nearby}: added_tokens_decoder must give a token for each id")
     return {**added, **{str(token.get("content")): int(i) for i, token in listed.items()}}
+
+
+def placeholder_of(file: str) -> dict[str, Any]:
+    """Return a tokenizer.json that no library reads: each raises an error that shows this version.
+
+    Without it transformers would build another tokenizer from `file`, or one of no tokens, and say nothing.
+    """
+    version = f"none: {file} beside it is read by megatron.tokenizer, not by transformers"
+    return {"version": version, PLACEHOLDER: file, "added_tokens": [], "model": {}}
+
+
+def named_by_placeholder(path: Path) -> Path | None:
+    """Return the file beside `path` that a placeholder names; None if `path` is a real tokenizer.json."""
+    with open(path, "rb") as file:
+        if f'"{PLACEHOLDER}"'.encode() not in file.read(1024):
+            return None
+    return path.with_name(Path(str(read_object(path).get(PLACEHOLDER))).name)
+
+
+def generation_beside(path: Path) -> dict[str, Any]:
+    """Return what generation_config.json says, {} without one. Raises ValueError for what is no object."""
+    nearby = path.with_name(GENERATION)
+    return read_object(nearby) if nearby.is_file() else {}
+
+
+def class_beside(path: Path) -> str:
+    """Return the class of transformers that reads a tokenizer, without "Fast"; "" where nothing says it.
+
+    tokenizer_config.json names it, else config.json, else it follows from the type of the model.
+    """
+    nearby = path.with_name("config.json")
+    config = read_object(nearby) if nearby.is_file() else {}
+    usual = CLASSES.get(str(config.get("model_type")))
+    named = settings_beside(path).get("tokenizer_class") or config.get("tokenizer_class") or usual
+    return str(named or "").removesuffix("Fast")
+
+
+def ids_beside(path: Path) -> dict[str, Any]:
+    """Return the ids with a role in the config.json of the model that came with a tokenizer, such as bos_token_id."""
+    nearby = path.with_name("config.json")
+    content = read_object(nearby) if nearby.is_file() else {}
+    return {key: content[key] for key in ROLES if key in content}
 
 
 def ends_beside(path: Path) -> int | list[int] | None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from .base import Tokenizer, TokenizerError
+from .beside import named_by_placeholder
 
 KINDS = ("auto", "sentencepiece", "cpm", "cpm+rjieba", "cpm-vocab", "cpm-vocab+rjieba", "gpt2-bpe", "hf")
 PROBES = (
@@ -32,6 +33,8 @@ def file_of(vocab_file: str) -> Path:
         path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
         if path.is_dir():
             raise TokenizerError(f"the folder {vocab_file} holds none of {', '.join(IN_FOLDER)}")
+    if path.name == IN_FOLDER[0] and path.is_file():
+        path = named_by_placeholder(path) or path
     if not path.is_file():
         raise TokenizerError(f"there is no vocabulary file {vocab_file}; tools/train_tokenizer.py makes one")
     return path

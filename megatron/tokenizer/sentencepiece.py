@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, byte_piece, fingerprint, past_first
+from .base import Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, past_first
 from .beside import SETTINGS, refuse_lacking, settings_beside, token_beside
+from .model_proto import USER_DEFINED, read_facts
 from .sentinels import MARK as SENTINEL
 
 EOD = "<eod>"
@@ -43,7 +44,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     Models that tools/train_tokenizer.py makes give every text back as it was. Others may normalise it. In a folder of Hugging Face's, with a
     tokenizer_config.json, the ids are those of transformers: that file says how a text begins and ends.
-    settings: of that file, {} without one. Raises TokenizerError for tokens in such a folder that the model itself does not have.
+    settings: of that file, {} without one. facts: what the `.model` says of itself. Raises TokenizerError for tokens in such a folder that the model itself does not have.
     """
 
     name = "sentencepiece"
@@ -52,6 +53,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._sp, self._file = open_model(model_file), model_file
         self.vocab_size = self._sp.vocab_size()
         content = Path(model_file).read_bytes()
+        self.facts = read_facts(content, model_file)
         eod = self._piece(EOD)
         self.eod = self._sp.eos_id() if eod is None else eod
         self.settings = settings_beside(Path(model_file))
@@ -85,6 +87,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _ways_of_llama(self, has_bytes: bool) -> list[str]:
         """In what the ids of texts are others than those of the model alone."""
         ways = ["marks of spaces are spaces"] if has_bytes else []
+        ways += ["user-defined symbols cut a text"] if self._symbols else []
         if not self._prefixes:
             return [*ways, *(["no space in front"] if self._sp.normalize("a") != "a" else [])]
         return [*ways, "one space in front" if self.settings.get("legacy") else "one space in front, none inside"]
@@ -132,13 +135,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _defined(self) -> dict[str, int]:
-        """User-defined symbols that look like marks: a text is searched for them first; no learned piece of a few characters has their score."""
-        return {
-            piece: i
-            for i in range(self.vocab_size)
-            if self._sp.get_score(i) == 0 and re.fullmatch(r"<\S+>", piece := self._sp.id_to_piece(i))
-            if piece not in self.specials and not self._sp.is_byte(i) and not self._sp.is_unused(i)
-        }
+        """User-defined symbols that look like marks, by name: sentencepiece searches a text for them first."""
+        pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
+        return {piece: i for piece, i in pieces.items() if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
 
     @functools.cached_property
     def _bare(self) -> Any:
@@ -175,7 +174,7 @@ class SentencePieceTokenizer(Tokenizer):
         found: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
         if self.is_llama:
             return [
-                self._bare.encode(text, return_type="numpy") if self._is_bare(text) else ids
+                self._encode_as_llama(text) if self._symbols or self._is_bare(text) else ids
                 for text, ids in zip(texts, found, strict=True)
             ]
         if len(self._mark):
@@ -183,6 +182,24 @@ class SentencePieceTokenizer(Tokenizer):
                 if MARK in text:
                     found[i] = self._encode_marked(text)
         return found
+
+    @functools.cached_property
+    def _symbols(self) -> dict[str, int]:
+        """User-defined symbols that transformers cuts out of a text before it puts spaces in front of the rest."""
+        pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
+        return {piece: i for piece, i in pieces.items() if MARK not in piece}
+
+    def _encode_as_llama(self, text: str) -> NDArray[np.int32]:
+        found: list[NDArray[np.int32]] = []
+        at = 0
+        for part in any_of(self._symbols).split(text):
+            if part in self._symbols:
+                found.append(np.array([self._symbols[part]], dtype=np.int32))
+            elif part:
+                bare = self._is_bare(part) or (at > 0 and not self.settings.get("legacy"))
+                found.append((self._bare if bare else self._sp).encode(part, return_type="numpy"))
+            at += len(part)
+        return np.concatenate(found) if found else np.array([], dtype=np.int32)
 
     def _encode_marked(self, text: str) -> NDArray[np.int32]:
         parts = [part for part in re.split(f"({MARK})", text) if part]

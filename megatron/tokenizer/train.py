@@ -15,10 +15,14 @@ from ..atomic import whole_file
 from .base import TokenizerError, byte_piece
 from .cpm import NEWLINE, SPACE, joined_words
 from .hf import library
+from .model_proto import with_rounded_scores
 from .segment import BORDER, segmenter
 from .sentencepiece import EOD
 
 LONGEST_LINE = 16384  # characters given to the trainer at once; it drops longer lines without a word
+# Segmentations of a run ("====" of "==" and "=") have equal scores, and rounding decides. Sums of multiples of this are exact in
+# fp32 up to 2**20, so every library that searches as sentencepiece does finds the same one.
+STEP = 1 / 16
 BYTES = [byte_piece(b) for b in range(256)]
 
 
@@ -52,7 +56,8 @@ def train_sentencepiece(
         given = lines
     options = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True, **more}
     options["control_symbols"] = [EOD, *specials]
-    _write(model_file, _sentencepiece(given, lines, vocab_size, model_type, options))
+    content = _sentencepiece(given, lines, vocab_size, model_type, options)
+    _write(model_file, with_rounded_scores(content, STEP) if model_type == "unigram" else content)
 
 
 def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:

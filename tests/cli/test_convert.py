@@ -245,7 +245,7 @@ def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "bert"}')
     assert "weights in pickled files are not read" in says("--from-hf", str(tmp_path / "pickled"))
-    assert "a model of type 'bert'; gpt2, t5, mt5, llama, qwen2, qwen3, mistral can be converted" in says(
+    assert "a model of type 'bert'; gpt2, t5, mt5, umt5, llama, qwen2, qwen3, mistral can be converted" in says(
         "--from-hf", str(tmp_path / "other")
     )
     assert "is not a model of Hugging Face" in says("--from-hf", str(tmp_path))

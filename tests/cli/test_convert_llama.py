@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.commands import evaluate, export_tokenizer, generate
+from megatron.commands.export_roles import generation_settings
 from megatron.config.command_line import parse
 from megatron.convert.hf_folder import is_hf_folder
 from megatron.inference.generation import Sampling, sample
@@ -353,9 +354,9 @@ def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> 
         said = "\n".join(export_tokenizer.write_tokenizer(folder, config, ours, str(known), chat))
         assert all(note in said for note in notes), said
         assert (folder / "chat_template.jinja").exists() == (data != "a")
-        assert export_tokenizer.ends_of(ours, str(known), chat) == ours.eod
+        assert generation_settings({}, ours, known, chat.end)["eos_token_id"] == ours.eod
     plain = export_tokenizer.chat_of(parse(["--family", "gpt2"]), ours, str(known))
-    assert plain.source == "d" and export_tokenizer.ends_of(ours, str(known), plain) == ours.eod
+    assert plain.source == "d" and generation_settings({}, ours, known, plain.end)["eos_token_id"] == ours.eod
 
 
 RUN = [

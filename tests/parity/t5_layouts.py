@@ -21,7 +21,7 @@ from tests.support import on_ranks
 from .t5_reference import Shape, logits, train
 
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
-LAYERS = {"cpm": 12, "t5": 17}  # of the list, with 2 blocks in the encoder and 3 in the decoder
+LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # of the list, with 2 blocks in the encoder and 3 in the decoder
 COMMON = (
     f"--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 --enc-seq-length {ENCODER} "
     f"--seq-length {ENCODER} --hidden-dropout 0 --attention-dropout 0 --batch-size 2 --train-iters {STEPS} --lr 0.1 --optimizer sgd "
@@ -34,6 +34,7 @@ VARIANTS = {
     "--relative-attention-max-distance 20 --no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings "
     "--kv-hidden-size 6",
 }
+VARIANTS["umt5"] = f"{VARIANTS['t5']} --relative-attention-per-layer"
 
 
 class Way(NamedTuple):
@@ -70,7 +71,7 @@ def expected(way: Way, data: str, vocab_file: str) -> list[float]:
     weights = {name: p.detach().clone() for name, p in global_parameters(T5Model(config))}
     batches = [_stack(dataset, step * GLOBAL_BATCH, GLOBAL_BATCH) for step in range(STEPS)]
     dtype = torch.float64 if way.precision == "fp64" else torch.float32
-    return train(weights, batches, Shape(2, 3, 4, way.variant == "t5"), way.variant == "cpm", dtype)
+    return train(weights, batches, Shape(2, 3, 4, way.variant != "cpm"), way.variant == "cpm", dtype)
 
 
 def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
@@ -142,7 +143,7 @@ def expected_evaluation(way: Way, data: str, vocab_file: str) -> list[dict[str, 
         ids = [batch["encoder_document_ids"], batch["decoder_document_ids"]]
         if way.variant == "t5":
             ids = [torch.ones_like(each) for each in ids]
-        out = logits(weights, batch["encoder"], batch["decoder"], *ids, Shape(2, 3, 4, way.variant == "t5"))
+        out = logits(weights, batch["encoder"], batch["decoder"], *ids, Shape(2, 3, 4, way.variant != "cpm"))
         labels, counts = batch["labels"], batch["loss_mask"].bool()
         nats = -out.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         marks = torch.tensor([tokenizer.eod, tokenizer.pad, *tokenizer.sentinels])

@@ -41,9 +41,10 @@ def gelu(y: Tensor) -> Tensor:
     return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
 
 
-def bias(w: Weights, stack: str, length: int, shape: Shape, causal: bool) -> Tensor:
-    """[n, s, s], distance by distance in plain Python."""
-    table, rows = w[f"{stack}.relative_positions.weight"], []
+def bias(w: Weights, stack: str, layer: int, length: int, shape: Shape, causal: bool) -> Tensor:
+    """Return [n, s, s], distance by distance in plain Python, from the table of the stack or, in a UMT5, of the layer."""
+    own = w.get(f"{stack}.relative_positions.{layer}.weight")
+    table, rows = w[f"{stack}.relative_positions.weight"] if own is None else own, []
     for query in range(length):
         for key in range(length):
             distance, count, at = key - query, shape.buckets, 0
@@ -99,13 +100,13 @@ def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, deco
         x = x + w["encoder.start.weight"][: source.shape[1]]
         y = y + w["decoder.start.weight"][: target.shape[1]]
     same = encoder_ids[:, :, None] == encoder_ids[:, None, :]
-    added = bias(w, "encoder", source.shape[1], s, False) if s.t5 else None
     for i in range(s.encoder_layers):
+        added = bias(w, "encoder", i, source.shape[1], s, False) if s.t5 else None
         x = layer(w, f"encoder.layers.{i}", x, same, added, None, s)
     x = norm(w, "encoder.final_norm.norm", x, s.t5)
     past = (decoder_ids[:, :, None] == decoder_ids[:, None, :]).tril()
-    added = bias(w, "decoder", target.shape[1], s, True) if s.t5 else None
     for i in range(s.decoder_layers):
+        added = bias(w, "decoder", i, target.shape[1], s, True) if s.t5 else None
         y = layer(w, f"decoder.layers.{i}", y, past, added, (x, decoder_ids[:, :, None] == encoder_ids[:, None, :]), s)
     y = norm(w, "decoder.final_norm.norm", y, s.t5)
     return y @ (w["head.word_embeddings.weight"] if s.t5 else table).T

@@ -76,6 +76,21 @@ def test_losses_equal_one_process(
     check(grid, ways, tiny_data, vocab_file)
 
 
+@pytest.mark.parametrize(
+    "grid",
+    covering([(1, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2)], {(3, 1, 1), (2, 1, 2)}.__contains__),
+    ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}",
+)
+def test_a_table_for_each_layer(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
+    """UMT5, with and without recomputed activations, and cut between the table of a block and the block."""
+    schedules = ["", "--checkpoint-activations", "--pipeline-schedule zb-h1"][: 3 if grid[0] > 1 else 2]
+    ways = [Way("umt5", schedule) for schedule in schedules]
+    if grid[0] == 2:
+        ways += [Way("umt5", f"--partition-method 0,{cut},{LAYERS['umt5']}") for cut in (3, 4, 11, 12)]
+    ways += [Way("umt5", "--sequence-parallel")] if grid[2] > 1 else []
+    check(grid, ways, tiny_data, vocab_file)
+
+
 def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
     for variant in VARIANTS:
         curve = reference(variant, "fp32", tiny_data, vocab_file)

@@ -104,6 +104,16 @@ def test_null_is_no_for_the_scale_of_logits() -> None:
     assert read_config(said, Path("config.json"))["scale_decoder_outputs"] is None
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_quantized_weights_are_not_taken_for_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    write(tmp_path, "gpt2", {}, nothing, "float32")
+    tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    tensors["transformer.h.0.mlp.c_fc.weight"] = tensors["transformer.h.0.mlp.c_fc.weight"].to(dtype)
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors holds transformer\.h\.0\.mlp\.c_fc\.weight as"):
+        Folder(tmp_path)
+
+
 # ------------------------------------------------------------------------------------ tokenizers
 
 

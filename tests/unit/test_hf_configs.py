@@ -33,6 +33,7 @@ KINDS = {
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2),
     "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, T5),
     "mt5": (transformers.MT5Config, transformers.MT5ForConditionalGeneration, T5),
+    "umt5": (transformers.UMT5Config, transformers.UMT5ForConditionalGeneration, T5),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, LLAMA),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, LLAMA),
@@ -55,6 +56,12 @@ def tied_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """As transformers 4 saved T5: the embedding under every name that it has."""
     for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors["shared.weight"].clone()
+
+
+def dead_table(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Add the table that t5-small and its sisters hold for the decoder's attention to the encoder, which has no positions."""
+    of_decoder = tensors["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+    tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = of_decoder + 1
 
 
 def only(name: str) -> Edit:
@@ -129,10 +136,10 @@ def right() -> Iterator[Case]:
     yield "gpt2", {"n_layer": 1, "n_embd": 12, "n_head": 3, "vocab_size": 130}, new_head, "float32"
     projections = ("relu", "gelu", "gelu_new", "gated-gelu", "gated-gelu_new")
     for family, project, edit in itertools.product(
-        ("t5", "mt5"), projections, (nothing, new_head, tied_twice, only("encoder.embed_tokens.weight"))
+        ("t5", "mt5", "umt5"), projections, (nothing, new_head, tied_twice, only("encoder.embed_tokens.weight"))
     ):
         yield family, {"feed_forward_proj": project}, edit, "float32"
-    for family, dtype in itertools.product(("t5", "mt5"), ("bfloat16", "float16")):
+    for family, dtype in itertools.product(("t5", "mt5", "umt5"), ("bfloat16", "float16")):
         for edit in (nothing, new_head, only("lm_head.weight"), by_aliases):
             yield family, {"feed_forward_proj": "gated-gelu"}, edit, dtype
     for tied, edit in itertools.product((True, False), (nothing, new_head)):
@@ -157,6 +164,20 @@ def right() -> Iterator[Case]:
     yield "t5", {"num_decoder_layers": 1}, nothing, "float32"
     yield "t5", {"num_decoder_layers": None}, old(num_decoder_layers=None), "float32"
     yield "t5", {}, old(dense_act_fn="gelu_new", is_gated_act=..., feed_forward_proj="relu"), "float32"
+    for family in ("t5", "mt5"):
+        yield family, {}, both(dead_table, tied_twice), "float32"
+    for sizes in (
+        {"num_layers": 1, "num_decoder_layers": 1},
+        {"relative_attention_num_buckets": 8},
+        {"relative_attention_max_distance": 17},
+    ):
+        yield "umt5", sizes, new_head, "float32"
+    yield (
+        "umt5",
+        {},
+        both(new_head, old(tie_word_embeddings=False, scalable_attention=True, output_past=True)),
+        "float32",
+    )
 
 
 CASES = list(right())
@@ -236,6 +257,8 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("gpt2", old(quantization_config={"bits": 4}), "the key quantization_config"),
     ("gpt2", old(hidden_size=32), "n_embd is 16, but hidden_size, the same thing, is 32"),
     ("gpt2", old(n_embd=32), "by config.json it has"),
+    ("gpt2", old(layer_norm_epsilon=-1.0), "config.json: --layernorm-epsilon -1.0"),
+    ("gpt2", old(resid_pdrop=1.5), "config.json: --hidden-dropout 1.5"),
     ("gpt2", old(n_positions=12), "transformer.wpe.weight has shape [24, 16], by config.json it has [12, 16]"),
     ("gpt2", old(vocab_size=99), "transformer.wte.weight has shape [61, 16], by config.json it has [99, 16]"),
     ("gpt2", old(n_inner=20), "by config.json it has"),
@@ -262,8 +285,15 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("t5", extra("classification_head.dense.weight"), "describes: classification_head.dense.weight"),
     (
         "mt5",
-        old(model_type="umt5"),
-        "a model of type 'umt5'; gpt2, t5, mt5, llama, qwen2, qwen3, mistral can be converted",
+        old(model_type="bart"),
+        "a model of type 'bart'; gpt2, t5, mt5, umt5, llama, qwen2, qwen3, mistral can be converted",
+    ),
+    ("umt5", extra("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"), "EncDecAttention"),
+    ("umt5", gone("encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"), "encoder.block.1.layer.0"),
+    (
+        "t5",
+        old(model_type="umt5", architectures=None),
+        "holds no tensor encoder.block.1.layer.0.SelfAttention.relative_attention_bias",
     ),
 ]
 

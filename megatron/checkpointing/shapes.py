@@ -1,0 +1,57 @@
+"""Weights that a model must have by its settings, held against those that a file lists before anything is built."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import mpu
+from megatron.config import Config
+from megatron.config.command_line import with_values
+from megatron.model import GPT2Model, T5Model
+from megatron.model.layers import global_parameters
+
+from .files import INDEX, WEIGHT, CheckpointError
+from .reader import CheckpointReader, plain_config
+
+ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
+
+
+def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a model of ours, by global name, without making a weight."""
+    with torch.device("meta"), mpu.filled_later():
+        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
+    return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
+
+
+def described(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
+    """Return the settings of a checkpoint of a GPT-2, Llama or T5, for these sizes. Raises CheckpointError as `check_model`."""
+    reader = CheckpointReader(path)
+    config = plain_config(reader, model_parallel_size, pipe_parallel_size)
+    check_model(reader, config)
+    return config
+
+
+def check_model(reader: CheckpointReader, config: Config) -> None:
+    """Raise CheckpointError unless the weights of a checkpoint are those of the model that its settings describe."""
+    where, m = reader.path / INDEX, config.model
+    found = {key.removeprefix(f"{WEIGHT}."): tuple(entry["shape"]) for key, entry in reader.tensors.items()
+             if key.startswith(f"{WEIGHT}.")}  # fmt: skip
+    shapes = whole_shapes(config)
+    for name, shape in shapes.items():
+        if name not in found:
+            raise CheckpointError(
+                f"{reader.path} holds no weight {name}: it is of a model of your own, and this tool knows GPT-2, Llama and T5, "
+                f"or {INDEX} describes another model"
+            )
+        if found[name] != shape:
+            raise CheckpointError(
+                f"{where}: the weight {name} has shape {list(found[name])}, by its settings it has {list(shape)}"
+            )
+    if extra := sorted(found.keys() - shapes.keys()):
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        raise CheckpointError(
+            f"{where} lists weights that are no part of the model that its settings describe: {', '.join(extra[:3])}{more}"
+        )
+    if m.position_embedding == "learned" and config.positions != reader.positions:
+        raise CheckpointError(f"{where}: positions is {reader.positions}, by its settings it is {config.positions}")

@@ -1,0 +1,125 @@
+"""Roles of tokens in an exported folder: those of the folder that the tokenizer came from, else those of our own tokenizers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.base import read_object
+from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generation_beside, ids_beside, settings_beside
+
+PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of tokens that may pad, as far as no text gives them
+NO_TEXT = "\U0010fffd"  # in no vocabulary
+# Keys of tokenizer_config.json that are not passed on: code and templates lie in other files, and the class is that of tokenizer.json.
+REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
+# Roles that classes of transformers give to tokens that tokenizer_config.json does not mention.
+CLASS_ROLES: dict[str, dict[str, str]] = {
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+}
+# AutoTokenizer overrules the class that the folder of a Qwen2 or Mistral names, unless the folder seems to have code of its own.
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
+
+
+def named_roles(tokenizer: Tokenizer, source: Path) -> dict[str, Any]:
+    """Return the tokens of the folder with a role, such as pad_token, as tokenizer_config.json or the class that it names says."""
+    settings = settings_beside(source)
+    usual = CLASS_ROLES.get(class_beside(source), {})
+    known = {key: name for key, name in usual.items() if name in tokenizer.marks}
+    return known | {key: value for key, value in settings.items() if key.endswith("_token")}
+
+
+def _name_of(token: Any) -> str:
+    return str(token.get("content") if isinstance(token, dict) else token or "")
+
+
+def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
+    """Return the token that pads: the folder's own, else one that is neither an end nor part of any text; None without one.
+
+    A pad that is also an end would teach a model never to end: collators leave the pad out of the loss.
+    """
+    given = _name_of(named_roles(tokenizer, source).get("pad_token"))
+    if given in tokenizer.marks:
+        return given
+    spare = [name for name in PADS if name in tokenizer.specials and tokenizer.specials[name] != tokenizer.eod]
+    return next((name for name in spare if tokenizer.specials[name] not in tokenizer.encode(NO_TEXT)), None)
+
+
+def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None) -> dict[str, Any]:
+    """Return tokenizer_config.json for a tokenizer.json. positions: the longest text of a model with learned positions."""
+    names = {i: name for name, i in tokenizer.marks.items()}
+    settings = settings_beside(source)
+    given = {key: value for key, value in settings.items() if key not in REPLACED}
+    given |= {key: value for key, value in named_roles(tokenizer, source).items() if value is not None}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **given}
+    described.setdefault("eos_token", names[tokenizer.eod])
+    if (pad := pad_of(tokenizer, source)) is not None:
+        described.setdefault("pad_token", pad)
+    if tokenizer.start:
+        described.setdefault("bos_token", names[tokenizer.start[0]])
+    if positions is not None:
+        longest = given.get("model_max_length")
+        described["model_max_length"] = min(longest, positions) if type(longest) is int else positions
+    return described
+
+
+def named_class(settings: Mapping[str, Any], source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
+    """Return what keeps AutoTokenizer at the class that `settings` name. is_json: whether the folder has a tokenizer.json."""
+    if model_type == "qwen2" and class_beside(source) == "Qwen2Tokenizer" and is_json and _cuts_as_qwen2(source):
+        return {"tokenizer_class": "Qwen2Tokenizer"}
+    overruled = model_type == "qwen2" or (model_type == "mistral" and not is_json)
+    return {"auto_map": NO_CODE} if overruled else {}
+
+
+def _cuts_as_qwen2(source: Path) -> bool:
+    """Return whether a tokenizer.json normalises and cuts texts as Qwen2Tokenizer, which does not read that part of it."""
+    content = read_object(source)
+    words = content.get("pre_tokenizer") or {}
+    patterns = [each.get("pattern", {}).get("Regex") for each in words.get("pretokenizers", [])]
+    return content.get("normalizer") == {"type": "NFC"} and patterns[:1] == [QWEN2_WORDS]
+
+
+def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
+    """Return the ids of ROLES for config.json. trained: those that our model was trained with, by its family."""
+    given = ids_beside(source)
+    ids = {key: trained[key] for key in ROLES if key in trained}
+    ends = given.get("eos_token_id")
+    if ends == tokenizer.eod or (isinstance(ends, list) and tokenizer.eod in ends):
+        ids["eos_token_id"] = ends
+    start = tokenizer.marks.get(_name_of(named_roles(tokenizer, source).get("bos_token")))
+    if "bos_token_id" in given:
+        ids["bos_token_id"] = given["bos_token_id"]
+    elif start is not None and not is_t5:
+        ids["bos_token_id"] = start
+    if is_t5:  # padding and the decoder's first id are those it was trained with
+        return ids
+    pad = pad_of(tokenizer, source)
+    if given:
+        ids |= {key: given[key] for key in ("pad_token_id",) if key in given}
+    elif pad is not None:
+        ids["pad_token_id"] = tokenizer.marks[pad]
+    return ids
+
+
+def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ids for config.json, and generation_config.json, of a model that came without a tokenizer."""
+    ids = {key: trained[key] for key in ROLES if key in trained} | ids_beside(source)
+    return ids, {**ids, **generation_beside(source)}
+
+
+def generation_settings(
+    ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None
+) -> dict[str, Any]:
+    """Return generation_config.json: the settings that came in, ids of config.json, and every id that ends an answer."""
+    said = ends_beside(source)
+    came = said if isinstance(said, list) else [] if said is None else [said]
+    known = [i for i in came if type(i) is int and 0 <= i < tokenizer.vocab_size]
+    ends = known if tokenizer.eod in known else [tokenizer.eod]
+    ends = list(dict.fromkeys([*ends, *([] if turn_end is None else [turn_end])]))
+    one = len(ends) == 1 and not isinstance(said, list)
+    return {**ids, **generation_beside(source), "eos_token_id": ends[0] if one else ends}

@@ -1,0 +1,110 @@
+"""Facts of a sentencepiece `.model` that its library does not report: types of pieces, algorithm, normalisation.
+
+The file is a protobuf message (sentencepiece_model.proto). The few fields needed here are read without the package protobuf.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .base import TokenizerError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece.Type
+ALGORITHMS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # TrainerSpec.ModelType
+PIECES, TRAINER, NORMALIZER = 1, 2, 3  # fields of ModelProto
+SCORE = 2  # field of SentencePiece
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
+
+
+@dataclass
+class ModelFacts:
+    """types: of each piece by its id. algorithm: a value of ALGORITHMS. normalization: the name of its rule, such as `nmt_nfkc`.
+    prefixes: whether a text gets a space in front. squeezes: whether runs of spaces become one."""
+
+    types: list[int] = field(default_factory=list)
+    algorithm: str = "unigram"
+    normalization: str = ""
+    prefixes: bool = True
+    squeezes: bool = True
+
+    def of_type(self, kind: int) -> list[int]:
+        """Return the ids of the pieces of this type."""
+        return [i for i, found in enumerate(self.types) if found == kind]
+
+
+def read_facts(content: bytes, name: str) -> ModelFacts:
+    """Read the bytes of a `.model`. Raises TokenizerError, with `name`, for what is no such message."""
+    facts = ModelFacts()
+    try:
+        for number, value in _fields(content):
+            if number == PIECES:
+                facts.types.append(int(dict(_fields(_message(value))).get(3, NORMAL)))
+            elif number == TRAINER:
+                algorithm = dict(_fields(_message(value))).get(3, 1)
+                facts.algorithm = ALGORITHMS.get(int(algorithm), f"type {algorithm!r}")
+            elif number == NORMALIZER:
+                _normalize(facts, dict(_fields(_message(value))))
+    except (IndexError, TypeError, ValueError):
+        raise TokenizerError(f"{name} is not a sentencepiece model") from None
+    return facts
+
+
+def with_rounded_scores(content: bytes, step: float) -> bytes:
+    """Return a `.model` whose scores are multiples of `step`, a power of two."""
+    found = bytearray(content)
+    for number, begin, end in _spans(content):
+        if number != PIECES:
+            continue
+        for inner, at, until in _spans(content[begin:end]):
+            if inner == SCORE and until - at == 4:
+                score = struct.unpack_from("<f", found, begin + at)[0]
+                struct.pack_into("<f", found, begin + at, round(score / step) * step)
+    return bytes(found)
+
+
+def _normalize(facts: ModelFacts, spec: dict[int, int | bytes]) -> None:
+    if 1 in spec:
+        facts.normalization = _message(spec[1]).decode()
+    facts.prefixes = bool(spec.get(3, facts.prefixes))
+    facts.squeezes = bool(spec.get(4, facts.squeezes))
+
+
+def _message(value: int | bytes) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError("a number where a message is meant")
+    return value
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and value of each field. Raises IndexError or ValueError where the bytes are no message."""
+    for number, begin, end in _spans(message):
+        yield (-number, _varint(message, begin)[0]) if number < 0 else (number, message[begin:end])
+
+
+def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each field, negative for a varint, and where its value begins and ends."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        number, wire = key >> 3, key & 7
+        if wire == VARINT:
+            begin, at = at, _varint(message, at)[1]
+            yield -number, begin, at
+            continue
+        if wire not in (FIXED64, BYTES, FIXED32):
+            raise ValueError("no wire type")
+        size, at = _varint(message, at) if wire == BYTES else ({FIXED64: 8, FIXED32: 4}[wire], at)
+        if at + size > len(message):
+            raise ValueError("cut off")
+        yield number, at, at + size
+        at += size
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at

@@ -1,0 +1,204 @@
+"""Sizes and counts in a file that the tensors beside it contradict: refused by name, before anything is made that large."""
+
+import hashlib
+import json
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import CheckpointError, CheckpointReader, plain_config
+from megatron.checkpointing.load import refuse_contradictions
+from megatron.checkpointing.save import write_checkpoint
+from megatron.checkpointing.shapes import described, whole_shapes
+from megatron.checkpointing.stream import Entry
+from megatron.commands import convert_checkpoint, evaluate, generate
+from megatron.config import Config
+from megatron.config.command_line import parse
+from megatron.convert.hf_folder import Folder
+from megatron.tokenizer.train import train_byte_bpe
+
+SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --vocab-size 270"
+FAMILIES = {
+    "gpt2": SMALL,
+    "llama": f"{SMALL} --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias --no-tie-embeddings",
+    "t5": f"{SMALL} --num-sentinels 5 --enc-seq-length 8 --num-decoder-layers 3 --position-embedding relative --normalization rmsnorm --no-hidden-bias",
+}
+LIMIT = 2 << 30  # bytes above what is in use
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Let Python raise MemoryError instead of filling the machine."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def checkpoint(folder: Path, family: str) -> Path:
+    """A checkpoint of zeros with its tokenizer."""
+    train_byte_bpe(["The river runs slowly to the sea. "] * 9, str(folder / "tokenizer.json"), 260, "hf")
+    config = parse([*FAMILIES[family].split(), "--family", family, "--vocab-file", str(folder / "tokenizer.json")])
+    entries = [
+        Entry(f"weight.{name}", shape, torch.float32, lambda shape=shape: torch.zeros(shape))
+        for name, shape in whole_shapes(config).items()
+    ]
+    write_checkpoint(folder / "c" / "iter_0000000", entries, config, "")
+    (folder / "c" / "latest").write_text("iter_0000000\n")
+    return folder / "c" / "iter_0000000"
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change checkpoint.json, with its checksum."""
+    content = json.loads((path / "checkpoint.json").read_text())
+    change(content)
+    before = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps(content))
+    after = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
+    (path / "SHA256SUMS").write_text((path / "SHA256SUMS").read_text().replace(before, after))
+
+
+def uses(path: Path) -> dict[str, Callable[[], Any]]:
+    """Every way in which a command reads a checkpoint for its model."""
+
+    def by(module: Any, *argv: str) -> Any:
+        return module.build_parser().parse_args([*argv, "--load", str(path)])
+
+    return {
+        "convert_checkpoint": lambda: convert_checkpoint.main(by(convert_checkpoint, "--output", str(path / "out"))),
+        "generate": lambda: generate.load(by(generate, "--prompt", "a")),
+        "evaluate": lambda: evaluate.ours(by(evaluate, "--input", "x")),
+    }
+
+
+def model(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["config"]["model"][key] = value
+
+    return change
+
+
+def lose(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        del content["tensors"][f"weight.{name}"]
+
+    return change
+
+
+WRONG: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
+    *(("gpt2", model("num_layers", n), "num_layers") for n in (2**31, 2**200, 600)),
+    ("gpt2", model("num_layers", 1), "layers.1."),
+    ("gpt2", model("num_layers", 3), "layers.2."),
+    *(("gpt2", model(key, 2**31), key) for key in ("hidden_size", "num_attention_heads", "vocab_size", "ff_hidden_size")),
+    ("gpt2", model("hidden_size", 32), "word_embeddings.weight"),
+    ("gpt2", model("vocab_size", 300), "word_embeddings.weight"),
+    ("gpt2", model("ff_hidden_size", 24), "dense_h_to_4h"),
+    ("gpt2", model("max_position_embeddings", 16), "position_embedding.weight"),
+    ("gpt2", model("max_position_embeddings", 2**70), "max_position_embeddings"),
+    ("gpt2", lambda content: content.update(positions=4), "positions"),
+    ("gpt2", lose("layers.1.mlp.dense_4h_to_h.bias"), "layers.1.mlp.dense_4h_to_h.bias"),
+    ("llama", model("num_layers", 2**31), "num_layers"),
+    ("llama", model("num_key_value_heads", 1), "query_key_value"),
+    ("llama", model("tie_embeddings", True), "head.word_embeddings.weight"),
+    ("t5", model("num_decoder_layers", 2**31), "num_decoder_layers"),
+    ("t5", model("num_decoder_layers", 2), "decoder.layers.2."),
+    ("t5", model("relative_attention_num_buckets", 2**40), "relative_attention_num_buckets"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "change", "named"), WRONG)
+def test_settings_that_the_tensors_contradict(
+    family: str, change: Callable[[dict[str, Any]], None], named: str, tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path, family)
+    edit(path, change)
+    for use, call in uses(path).items():
+        with little_memory(), pytest.raises(ValueError, match=r"checkpoint\.json|iter_0000000") as error:
+            call()
+        assert named in str(error.value) and "\n" not in str(error.value), use
+    assert not (path / "out").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_that_are_those_of_the_tensors(family: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, family)
+    described(path)
+    uses(path)["convert_checkpoint"]()
+    assert (path / "out" / "config.json").is_file()
+
+
+def test_more_tokens_than_the_model_has(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "gpt2")
+    train_byte_bpe([f"word{i} other{i}" for i in range(99)], str(tmp_path / "tokenizer.json"), 300, "hf")
+    with pytest.raises(ValueError, match="270 tokens, its tokenizer 300"):
+        uses(path)["convert_checkpoint"]()
+
+
+def test_more_samples_than_iterations_can_read(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "gpt2")
+    edit(path, lambda content: content["state"].update(iteration=3, consumed_samples=10**12))
+    reader = CheckpointReader(path)
+    config: Config = plain_config(reader)
+    with pytest.raises(CheckpointError, match="consumed_samples is 1000000000000"):
+        refuse_contradictions(reader, config, None)
+    edit(path, lambda content: content["state"].update(iteration=3, consumed_samples=12))
+    refuse_contradictions(CheckpointReader(path), config, None)
+
+
+@pytest.mark.parametrize("kept", [[], ["exp_avg"]])
+def test_moments_that_are_announced_and_missing(kept: list[str], tmp_path: Path) -> None:
+    """Refuse moments that all weights lack, and a second moment without the first."""
+    path = checkpoint(tmp_path, "gpt2")
+
+    def announce(content: dict[str, Any]) -> None:
+        content["optimizer"]["moments"] = ["exp_avg", "exp_avg_sq"]
+        for name, entry in list(content["tensors"].items()):
+            if name != "weight.final_norm.norm.bias":
+                content["tensors"] |= {name.replace("weight.", f"{moment}.", 1): entry for moment in kept}
+
+    edit(path, announce)
+    with pytest.raises(CheckpointError, match="exp_avg"):
+        CheckpointReader(path)
+
+
+def test_weights_without_moments_are_listed(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "gpt2")
+
+    def announce(content: dict[str, Any], without: list[str]) -> None:
+        content["optimizer"] |= {"moments": ["exp_avg"], "without_moments": without}
+        weights = {name: entry for name, entry in content["tensors"].items() if name.startswith("weight.")}
+        content["tensors"] |= {
+            name.replace("weight.", "exp_avg.", 1): entry
+            for name, entry in weights.items()
+            if name != "weight.final_norm.norm.bias"
+        }
+
+    edit(path, lambda content: announce(content, ["final_norm.norm.bias"]))
+    CheckpointReader(path)
+    edit(path, lambda content: announce(content, []))
+    with pytest.raises(CheckpointError, match=r"exp_avg\.final_norm\.norm\.bias"):
+        CheckpointReader(path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "qwen3"])
+def test_a_config_of_theirs_that_no_memory_holds(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.unit.test_hf_configs import nothing, write
+
+    write(tmp_path, family, {}, nothing, "float32")
+    content = json.loads((tmp_path / "config.json").read_text())
+    for key in ("n_layer", "num_layers", "num_decoder_layers", "num_hidden_layers", "num_attention_heads", "n_head", "vocab_size"):  # fmt: skip
+        if key not in content:
+            continue
+        for value in (2**31, 2**70):
+            (tmp_path / "config.json").write_text(json.dumps({**content, key: value}))
+            with little_memory(), pytest.raises(ValueError, match=rf"config\.json: {key} is"):
+                Folder(tmp_path)

@@ -1,0 +1,218 @@
+"""Exported tokenizers of all kinds: transformers gets the same ids of texts that no training saw, or loads none at all."""
+
+import contextlib
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from megatron.commands.export_tokenizer import Chat, write_tokenizer
+from megatron.config.command_line import parse
+from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
+from megatron.tokenizer.base import TokenizerError
+from megatron.tokenizer.model_proto import ALGORITHMS, read_facts
+from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
+from tests.support import covering
+
+transformers = pytest.importorskip("transformers")
+COUNT = 200  # tokenizers with --full; CI takes the first few
+HAN = [chr(c) for c in random.Random(5).sample(range(0x4E00, 0x9FA0), 300)]
+FOREIGN = ("pieces", "t5", "llama")
+OWN = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
+
+
+def chinese(dice: random.Random) -> str:
+    words = ["".join(dice.choices(HAN[:80], k=dice.randint(1, 3))) for _ in range(12)]
+    return (
+        "“"
+        + dice.choice(("……”", "？”", "……", "。”")).join(words)
+        + "……”"
+        + "——".join(words[:3])
+        + "，《"
+        + words[0]
+        + "》\n"
+    )
+
+
+def english(dice: random.Random) -> str:
+    words = ["".join(dice.choices("aeioulnstrdm", k=dice.randint(1, 8))) for _ in range(14)]
+    return dice.choice((" ", "  ", " -- ")).join(words).capitalize() + dice.choice(
+        (".\n", "...\n", "?!\n", "'s 1,234.5\n")
+    )
+
+
+def code(dice: random.Random) -> str:
+    names = dice.choices(("self", "i", "value", "total", "get_item"), k=4)
+    return f"    if {names[0]} == {names[1]}:\n        {names[2]} += {dice.randint(0, 999)}  # {names[3]}\n\treturn ({names[0]})\n"
+
+
+def heading(dice: random.Random) -> str:
+    mark = dice.choice("=-#*")
+    return f"{mark * dice.randint(2, 12)} {english(dice).strip()} {mark * dice.randint(2, 5)}\n\n"
+
+
+SCRIPTS: tuple[Callable[[random.Random], str], ...] = (chinese, english, code, heading)
+
+
+def texts(dice: random.Random, count: int) -> list[str]:
+    chosen = dice.sample(SCRIPTS, dice.randint(1, 4))
+    return ["".join(dice.choice(chosen)(dice) for _ in range(dice.randint(1, 6))) for _ in range(count)]
+
+
+def held_out(dice: random.Random) -> Iterator[str]:
+    yield from (
+        "",
+        " ",
+        "  a",
+        "a  ",
+        "\n\n",
+        "==",
+        "……”",
+        "a==b===c",
+        "\t x",
+        "é\u0301",
+        "☃☃ ☃",
+        "Ａﬁ①",
+        "\u3000a\u00a0b",
+    )
+    for _ in range(60):
+        text = "".join(dice.choice(SCRIPTS)(dice) for _ in range(dice.randint(1, 3)))
+        yield text[dice.randrange(len(text)) :]
+
+
+def train_foreign(kind: str, path: Path, given: list[str], dice: random.Random) -> None:
+    """A sentencepiece model with options as other projects choose them."""
+    t5 = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    options: dict[str, Any] = {"byte_fallback": dice.random() < 0.5, "add_dummy_prefix": dice.random() < 0.5}
+    options |= {"model_type": dice.choice(("bpe", "bpe", "unigram", "unigram", "char", "word"))}
+    options |= {"normalization_rule_name": dice.choice(("identity", "identity", "nmt_nfkc", "nfkc_cf"))}
+    options |= {"remove_extra_whitespaces": dice.random() < 0.4, "split_digits": dice.random() < 0.5}
+    if dice.random() < 0.4:
+        options["user_defined_symbols"] = dice.sample(["==", "<mask>", "\n", "\t", "\u2581\u2581", "……", "0"], 3)
+    if kind == "t5":
+        plain = {"add_dummy_prefix": True, "remove_extra_whitespaces": True, "normalization_rule_name": "nmt_nfkc"}
+        options |= {"model_type": "unigram", "byte_fallback": False, **plain} if dice.random() < 0.7 else {}
+        options |= t5 if dice.random() < 0.9 else {}
+        options.pop("user_defined_symbols", None)
+    if kind == "llama":
+        options |= {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+        options |= {"add_dummy_prefix": True, "remove_extra_whitespaces": False}
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("".join(given).split("\n")), model_writer=model, vocab_size=dice.choice((420, 500)),
+        hard_vocab_limit=False, minloglevel=2, num_threads=1, character_coverage=dice.choice((0.98, 1.0)), **options,
+    )  # fmt: skip
+    path.write_bytes(model.getvalue())
+    if kind == "t5" and options["model_type"] == "unigram" and options.get("pad_id") == 0 and dice.random() < 0.5:
+        path.with_name("tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 20})
+        )
+    if kind == "llama":
+        about = {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": dice.random() < 0.5,
+            "legacy": dice.random() < 0.3,
+        }
+        path.with_name("tokenizer_config.json").write_text(json.dumps(about))
+
+
+def fitting(train: Callable[[int], None]) -> None:
+    """Train with the largest vocabulary that the text has room for."""
+    for size in range(600, 260, -10):
+        with contextlib.suppress(TokenizerError):
+            train(size)
+            return
+
+
+def trained(folder: Path, dice: random.Random) -> tuple[str, Path]:
+    """The kind and the file of a tokenizer, learned from texts drawn by chance."""
+    given, kind = texts(dice, 120), dice.choice((*FOREIGN, *OWN, "sentencepiece", "pieces"))
+    path = folder / dice.choice(("tokenizer.model", "spiece.model", "zh.model"))
+    if kind in FOREIGN:
+        path = folder / {"t5": "spiece.model", "llama": "tokenizer.model"}.get(kind, path.name)
+        train_foreign(kind, path, given, dice)
+    elif kind == "sentencepiece":
+        specials = dice.choice(((), ("<|im_start|>", "<|im_end|>"), ("<pad>",)))
+        learner = dice.choice(("bpe", "unigram"))
+        fitting(lambda size: train_sentencepiece(given, str(path), size, learner, specials=specials))
+    elif kind == "cpm":
+        fitting(lambda size: train_cpm(given, str(path), size))
+    elif kind == "cpm-vocab":
+        path = folder / dice.choice(("vocab.txt", "vocab.json", "words.txt"))
+        train_cpm_vocab(given, str(folder / "vocab.txt"), 300)
+        lines = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")[:-1]
+        if path.suffix == ".json":
+            path.write_text(json.dumps({token: i for i, token in enumerate(lines)}))
+        else:
+            (folder / "vocab.txt").rename(path)
+    else:
+        path = folder / {"gpt2-bpe": "vocab.json", "hf": "tokenizer.json"}[kind]
+        train_byte_bpe(given, str(folder if kind == "gpt2-bpe" else path), 300, kind)
+    return kind, path
+
+
+def exported(folder: Path, tokenizer: Tokenizer, path: Path, model_type: str) -> None:
+    config = parse(["--family", "gpt2"])
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_tokenizer(folder, config, tokenizer, str(path), Chat(None, None), model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", covering(list(range(COUNT)), lambda seed: seed < 24))
+def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    source, output = tmp_path / "from", tmp_path / "to"
+    source.mkdir()
+    output.mkdir()
+    kind, path = trained(source, dice)
+    ours = load_tokenizer(str(path))
+    model_type = "t5" if kind == "t5" else dice.choice(("gpt2", "llama", "qwen2", "qwen3", "mistral", "t5"))
+    if model_type == "t5":
+        ours = SentinelTokenizer(ours, 20, "t5")
+    exported(output, ours, path, model_type)
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(output)
+    except Exception as error:  # the library raises no narrower class
+        assert path.name in str(error) and kind not in ("hf", "gpt2-bpe", "llama"), (kind, error)
+        assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
+        return
+    given = ours.encode
+    if kind == "t5":  # segmentations of a run tie, so transformers is compared with itself before the export
+        (source / "config.json").write_text('{"model_type": "t5"}')
+        before = transformers.AutoTokenizer.from_pretrained(source)
+        given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    for text in held_out(dice):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == given(text), (kind, model_type, text)
+
+
+@pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
+def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> None:
+    """The first piece that BPE learns has the score 0, which user-defined symbols have too."""
+    path = tmp_path / "zh.model"
+    train_sentencepiece([given], str(path), 268)
+    ours, output = load_tokenizer(str(path)), tmp_path / "out"
+    output.mkdir()
+    exported(output, ours, path, "gpt2")
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    for text in ("a====b", "……”", "==", "“……", given):
+        assert theirs(text)["input_ids"] == ours.encode(text), text
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values())
+def test_facts_of_a_model_are_those_of_protobuf(algorithm: str) -> None:
+    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c == d"] * 20), model_writer=model, vocab_size=400, model_type=algorithm,
+        user_defined_symbols=["<x>", "=="], byte_fallback=algorithm != "word", normalization_rule_name="nfkc",
+        add_dummy_prefix=False, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    facts, message = read_facts(model.getvalue(), "m"), proto.ModelProto()
+    message.ParseFromString(model.getvalue())
+    assert facts.types == [piece.type for piece in message.pieces]
+    assert (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == (algorithm, "nfkc", False, True)
