@@ -226,6 +226,18 @@ def share_has_gradient(optimizer: Any, weights: Sequence[torch.Tensor], group: A
             flags[at] = bool(somewhere)
 
 
+def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+    """The weights of each parameter group of a DeepSpeed optimizer, and the flat tensor that they are views of.
+
+    Empty for an optimizer that keeps no such views: the user's own, ZeRO 3, DistributedOptimizer.
+    """
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO 1 and 2; bf16; fp16
+        flat = getattr(optimizer, f"{name}_flat", None)
+        if flat is not None:
+            return list(zip(getattr(optimizer, name), flat, strict=True))
+    return []
+
+
 def link_shares(bucket: Any, number: int) -> None:
     """Let `deepspeed.utils.safe_get_full_fp32_param` and its like find the fp32 weights and gradients of bucket `number`."""
     from deepspeed.utils import link_hp_params

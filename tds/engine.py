@@ -5,7 +5,6 @@ checkpoints and monitors, and replaces the step: what is loaded, computed, sent 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,13 +19,14 @@ from .batches import Batches, DataEnded
 from .borders import open_borders
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
-from .diagnose import Watchdog, describe
+from .diagnose import Watchdog
 from .losses import Losses
 from .memory import alias, given_up_grad, handed
 from .nested import as_tuple, in_full, unwrap
 from .plain import TakesDistributedOptimizer
 from .progress import MOST_TIMED, Progress
 from .reductions import Reductions
+from .reports import Reports
 from .saving import Checkpoints
 from .schedule import Instruction
 from .split_backward import backward_input
@@ -34,7 +34,7 @@ from .start import checked_schedule, refuse_idle_stages, shake_hands
 from .step import Step
 
 
-class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -331,6 +331,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Make ready for the micro-batches of a step, and find the scale of the loss."""
         self.fwd_outputs, self.outputs = [], None
+        self.known_model.follow_layers()
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
@@ -372,29 +373,3 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
             model = (speaks, squared_norm, self.grid.get_model_parallel_group()) if squared_norm is not None else None
             self._squared_norm = self._losses.tell(source, self.grid.get_pipe_parallel_group(), model)
         return self._losses.total
-
-    # --------------------------------------------------- telling what goes on
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Around what other ranks depend on: a failure here ends all of them, with a report."""
-        try:
-            yield
-        except BaseException as error:
-            if self.watchdog and not getattr(error, "everywhere", False):
-                self.watchdog.fail(error)
-            raise
-        finally:
-            self._at(None)
-
-    def _at(self, what: Any) -> None:
-        if self.watchdog:
-            self.watchdog.at(what)
-
-    def _describe(self, what: Any) -> str:
-        return describe(what, self.stage_id, self._borders)
-
-    def _report(self, name: str, loss: Tensor) -> None:
-        if self.global_rank == 0 and self.monitor.enabled:
-            named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
-            self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])

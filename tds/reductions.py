@@ -107,7 +107,7 @@ class Reductions:
 
     def _find_last_backwards(self: Any, plan: Sequence[Instruction]) -> None:
         if self._overlaps is None and _may_overlap(self):
-            self._overlaps = GradReducer(self.module.parameters(), self._replicas, chunk_of=chunks(self.module))
+            self._overlaps = GradReducer(self.module, self._replicas, chunk_of=chunks(self.module))
         self._may_arm = bool(self._config.pipeline.get("overlap_grad_reduce", True))
         self._last_backward = {each.chunk: each for each in plan if isinstance(each, (Backward, BackwardWeight))}
 
