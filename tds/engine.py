@@ -121,7 +121,6 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
-        self._borders.post_ahead()
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.sum if self._is_last else None
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
-from .queues import POSTED_AHEAD, Rules, in_queues, one_hardware_queue
+from .queues import Rules, one_hardware_queue, posted_ahead
 from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 
@@ -38,18 +37,14 @@ def tell_error(error: Exception | None) -> None:
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Prove that training and evaluation end, by the rules by which messages move here."""
     narrow = one_hardware_queue(engine.device)
-    later = Rules(ahead=0 if narrow else POSTED_AHEAD, one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
-    ways = (
-        [later, replace(later, ahead=0)] if in_queues(engine.device) and not narrow else [later]
-    )  # see Borders.post_ahead
+    rules = Rules(posted_ahead(engine.device), one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
     stages, micros = engine.num_stages, engine.micro_batches
     for each in (schedule, partial(forward_only, chunks=chunks)):
         plan = [list(each(stage, stages, micros)) for stage in range(stages)]
         if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):
             raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
         try:
-            for rules in ways:
-                check(plan, micros, rules)
+            check(plan, micros, rules)
         except ScheduleError as error:
             if not narrow:
                 raise
