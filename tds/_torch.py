@@ -105,3 +105,8 @@ def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
 def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
     """Begin to fill `whole` with the shares of all ranks of the group; `share` lies in it."""
     return _all_gather(whole, share, group=group, async_op=True)
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """The numbers of `tensor` as they lie in memory."""
+    return tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -23,6 +23,7 @@ from .diagnose import Watchdog
 from .losses import Losses
 from .memory import alias, given_up_grad, handed
 from .nested import as_tuple, in_full, unwrap
+from .outside import Outside
 from .plain import TakesDistributedOptimizer
 from .progress import MOST_TIMED, Progress
 from .reductions import Reductions
@@ -66,6 +67,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
+        self._outside = Outside(self.module)
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())

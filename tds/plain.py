@@ -11,6 +11,7 @@ from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunks, tied_weights
 from .reductions import no_zeros_for_nothing
 from .replaced import KnownModel
+from .saving import ComparesReplicas
 
 
 class TakesDistributedOptimizer:
@@ -54,7 +55,7 @@ class TakesDistributedOptimizer:
             self.optimizer.zero_grad()
 
 
-class PlainEngine(TakesDistributedOptimizer, DeepSpeedEngine):  # type: ignore[misc]
+class PlainEngine(TakesDistributedOptimizer, ComparesReplicas, DeepSpeedEngine):  # type: ignore[misc]
     """With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()` after it,
 
     then `optimizer.clip(norm, limit)` and `step()`. With another optimizer, what DeepSpeed adds up over replicas gives a weight

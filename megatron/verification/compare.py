@@ -200,7 +200,6 @@ class Comparison:
             error, words = errors[last]
             found.backward, found.others = self._difference(last, error, f"{words}; all after it agree"), len(bad) - 1
 
-
     def _compare_buffers(self, found: Verdict) -> None:
         one, other = self.one.buffers(), self.other.buffers()
         for name in sorted(one, key=self._when):
@@ -208,10 +207,12 @@ class Comparison:
             errors = [error_of(_numbers(copy), _numbers(like)) for copy in copies] or [float("inf")]
             worst = max(errors)
             if worst > self.tolerance:
-                words = f"the buffer {name} differs by {worst:.1e} after the last step" if copies else "a buffer is missing here"
-                words += (
-                    "; reduce what it is computed from over the replicas, or the model-parallel ranks, that see other parts"
+                words = (
+                    f"the buffer {name} differs by {worst:.1e} after the last step"
+                    if copies
+                    else "a buffer is missing here"
                 )
+                words += "; reduce what it is computed from over the replicas, or the model-parallel ranks, that see other parts"
                 found.state = self._difference(name, worst, words)
                 return
 
