@@ -12,6 +12,7 @@ from .pipe import chunks, tied_weights
 from .reductions import no_zeros_for_nothing
 from .replaced import KnownModel
 from .saving import ComparesReplicas
+from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
 class TakesDistributedOptimizer:
@@ -30,6 +31,10 @@ class TakesDistributedOptimizer:
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
         self.known_model  # noqa: B018  # looks at the model now
         if not isinstance(client_optimizer, DistributedOptimizer):
+            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
+                make_dense(sparse_weights(self.module))
+            else:
+                refuse_sparse(self.module, client_optimizer)
             super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
             return
         _refuse_what_it_cannot(self, client_optimizer)

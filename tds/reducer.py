@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .departures import Departures, pack
+from .sparse import sparse_weights, sum_sparse
 
 
 class _Sum:
@@ -68,12 +69,14 @@ class GradReducer:
         self._module, self._group = module, group
         self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
         self._seen: list[Any] = []
+        self._sparse: list[nn.Parameter] = []  # which have no place in a bucket, and leave last
         self._departures: Departures | None = None
         self._look()
 
     def _look(self) -> Departures:
         """Pack the weights that learn, again if any was frozen, set free, replaced or converted since the last step."""
-        learns = [p for p in self._module.parameters() if p.requires_grad]
+        self._sparse = sparse_weights(self._module)
+        learns = [p for p in self._module.parameters() if p.requires_grad and p not in set(self._sparse)]
         seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]
         if self._departures is None or seen != self._seen:
             if self._departures:
@@ -91,3 +94,4 @@ class GradReducer:
     def finish(self) -> None:
         """See `Departures`."""
         self._look().finish()
+        sum_sparse(self._sparse, self._group)
