@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._torch import keep_saved_tensors
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .queues import Rules, one_hardware_queue, posted_ahead
@@ -43,6 +44,8 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
         plan = [list(each(stage, stages, micros)) for stage in range(stages)]
         if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):
             raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
+        if any(isinstance(found, BackwardInput) for found in plan[0]):
+            keep_saved_tensors()
         try:
             check(plan, micros, rules)
         except ScheduleError as error:
