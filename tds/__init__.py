@@ -28,8 +28,10 @@ from .boundary import Boundary, BoundaryError
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
 from .launched import end_with_launcher, meet_again
+from .mistakes import warn_of_untied
 from .plain import PlainEngine
 from .recorder import record_collectives
+from .starting import watch_the_start
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -39,6 +41,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     `(engine, optimizer, training_dataloader, lr_scheduler)`.
     """
     _deepspeed.prepare()
+    watch_the_start()
     with (
         optimizers.for_this_device() as notes,
         _deepspeed.quietly(),
@@ -47,6 +50,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.refuse_unknown_autocast(made[0])
         _deepspeed.time_without_waiting(made[0])
+    if pipe.is_pipeline(made[0].module):
+        warn_of_untied(made[0].module)
     if notes and made[0].global_rank == 0:
         print("\n".join(notes), flush=True)
     return made
@@ -62,6 +67,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     _deepspeed.settle_local_rank()
     meet_again(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
     _ds.init_distributed(dist_backend, *args, **kwargs)
+    watch_the_start()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .advice import ways
+
 TESTED_VERSIONS = ("0.17.0", "0.19.8")  # the oldest and the newest
 
 
@@ -119,7 +121,7 @@ def settle_local_rank() -> None:
     if count > 1:
         raise ValueError(
             f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} accelerators: "
-            f"start {count} ranks on a machine (--nproc-per-node, GPUS_PER_NODE=), or one for each that a rank sees"
+            f"start {count} ranks on a machine ({ways['ranks']}), or one for each that a rank sees"
         )
     os.environ["LOCAL_RANK"] = "0"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
+from .advice import ways
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .departures import Departures, pack
@@ -128,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if changed:
                 raise RuntimeError(
                     f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after tds.initialize(), which a "
-                    f"DistributedOptimizer cannot follow: initialize again, or train without it (--zero-stage 0)"
+                    f"DistributedOptimizer cannot follow: initialize again, or train without it ({ways['no ZeRO']})"
                 )
 
     def _take_in_replaced(self) -> None:

@@ -22,6 +22,7 @@ from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog
 from .losses import Losses
 from .memory import alias, given_up_grad, handed
+from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
 from .nested import as_tuple, in_full, unwrap
 from .outside import Outside
 from .plain import TakesDistributedOptimizer
@@ -244,11 +245,14 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         if not self._step.compute_loss:
             self.fwd_outputs.append(in_full(outputs))
             return
+        if self.module.loss_fn is None:
+            refuse_outputs_as_loss(outputs, self.stage_id)
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
         additional = getattr(self.module, "get_additional_losses", lambda: None)()
         total = self._losses.add(loss, additional or {})
         self.fwd_outputs.append(total.detach())
         if self.module.training:
+            refuse_detached(total, outputs, self.stage_id)
             scale = getattr(self.optimizer, "scale_if_loss", None)  # fp16's, which loss_fn knows nothing of
             learned = total * self._step.scale
             self._step.of(instruction.at).loss = scale(learned) if scale else learned
@@ -333,6 +337,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         """Make ready for the micro-batches of a step, and find the scale of the loss."""
         self.fwd_outputs, self.outputs = [], None
         self.known_model.follow_layers()
+        refuse_what_is_no_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)

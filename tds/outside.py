@@ -20,14 +20,14 @@ FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
 
 
 class Outside:
-    """What `module` holds outside of the layers that DeepSpeed saves."""
+    """The state of `module` outside of the layers that DeepSpeed saves."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._remember()
 
     def _remember(self) -> None:
-        """Note values of now, so that a save can tell on which stage they changed. Ties are the same on all stages."""
+        """Note values of now, so that a save knows on which stage they changed. Ties are the same on all stages."""
         here = self._state().items()
         self._begun = {name: value.clone() for name, value in here if not name.startswith("tied_modules.")}
 

@@ -69,7 +69,7 @@ class GradReducer:
         self._module, self._group = module, group
         self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
         self._seen: list[Any] = []
-        self._sparse: list[nn.Parameter] = []  # which have no place in a bucket, and leave last
+        self._sparse: list[nn.Parameter] = []  # they have no place in a bucket, and are summed last
         self._departures: Departures | None = None
         self._look()
 

@@ -1,4 +1,4 @@
-"""Weights and layers that a user replaces after the engine was made: followed, or named before a step leaves them behind."""
+"""Weights and layers that a user replaces after the engine was made: followed, or named before a step that would miss them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ ADVICE = (
 
 
 class ReplacedWeightError(ValueError):
-    """The optimizer would never step what now stands in the place of a weight; the message names the weight."""
+    """The optimizer would never step what replaced a weight; the message names the weight."""
 
 
 class KnownModel:
@@ -63,7 +63,7 @@ class KnownModel:
                 if weight in names and weight.numel() and not _same_storage(weight, flat):
                     raise ReplacedWeightError(
                         f"the storage of the weight {names[weight]} was replaced after tds.initialize(), and "
-                        f"{type(optimizer).__name__} would go on stepping the old one: {ADVICE}"
+                        f"{type(optimizer).__name__} would keep stepping the old one: {ADVICE}"
                     )
 
 

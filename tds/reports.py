@@ -1,4 +1,4 @@
-"""What the engine reports of itself: to the watchdog where it stands, to monitors the losses."""
+"""Reports of the engine: its place in the schedule to the watchdog, losses to monitors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

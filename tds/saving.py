@@ -28,7 +28,7 @@ class ComparesReplicas:
 
 
 class Checkpoints(ComparesReplicas):
-    """What the pipeline engine does otherwise than DeepSpeed's when it saves and loads."""
+    """Mixin of the pipeline engine: DeepSpeed's save and load, with the cut of the layers and the state outside of them."""
 
     _outside: Outside  # made by the engine with its groups
 

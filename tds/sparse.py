@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ABSENT, DENSE = -1, -2  # what a rank has in the place of a number of rows
+ABSENT, DENSE = -1, -2  # these take the place of a number of rows
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
@@ -55,7 +55,7 @@ def empty_gradient(weight: Tensor) -> Tensor:
 
 
 def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
-    """Add up over the group the gradients of weights that may be sparse, dense or absent on each of its ranks. A collective.
+    """Sum over the group the gradients of weights that may be sparse, dense or absent on each of its ranks. A collective.
 
     The sum is sparse, with the rows of all ranks, unless any of them is dense; it is absent where all are.
     """

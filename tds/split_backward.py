@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-
 COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  # names of autograd's nodes
 
 
@@ -92,9 +91,7 @@ def backward_input(
     return deferred
 
 
-def _forks(
-    roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node]
-) -> tuple[list[Fork], list[Tensor]]:
+def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[list[Fork], list[Tensor]]:
     """Find the forks, and the weights that are not reached over only one fork. order: see `_children_first`."""
     wanted = {id(t) for t in inputs}
     leads: set[Node] = set()  # the nodes on the ways to the inputs

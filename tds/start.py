@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import keep_saved_tensors
+from .advice import ways
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .queues import Rules, one_hardware_queue, posted_ahead
@@ -74,7 +75,7 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING=1 lets a stage wait for a message before it has sent the one that the other waits for: "
-            "unset it, or look for the fault without a pipeline (--pipe-parallel-size 0)"
+            f"unset it, or look for the fault without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config
     if getattr(config, "curriculum_enabled_legacy", False):  # of DeepSpeed before 0.19

@@ -31,18 +31,18 @@ class Held(NamedTuple):
 class Buffers:
     """The buffers that this rank writes: CPU copies by key, the shapes of their wholes, and warnings for rank 0 to print."""
 
-    def __init__(self, model: nn.Module, told: Sequence[Mapping[str, Held]]) -> None:
-        """told: what `survey` gave on each rank."""
+    def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, Held]]) -> None:
+        """surveys: the `survey` of each rank."""
         mesh, here = mpu.get_mesh(), dict(_savable(model))
         by_name: dict[str, list[Held]] = {}
-        for each in told:
+        for each in surveys:
             for name, held in each.items():
                 by_name.setdefault(name, []).append(held)
         self.copies: dict[str, Tensor] = {}
-        for name, held in by_name.items():
-            if name in here and (mesh.pipe.rank, mesh.data.rank, mesh.model.rank) == (_owner(name, held), 0, 0):
+        for name, every in by_name.items():
+            if name in here and (mesh.pipe.rank, mesh.data.rank, mesh.model.rank) == (_owner(name, every), 0, 0):
                 self.copies[f"{BUFFER}.{name}"] = stored(here[name].detach()).to("cpu", copy=True)
-        self.warnings = [line for name, held in by_name.items() for line in _conflicts(name, held)]
+        self.warnings = [line for name, every in by_name.items() for line in _conflicts(name, every)]
         self.warnings += _not_savable(model)
 
     @property
@@ -63,12 +63,12 @@ class Buffers:
 
 
 def remember(model: nn.Module) -> None:
-    """Note what the buffers of `model` are now, so that a save can tell which stage has changed one since."""
+    """Note what the buffers of `model` are now, so that a save knows which stage has changed one since."""
     _begun[model] = {name: _fingerprint(buffer) for name, buffer in _savable(model)}
 
 
 def survey(model: nn.Module) -> dict[str, Held]:
-    """What this rank tells the others of its buffers before a save."""
+    """Return the fingerprints of this rank's buffers, which all ranks exchange before a save."""
     mesh, before = mpu.get_mesh(), _begun.get(model, {})
     found = {}
     for name, buffer in _savable(model):

@@ -299,7 +299,7 @@ def _parts(engine: Any, moments: list[str]) -> list[_Part]:
 
 
 def _is_on_every_stage(model: Any, name: str) -> bool:
-    """Whether `name` is outside of the layers of a PipelineModule: in a tied module, or in what the module itself holds."""
+    """Return whether `name` is outside of the layers of a PipelineModule: in a tied module, or held by the PipelineModule itself."""
     return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
 
 

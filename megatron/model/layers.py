@@ -186,7 +186,7 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _by_layer(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
-    """What `named` gives of each layer, then what the model holds outside of its layers, e.g. in its loss."""
+    """Apply `named` to each layer, then to the model for what it holds outside of its layers, e.g. in its loss."""
     seen: set[int] = set()
     for layer_name, layer in model.named_layers() if hasattr(model, "named_layers") else ():
         for name, tensor in named(layer):

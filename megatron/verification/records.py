@@ -83,7 +83,7 @@ class Records:
         return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
 
     def buffers(self) -> dict[str, list[Tensor]]:
-        """By persistent buffer, its copies after the last step: of the ranks that changed it, of all if none did.
+        """Return the copies of each persistent buffer after the last step: of the ranks that changed it, of all if none did.
 
         A PipelineModule's own buffers and those of its loss are on every stage, but only some stages may use them.
         """

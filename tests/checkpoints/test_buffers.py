@@ -131,7 +131,7 @@ def _load(folder: str, layout: Layout, more_steps: bool = False) -> dict[str, Te
     engine, config = _engine(layout)
     with contextlib.redirect_stdout(io.StringIO()):
         load_checkpoint(find_checkpoint(folder), engine.deepspeed, config, "")
-        if more_steps:  # and saves again what it has not changed
+        if more_steps:  # a second save, of state that not every stage has changed
             _steps(engine, STEPS)
             save_checkpoint(folder, engine.deepspeed, TrainState(2 * STEPS, 16), config, "")
     return _state(engine.deepspeed.module)

@@ -148,7 +148,7 @@ def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
     ("schedule", "stages", "moments"), covering(WAITS, lambda each: each[0] == "1f1b", several=True)
 )
 def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: list[Moment]) -> None:
-    """As the allocator has it when it is short of memory: what is under way then must need nothing that is sent later."""
+    """The allocator waits so when it is short of memory; a receive under way then must need nothing that is sent later."""
     found = on_ranks(stages, _waits, schedule, stages, moments)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(stages * (1 + (schedule == "interleaved")))))

@@ -17,7 +17,7 @@ WIDTH, MICROS = 4, 2
 
 
 class Loss(nn.Module):
-    """With a learned weight and a buffer."""
+    """A loss with a learned weight and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_buffers_that_differ_between_replicas_are_named_once(pipeline: bool, tmp
 def _lacking(folder: str) -> list[str]:
     engine = _engine(1, False)
     engine.save_checkpoint(folder, "a")
-    for path in Path(folder, "a").glob("tds_state*"):  # as if DeepSpeed itself had written it
+    for path in Path(folder, "a").glob("tds_state*"):  # DeepSpeed itself writes none
         path.unlink()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

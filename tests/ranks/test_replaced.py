@@ -39,13 +39,13 @@ def half_of_each(model: nn.Module) -> None:
 
 
 def one_weight(model: nn.Module) -> None:
-    """Of several in a bucket."""
+    """Replace one weight of several in a bucket."""
     weight = next(p for p in model.parameters() if p.dim() == 2)
     weight.data = weight.detach() * 0.5 + 0.25
 
 
 def transposed(model: nn.Module) -> None:
-    """The same memory, read otherwise."""
+    """Replace a weight by a transposed view."""
     weight = next(p for p in model.parameters() if p.dim() == 2)
     weight.data = weight.data.clone().t()
 
@@ -108,7 +108,7 @@ def _taken_in(dtype: torch.dtype) -> None:
             _step(engine, step, dtype)
             found = torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
             assert torch.allclose(found, expected, rtol, atol), change.__name__
-            if step:  # what a checkpoint would hold
+            if step:  # a checkpoint would hold these
                 exact = torch.cat([optimizer_state.get_weight(p).flatten() for p in engine.module.parameters()])
                 torch.testing.assert_close(exact.to(dtype).float(), found)
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_taken_in_is_named(name: str) -> None:
 
 
 def _layer_followed() -> None:
-    """A layer that stands in the place of another one runs; in a tie, too."""
+    """A layer that replaces another one runs; in a tie, too."""
     tied = tds.pipe.TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH)
     net = tds.PipelineModule([*layers()[:2], tied], num_stages=1, loss_fn=mse)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
