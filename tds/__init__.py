@@ -31,8 +31,10 @@ from .engine import PipelineEngine
 from .launched import end_with_launcher, meet_again, refuse_impossible_ranks
 from .lines import say
 from .measure import check_scale_of_fp16
+from .mistakes import warn_of_untied
 from .plain import PlainEngine
 from .recorder import record_collectives
+from .starting import watch_the_start
 
 _submodules.install()
 
@@ -46,6 +48,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """
     outside = _deepspeed.refuse_other_releases(_ds.__version__)
     _deepspeed.prepare()
+    watch_the_start()
     with (
         optimizers.for_this_device() as notes,
         _deepspeed.quietly(),
@@ -54,6 +57,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.time_without_waiting(made[0])
         check_scale_of_fp16(made[0])
+    if pipe.is_pipeline(made[0].module):
+        warn_of_untied(made[0].module)
     notes += [f"warning: {outside}"] if outside else []
     if notes and made[0].global_rank == 0:
         say("\n".join(notes))
@@ -72,6 +77,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     _deepspeed.settle_local_rank()
     meet_again(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
     _ds.init_distributed(dist_backend, *args, **kwargs)
+    watch_the_start()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .advice import ways
+
 SUPPORTED = (0, 19), (0, 20)  # the first release, and the first that is too new; pyproject.toml has the same range
 INSIST = "TDS_ANY_DEEPSPEED"
 
@@ -151,7 +153,7 @@ def settle_local_rank() -> None:
     if count > 1:
         raise ValueError(
             f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} accelerators: "
-            f"start {count} ranks on a machine (--nproc-per-node, GPUS_PER_NODE=), or one for each that a rank sees"
+            f"start {count} ranks on a machine ({ways['ranks']}), or one for each that a rank sees"
         )
     os.environ["LOCAL_RANK"] = "0"
 
@@ -244,6 +246,18 @@ def share_has_gradient(optimizer: Any, weights: Sequence[torch.Tensor], group: A
         torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MAX, group=group)
         for (flags, at), somewhere in zip(found, there.tolist(), strict=True):
             flags[at] = bool(somewhere)
+
+
+def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+    """The weights of each parameter group of a DeepSpeed optimizer, and the flat tensor that they are views of.
+
+    Empty for an optimizer that keeps no such views: the user's own, ZeRO 3, DistributedOptimizer.
+    """
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO 1 and 2; bf16; fp16
+        flat = getattr(optimizer, f"{name}_flat", None)
+        if flat is not None:
+            return list(zip(getattr(optimizer, name), flat, strict=True))
+    return []
 
 
 def link_shares(bucket: Any, number: int) -> None:

@@ -5,6 +5,7 @@ What has another way goes that way where the name is missing; what has none says
 
 import contextlib
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,3 +117,21 @@ def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
 def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
     """Begin to fill `whole` with the shares of all ranks of the group; `share` lies in it."""
     return _all_gather(whole, share, group=group, async_op=True)
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """The numbers of `tensor` as they lie in memory."""
+    return tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def keep_saved_tensors() -> None:
+    """Let compiled backward passes keep what their forward pass saved, as a backward pass in two halves reads it twice.
+
+    What was compiled before would not: it is compiled again at its next call.
+    """
+    from torch._functorch import config
+
+    if getattr(config, "donated_buffer", False):
+        config.donated_buffer = False
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # type: ignore[no-untyped-call]

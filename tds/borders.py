@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .channel import Channel
 from .groups import of_lines
 from .memory import Pool
-from .queues import POSTED_AHEAD, colour, in_queues, one_hardware_queue
+from .queues import colour, in_queues, posted_ahead
 from .schedule import At, Instruction, RecvActivation, RecvGrad
 
 
@@ -61,15 +61,6 @@ class Borders:
         """All of this stage."""
         return list(self.roles.values())
 
-    def post_ahead(self) -> None:
-        """After the first training step: from now on messages are received in the background, as far as the device lets them.
-
-        In that step kernels are loaded and pinned memory is made, for which a device waits until all is done that it was asked for:
-        a receive among that, of a message that another stage sends only after one of ours, would never be.
-        """
-        for channel in self.channels:
-            channel.ahead = 0 if one_hardware_queue(channel.device) else POSTED_AHEAD
-
     def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:
         """Let the channels know what comes, in the order of these instructions."""
 
@@ -99,7 +90,7 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
     count = stages if chunks > 1 else stages - 1  # between the chunks, a border leads from the last stage to the first
     colours = 1 + max(colour(b, stages) for b in range(count))
     groups = [_groups_of_pipelines(grid) for _ in range(colours if in_queues(device) else 1)]
-    pool, ahead = Pool(device), 0 if in_queues(device) else POSTED_AHEAD
+    pool, ahead = Pool(device), posted_ahead(device)
     slice_ = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
     previous, next_ = (stage - 1) % stages, (stage + 1) % stages
     sides = ((("to_next", "from_next"), stage, next_), (("from_previous", "to_previous"), previous, previous))

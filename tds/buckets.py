@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch import gather_shares, scatter_sum
+from ._torch import gather_shares, scatter_sum, users
 
 ALIGNMENT = 64  # elements: a share then begins where every device copies fast
 LONGEST_STRETCH = 2**20  # of which one norm is taken in fp32; more of them are added up in fp64
@@ -32,6 +32,7 @@ class Bucket:
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
         self._grad_of: dict[nn.Parameter, Tensor] = {}
+        self._place_of: dict[nn.Parameter, Tensor] = {}  # in `weights`
         self._at: dict[nn.Parameter, int] = {}
         at = 0
         for parameter in self.parameters:
@@ -39,6 +40,7 @@ class Bucket:
             place = self.weights[at:end].view_as(parameter)
             place.copy_(parameter.detach())
             parameter.data = place
+            self._place_of[parameter] = place
             self._grad_of[parameter], self._at[parameter] = self.grads[at:end].view_as(parameter), at
             at = end
         mine = self.weights[self.begin : self.end]
@@ -56,14 +58,41 @@ class Bucket:
         begin, end = max(at, self.begin), min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
 
+    def settle(self) -> None:
+        """Note how many tensors look into the flat memory: from now on one more is a user's. Call it when `attach` is done."""
+        self._views = users(self.weights)
+
+    def place_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the part of the flat memory, in the shape of `parameter`, that belongs to it."""
+        return self._place_of[parameter]
+
+    def replaced(self) -> list[nn.Parameter]:
+        """Weights that no longer lie in the flat memory, or lie in it differently."""
+        return [p for p, place in self._place_of.items() if not _is_same_view(p, place)]
+
+    def take_in(self, replaced: Sequence[nn.Parameter]) -> bool:
+        """Copy these weights into the flat memory and let them lie there again. False, and nothing done, if that could be seen.
+
+        It could where somebody else looks into the flat memory, e.g. keeps what was swapped out to put it back later.
+        """
+        if users(self.weights) != self._views - len(replaced):
+            return False
+        for parameter in replaced:
+            self._place_of[parameter].copy_(parameter.detach())
+            parameter.data = self._place_of[parameter]
+        return True
+
     def add(self, parameter: nn.Parameter) -> None:
         """Take over what autograd has found, and let go of its memory."""
         assert parameter.grad is not None
+        total, grad = self._grad_of[parameter], parameter.grad
         if parameter in self._arrived:
-            self._grad_of[parameter].add_(parameter.grad)
+            total.add_(grad.to(total.dtype) if grad.is_sparse else grad)
+        elif grad.is_sparse:
+            total.zero_().add_(grad.to(total.dtype))
         else:  # not one pass more, to fill in zeros first
-            self._grad_of[parameter].copy_(parameter.grad)
-            self._arrived.add(parameter)
+            total.copy_(grad)
+        self._arrived.add(parameter)
         parameter.grad = None
 
     @property
@@ -81,6 +110,8 @@ class Bucket:
     def reduce(self) -> None:
         """Begin to add up gradients over the replicas; zeros where there is none. Afterwards `share_grad` holds the sums."""
         for parameter in self.parameters:
+            if parameter.grad is not None:  # set by hand, so no hook of autograd has seen it
+                self.add(parameter)
             if parameter not in self._arrived:
                 self._grad_of[parameter].zero_()
         if self.replicas > 1:
@@ -97,6 +128,14 @@ class Bucket:
         """Into this replica's share, from the weights of the model."""
         if self.copies:
             self.share.data.copy_(self.weights[self.begin : self.end])
+
+    def take_changes(self) -> None:
+        """Into this replica's fp32 share, from weights in half precision that a user changed in place since the last step."""
+        if not self.copies:
+            return
+        for at in range(0, self.share.numel(), LONGEST_STRETCH):
+            exact, seen = (t[at : at + LONGEST_STRETCH] for t in (self.share.data, self.weights[self.begin : self.end]))
+            exact.copy_(torch.where(exact.to(seen.dtype) == seen, exact, seen))
 
     def wait(self) -> None:
         """Until what was begun is done."""
@@ -131,6 +170,10 @@ class Bucket:
             for begin, end, counted in joined
             for at in range(begin, end, LONGEST_STRETCH)
         ]
+
+
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 @cache

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ._torch import norms, scale_all
+from .sparse import numbers_of
 
 
 def is_split(parameter: nn.Parameter) -> bool:
@@ -29,7 +30,7 @@ def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, devic
 
     It is not finite if any gradient on this rank is not, that of a copy which does not count included.
     """
-    there = [(p.grad.detach(), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
+    there = [(numbers_of(p), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
     return squared_norm_of(there, device)
 
 
@@ -46,7 +47,7 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale the gradients of these parameters, of which and of other ranks' this is the norm, to at most `limit` (0: leave them)."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [numbers_of(p) for p in parameters if p.grad is not None]
     if limit > 0 and grads:
         # A product with a clamped factor, so that no value is read back from the device.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)

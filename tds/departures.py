@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._torch import has_hooks
+from .advice import ways
 
 BUCKET_BYTES = 25 * 2**20  # of gradients, at least
 BYTES_A_REPLICA = 4 * 2**20  # so that what one rank sends to another does not shrink as replicas become more
@@ -117,8 +118,8 @@ class Departures:
         if bucket.left:
             raise RuntimeError(
                 f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its sum had left for the other replicas: "
-                f"the weight is used more often than in the step before. Do not overlap the reduction with the backward pass "
-                f"(--no-overlap-grad-reduce; overlap_grad_reduce: false in the pipeline section of a ds_config)"
+                f"the weight is used more often than in the step before. Do not overlap the reduction with the backward pass: "
+                f"{ways['overlap']}"
             )
         add(parameter)
         if self._chunk_of.get(parameter, 0) in self._armed:

@@ -37,6 +37,9 @@ FAULT, PRINTED = "tds/fault", "tds/printed"
 _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
 )
+_CPP = re.compile(
+    r"\n?(Exception raised from [^\n]*|C\+\+ CapturedTraceback:)\n((frame )?#\d+[:\s][^\n]*(\n|$)|\n(?=(frame )?#\d+[:\s]))*"
+)
 INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
 
 
@@ -45,8 +48,9 @@ def _print_once() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, KeyboardInterrupt) and Watchdog._latest:
-            Watchdog._latest.fail(error)  # between two steps
+        latest = Watchdog._latest
+        if latest and (isinstance(error, KeyboardInterrupt) or latest.reports_all_errors):
+            latest.fail(error)  # between two steps
         if not getattr(error, "tds_reported", False):
             before(kind, error, trace)
 
@@ -84,6 +88,11 @@ def out_of_memory(error: BaseException) -> str | None:
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
         return None
     return f"is out of memory ({text[:300] or type(error).__name__})"
+
+
+def without_cpp(text: str) -> str:
+    """`text` without the stacks of C++ that torch puts into the messages of its errors."""
+    return _CPP.sub("", text)
 
 
 def _callers(error: BaseException) -> list[str]:
@@ -143,12 +152,14 @@ class Watchdog:
     timeout: seconds that one thing may take. describe: turns what was given to `at` into words,
     called only for a report; it is not kept alive. name: of what is watched and its timeout, for reports. Of several in one process, e.g. of two engines,
     the one that was told something last is the one that looks out. device: an accelerator, of which a report says how far it is.
+    idle: where a rank is while it does nothing that others could wait for.
     """
 
     _latest: "Watchdog | None" = None
+    reports_all_errors = False  # also errors outside of steps, if they end the process
     advice = (
-        "smaller micro-batches (--batch-size), recomputed activations (--checkpoint-activations), more stages or "
-        "model-parallel ranks need less"
+        "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations (activation_checkpoint_interval), more "
+        "stages or tensor-parallel ranks need less"
     )
 
     def __init__(
@@ -157,8 +168,9 @@ class Watchdog:
         describe: Callable[[Any], str],
         name: str = "pipeline",
         device: torch.device | None = None,
+        idle: str = "between two steps",
     ) -> None:
-        self.timeout, self._describe, self._name = timeout, weakref.WeakMethod(describe), name
+        self.timeout, self._describe, self._name, self._idle = timeout, weakref.WeakMethod(describe), name, idle
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._doing: tuple[Any, float] | None = None
         self._finished = Finished(device) if device is not None and device.type != "cpu" else None
@@ -174,6 +186,11 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
         atexit.register(self._stop)
+
+    @classmethod
+    def latest(cls) -> "Watchdog | None":
+        """The watchdog of this process that looks out, if there is one."""
+        return cls._latest
 
     def at(self, what: Any) -> None:
         """From now on this rank does `what`; None: nothing that others could wait for."""
@@ -191,12 +208,16 @@ class Watchdog:
         """
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * COLLECT_SECONDS)  # the thread is about to end this process
-        text = "".join([*_callers(error), *traceback.format_exception(error)]).rstrip()
+        text = without_cpp("".join([*_callers(error), *traceback.format_exception(error)])).rstrip()
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers send it a second time
         code = INTERRUPTED if interrupted else 1 if (memory := out_of_memory(error)) else 0
-        what = "was interrupted (Ctrl-C)" if interrupted else f"raised {type(error).__name__}: {error}"
+        what = (
+            "was interrupted (Ctrl-C)"
+            if interrupted
+            else f"raised {type(error).__name__}: {without_cpp(str(error)).strip()}"
+        )
         if not interrupted and memory:
             what = f"{memory} {self._where()}; {self.advice}"
         try:
@@ -258,7 +279,7 @@ class Watchdog:
 
     def _where(self) -> str:
         doing, describe = self._doing, self._describe()
-        return "between two steps" if doing is None or describe is None else describe(doing[0])
+        return self._idle if doing is None or describe is None else describe(doing[0])
 
     def _more(self) -> list[str]:
         """What else there is to say of this rank, a line each; nothing of it is worth the report."""

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
+from .advice import ways
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .departures import Departures, pack
+from .replaced import ADVICE, ReplacedWeightError
 
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # keep a step count for each tensor, or none
 
@@ -31,6 +33,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     The engine of a pipeline does the rest. Without one, call `arm()` before the last `backward()` of a step, `finish()` and `clip()` after it;
     gradients are added up, not averaged, so divide losses by the number of replicas.
     bucket_bytes: see `tds.departures.pack`.
+    A weight whose storage was replaced between two steps (`p.data = new`) is taken in, values in half precision that were changed in place as well.
     Raises RuntimeError in a backward pass if a gradient arrives after its bucket has left, as may happen where a weight is used by a
     changing number of re-entrant checkpoints: take the optimizer without this wrapper.
     """
@@ -42,6 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.buckets: list[Bucket] = []
         self.dp_process_group: Any = None
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._name_of: dict[nn.Parameter, str] = {}
         self._frozen: list[nn.Parameter] = []
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed writes the shapes of these into its checkpoints
         self.fp16_groups = self.bf16_groups
@@ -83,8 +87,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group_of = set(settings["params"])
             settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in group_of]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._name_of = {p: name for name, p in module.named_parameters()}
         self._departures = Departures(self.buckets, chunk_of)
         for bucket in self.buckets:
+            bucket.settle()
             for p in bucket.parameters if bucket.adds_products else ():
                 p.take_product = partial(self._take_product, p)  # type: ignore[attr-defined]
 
@@ -123,8 +129,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if changed:
                 raise RuntimeError(
                     f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after tds.initialize(), which a "
-                    f"DistributedOptimizer cannot follow: initialize again, or train without it (--zero-stage 0)"
+                    f"DistributedOptimizer cannot follow: initialize again, or train without it ({ways['no ZeRO']})"
                 )
+
+    def _take_in_replaced(self) -> None:
+        """Take in weights whose storage a user replaced since the last step. Raises ReplacedWeightError where that cannot be right."""
+        ours = {bucket.weights.untyped_storage().data_ptr() for bucket in self.buckets}
+        for bucket in self.buckets:
+            replaced = bucket.replaced()
+            for p in replaced:
+                kinds = [(t.dtype, t.device, t.shape) for t in (p, bucket.place_of(p))]
+                shares = p.untyped_storage().data_ptr() in ours
+                if kinds[0] != kinds[1] or shares:
+                    became = "shares memory with another weight" if shares else "has another dtype, device or shape"
+                    raise ReplacedWeightError(
+                        f"the weight {self._name_of[p]} {became} since tds.initialize(): {ADVICE}"
+                    )
+            if replaced and not bucket.take_in(replaced):
+                raise ReplacedWeightError(
+                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), while something "
+                    f"else still looks at the old one or at a weight next to it, as to put it back later: {ADVICE}"
+                )
+            bucket.take_changes()
 
     # -------------------------------------------------------------- gradients
 
@@ -167,6 +193,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises RuntimeError if weights were frozen or set free since the engine was made.
         """
         self._refuse_changes()
+        self._take_in_replaced()
+        for p in self._bucket_of:
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which had summed it: set it before"
+                )
         if closure is not None or self.norm is None or not self._summed:
             raise RuntimeError(
                 "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it takes no closure"

@@ -4,7 +4,6 @@ Optimizer wrappers, gradient reduction, checkpoints and monitors are those of De
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,15 +18,18 @@ from .batches import Batches, DataEnded
 from .borders import open_borders
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
-from .diagnose import Watchdog, describe
+from .diagnose import Watchdog
 from .lines import say
 from .losses import Losses
 from .measure import check_factor
 from .memory import alias, given_up_grad, handed
+from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
 from .nested import as_tuple, in_full, unwrap
+from .outside import Outside
 from .plain import TakesDistributedOptimizer
 from .progress import MOST_TIMED, Progress
 from .reductions import Reductions
+from .reports import Reports
 from .saving import Checkpoints
 from .schedule import Instruction
 from .split_backward import backward_input
@@ -35,7 +37,7 @@ from .start import checked_schedule, refuse_idle_stages, shake_hands
 from .step import Step
 
 
-class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
     """Trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -67,6 +69,7 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
+        self._outside = Outside(self.module)
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
@@ -122,7 +125,6 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
-        self._borders.post_ahead()
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.sum if self._is_last else None
 
@@ -244,11 +246,14 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
         if not self._step.compute_loss:
             self.fwd_outputs.append(in_full(outputs))
             return
+        if self.module.loss_fn is None:
+            refuse_outputs_as_loss(outputs, self.stage_id)
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
         additional = getattr(self.module, "get_additional_losses", lambda: None)()
         total = self._losses.add(loss, additional or {})
         self.fwd_outputs.append(total.detach())
         if self.module.training:
+            refuse_detached(total, outputs, self.stage_id)
             learned = total * self._step.scale
             self._step.of(instruction.at).loss = self.scale(learned) if self.fp16_enabled() else learned
 
@@ -331,6 +336,8 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Make ready for the micro-batches of a step, and find the scale of the loss."""
         self.fwd_outputs, self.outputs = [], None
+        self.known_model.follow_layers()
+        refuse_what_is_no_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
@@ -372,29 +379,3 @@ class PipelineEngine(Reductions, TakesDistributedOptimizer, Checkpoints, StockPi
             model = (speaks, squared_norm, self.grid.get_model_parallel_group()) if squared_norm is not None else None
             self._squared_norm = self._losses.tell(source, self.grid.get_pipe_parallel_group(), model)
         return self._losses.total
-
-    # --------------------------------------------------- telling what goes on
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Around what other ranks depend on: a failure here ends all of them, with a report."""
-        try:
-            yield
-        except BaseException as error:
-            if self.watchdog and not getattr(error, "everywhere", False):
-                self.watchdog.fail(error)
-            raise
-        finally:
-            self._at(None)
-
-    def _at(self, what: Any) -> None:
-        if self.watchdog:
-            self.watchdog.at(what)
-
-    def _describe(self, what: Any) -> str:
-        return describe(what, self.stage_id, self._borders)
-
-    def _report(self, name: str, loss: Tensor) -> None:
-        if self.global_rank == 0 and self.monitor.enabled:
-            named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
-            self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])

@@ -46,13 +46,20 @@ def local_piece(parameter: nn.Parameter) -> Tensor:
 
 
 def get_weight(parameter: nn.Parameter) -> Tensor:
-    """The fp32 master copy (the parameter itself where there is no other)."""
+    """Return the fp32 master copy (the parameter itself where there is no other).
+
+    Where the forward pass reads something else, because a user changed or swapped the weight since the last step, that counts.
+    """
     if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # frozen: in pieces, but with no other copy
         with zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
-    if _wrapped(parameter):
-        return _utils.safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
-    return parameter.detach()
+    if not _wrapped(parameter):
+        return parameter.detach()
+    exact: Tensor = _utils.safe_get_full_fp32_param(parameter)
+    if hasattr(parameter, "ds_id"):
+        return exact
+    seen = parameter.detach()
+    return torch.where(exact.to(seen.dtype) == seen, exact, seen.to(exact.dtype))
 
 
 @torch.no_grad()

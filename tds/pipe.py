@@ -179,26 +179,33 @@ class SequentialModule(nn.Module):
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        self._functions = []
+        # (path of a module, what calls it or None), or (None, a function): a module that is replaced runs from then on.
+        self._functions: list[tuple[str | None, Any]] = []
         for index, layer in enumerate(layers):
             with _at_layer(index):
                 self._functions.append(self._built(index, layer))
 
-    def _built(self, index: int, layer: Any) -> Any:
+    def _built(self, index: int, layer: Any) -> tuple[str | None, Any]:
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
-            module = self.tied_modules[layer.key]
-            return partial(layer.forward_fn, module) if layer.forward_fn else module
+            return f"tied_modules.{layer.key}", layer.forward_fn
         if isinstance(layer, LayerSpec):
             layer = layer.build()
         if isinstance(layer, nn.Module):
             self.add_module(str(index), layer)
-        return layer
+            return str(index), None
+        return None, layer
 
     def forward(self, inputs: Any) -> Any:
         """What the first layer takes, one thing or a tuple -> what the last one gives."""
-        return _run(self._functions, inputs)
+        return _run([self._function(*each) for each in self._functions], inputs)
+
+    def _function(self, path: str | None, call: Any) -> Any:
+        if path is None:
+            return call
+        module = self.get_submodule(path)
+        return partial(call, module) if call else module
 
 
 _seed: ContextVar[int | None] = ContextVar("seed of layers", default=None)

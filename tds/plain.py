@@ -1,6 +1,7 @@
 """DeepSpeed's engine without a pipeline, which a DistributedOptimizer may be given to, and what the pipeline's does alike."""
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, is_tested
 from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunks, tied_weights
 from .reductions import no_zeros_for_nothing
+from .replaced import KnownModel
+from .saving import ComparesReplicas
+from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
 class TakesDistributedOptimizer:
@@ -19,8 +23,18 @@ class TakesDistributedOptimizer:
         """The optimizer, if it is one."""
         return self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
 
+    @cached_property
+    def known_model(self: Any) -> KnownModel:
+        """The weights and layers that the optimizer was made for."""
+        return KnownModel(self.module)
+
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
+        self.known_model  # noqa: B018  # looks at the model now
         if not isinstance(client_optimizer, DistributedOptimizer):
+            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
+                make_dense(sparse_weights(self.module))
+            else:
+                refuse_sparse(self.module, client_optimizer)
             super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
             return
         _refuse_what_it_cannot(self, client_optimizer)
@@ -32,6 +46,7 @@ class TakesDistributedOptimizer:
         self.enable_backward_allreduce = False
 
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
+        self.known_model.check_weights(self.optimizer)
         if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
             # or DeepSpeed would go on with the schedule of a step that was left out
             self.optimizer.overflow = not math.isfinite(self.optimizer.norm.item())
@@ -40,7 +55,7 @@ class TakesDistributedOptimizer:
             self.optimizer.zero_grad()
 
 
-class PlainEngine(TakesDistributedOptimizer, DeepSpeedEngine):  # type: ignore[misc]
+class PlainEngine(TakesDistributedOptimizer, ComparesReplicas, DeepSpeedEngine):  # type: ignore[misc]
     """With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()` after it,
 
     then `optimizer.clip(norm, limit)` and `step()`. With another optimizer, what DeepSpeed adds up over replicas gives a weight

@@ -32,7 +32,7 @@ from .schedule import (
     SendGrad,
 )
 
-POSTED_AHEAD = 2  # messages of a channel that are received in the background
+POSTED_AHEAD = 2  # receives that a channel posts before they are asked for, where no device waits for them
 COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}  # of a pass over a whole stage
 
 
@@ -44,6 +44,16 @@ def colour(border: int, stages: int) -> int:
 def in_queues(device: torch.device) -> bool:
     """Whether messages of a group wait for each other: not on CPUs, where a group more is a thread more for nothing."""
     return device.type != "cpu"
+
+
+def posted_ahead(device: torch.device) -> int:
+    """Return how many receives a channel posts before they are asked for: none where the host may have to wait for its whole device.
+
+    The allocator does so when it is short of memory, and CUDA when it loads a kernel. A receive under way then must not need
+    what this stage sends later. A single one may: stage 0 of 3 in 1f1b posts the receive of gradient 0 before forward 1,
+    but stage 1 sends it only after its own forward 1.
+    """
+    return 0 if in_queues(device) else POSTED_AHEAD
 
 
 def one_hardware_queue(device: torch.device) -> bool:
@@ -63,6 +73,8 @@ class Rules:
     ahead: receives that a channel posts before they are asked for. dynamic: each activation has a header, for which
     the host waits; else the first one has, and each of the others a word, as it is at worst. queue: of a message, by
     its border, the number of stages and whether it goes to the right; None for one that waits for no other. message: how long it takes.
+    device_waits: before each computation the host waits for all that its device was given, as it does where the allocator
+    is short of memory or a kernel is loaded.
     """
 
     ahead: int = POSTED_AHEAD
@@ -70,6 +82,7 @@ class Rules:
     dynamic: bool = False
     queue: Callable[[int, int, bool], Hashable | None] = queue_of
     message: float = 0.02
+    device_waits: bool = False
 
 
 class Graph:
@@ -130,6 +143,7 @@ class StageGraph:
         self._computed: int | None = None
         self._host: int | None = None  # what the host has waited for
         self._asked: int | None = None  # the start of what was asked for last
+        self._given: list[int] = []  # ends of what was asked for since the last wait for the whole device
         self._agenda: dict[type[Instruction], deque[At]] = {RecvActivation: deque(), RecvGrad: deque()}
         self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = {
             RecvActivation: deque(),
@@ -167,6 +181,11 @@ class StageGraph:
 
     def _compute(self, each: Instruction) -> None:
         name = f"{type(each).__name__}({each.micro}) of stage {self.stage}"
+        if self.rules.device_waits:
+            self._host = self.graph.moment(
+                f"the device of stage {self.stage} before {name}", 0.0, self._host, *self._given
+            )
+            self._given = []
         self._computed = self._ask(name, COST[type(each)] / self.chunks, self._computed)[1]
 
     def _ask(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
@@ -174,7 +193,9 @@ class StageGraph:
         first = self._asked if self.rules.one_hardware_queue else None
         start = self.graph.moment(name, 0.0, *after, self._computed, self._host, first)
         self._asked = start
-        return start, self.graph.moment(name, cost, start)
+        end = self.graph.moment(name, cost, start)
+        self._given.append(end)
+        return start, end
 
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
         right = kind in (SendActivation, RecvActivation)  # the way the message goes

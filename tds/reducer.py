@@ -3,7 +3,7 @@
 Li et al. 2020, torch's DistributedDataParallel. DeepSpeed without ZeRO begins when all gradients are there.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .departures import Departures, pack
+from .sparse import sparse_weights, sum_sparse
 
 
 class _Sum:
@@ -54,30 +55,33 @@ class _Sum:
 class GradReducer:
     """`arm()` before the last backward pass of a step, `finish()` after it: then `.grad` is the sum over the replicas.
 
-    group: of the replicas. chunk_of: see `Departures`. bucket_bytes: see `pack`.
+    module: its weights may be frozen, replaced or converted between steps. group: of the replicas. chunk_of: see
+    `Departures`. bucket_bytes: see `pack`.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        module: nn.Module,
         group: Any,
         bucket_bytes: int | None = None,
         chunk_of: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._parameters, self._group = list(parameters), group
+        self._module, self._group = module, group
         self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
-        self._learn: list[bool] = []
+        self._seen: list[Any] = []
+        self._sparse: list[nn.Parameter] = []  # they have no place in a bucket, and are summed last
         self._departures: Departures | None = None
         self._look()
 
     def _look(self) -> Departures:
-        """At which weights learn: a user may freeze some and set others free between steps."""
-        learn = [p.requires_grad for p in self._parameters]
-        if self._departures is None or learn != self._learn:
+        """Pack the weights that learn, again if any was frozen, set free, replaced or converted since the last step."""
+        self._sparse = sparse_weights(self._module)
+        learns = [p for p in self._module.parameters() if p.requires_grad and p not in set(self._sparse)]
+        seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]
+        if self._departures is None or seen != self._seen:
             if self._departures:
                 self._departures.close()
-            self._learn = learn
-            learns = [p for p in self._parameters if p.requires_grad]
+            self._seen = seen
             packed = pack(learns, self._group, self._bucket_bytes, self._chunk_of)
             packed.sort(key=lambda bucket: -self._chunk_of.get(bucket[0], 0))  # the last chunk's gradients come first
             self._departures = Departures([_Sum(bucket, self._group) for bucket in packed], self._chunk_of)
@@ -90,3 +94,4 @@ class GradReducer:
     def finish(self) -> None:
         """See `Departures`."""
         self._look().finish()
+        sum_sparse(self._sparse, self._group)

@@ -18,6 +18,7 @@ from .clip import clip_by_norm, squared_norm_here
 from .pipe import chunks, tied_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
+from .sparse import empty_gradient, sparse_weights, sum_sparse
 
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
@@ -34,6 +35,9 @@ def no_zeros_for_nothing(module: nn.Module, replicas: Any) -> Iterator[None]:
     """Around a reduction that fills in zeros where a gradient is missing: what no replica has is missing afterwards, too."""
     weights = [p for p in module.parameters() if p.requires_grad]
     there = _somewhere([p.grad for p in weights], replicas) if weights else []
+    for weight in sparse_weights(module):
+        if weight.grad is None:  # DeepSpeed would fill in dense zeros, for which replicas with rows do not wait
+            weight.grad = empty_gradient(weight)
     yield
     for weight, somewhere in zip(weights, there, strict=True):
         if not somewhere:
@@ -47,6 +51,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
     this step) keeps none, so no optimizer decays it. gradient: where the gradient of a weight is kept if not in
     `.grad`. Raises RuntimeError where a weight is frozen on one stage and learns on another.
     """
+    sparse = set() if gradient else set(sparse_weights(module))
     for key, group, weights in ties(module):
         grads = [gradient(w) if gradient else w.grad for w in weights.values()]
         if not weights:
@@ -63,6 +68,9 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
                 raise RuntimeError(
                     f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage {stage}: give it to both"
                 )
+            if weight in sparse:
+                sum_sparse([weight], group)
+                continue
             if grad is None:
                 grad = weight.grad = torch.zeros_like(weight)
             dist.all_reduce(grad, group=group)
@@ -110,7 +118,7 @@ class Reductions:
 
     def _find_last_backwards(self: Any, plan: Sequence[Instruction]) -> None:
         if self._overlaps is None and _may_overlap(self):
-            self._overlaps = GradReducer(self.module.parameters(), self._replicas, chunk_of=chunks(self.module))
+            self._overlaps = GradReducer(self.module, self._replicas, chunk_of=chunks(self.module))
         self._may_arm = bool(self._config.pipeline.get("overlap_grad_reduce", True))
         self._last_backward = {each.chunk: each for each in plan if isinstance(each, (Backward, BackwardWeight))}
 

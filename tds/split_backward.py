@@ -3,10 +3,13 @@
 Autograd's graph is a tree of operations whose edges lead back to inputs and weights. An operation
 is a fork where some of its edges lead to an input and others only to weights, as a matrix product's
 do. The first pass follows the ways to the inputs and notes what arrives at each fork; the second
-starts from these notes and goes down the edges that were left out. Nothing is computed twice, but by a custom
-`autograd.Function` that does not look at `ctx.needs_input_grad`; hooks on activations are called in both.
+starts from these notes and goes down the edges that were left out. Nothing is computed twice, except by a custom
+`autograd.Function` that ignores `ctx.needs_input_grad`; hooks on activations are called in both. A compiled layer
+computes all of its gradients at once, so its weights get theirs in the first pass. A re-entrant checkpoint runs a backward
+pass of its own, which torch allows only in a whole one: then nothing is left for later.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  # names of autograd's nodes
 
 
 class Fork(NamedTuple):
@@ -63,7 +68,16 @@ def backward_input(
         torch.autograd.backward(outputs, grads)
         return deferred
     edges = [get_gradient_edge(out) if isinstance(out, Tensor) else out for out in outputs]
-    forks, early = _forks([edge.node for edge in edges], inputs)
+    order = _children_first([edge.node for edge in edges])
+    if any(node.name().startswith(REENTRANT) for node in order):
+        warnings.warn(
+            "a layer recomputes activations with a re-entrant torch.utils.checkpoint, so zb-h1 cannot put off the gradients of weights "
+            "and is no faster than 1f1b: call it with use_reentrant=False",
+            stacklevel=2,
+        )
+        torch.autograd.backward(outputs, grads)
+        return deferred
+    forks, early = _forks([edge.node for edge in edges], inputs, order)
 
     def note(fork: Fork) -> Any:
         return lambda arrived: deferred._noted.append((fork, arrived))
@@ -77,10 +91,9 @@ def backward_input(
     return deferred
 
 
-def _forks(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[Fork], list[Tensor]]:
-    """The forks, and the weights that are not reached over only one fork."""
+def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[list[Fork], list[Tensor]]:
+    """Find the forks, and the weights that are not reached over only one fork. order: see `_children_first`."""
     wanted = {id(t) for t in inputs}
-    order = _children_first(roots)
     leads: set[Node] = set()  # the nodes on the ways to the inputs
     below: dict[Node, dict[int, Tensor]] = {}  # the weights that a node leads to, but for those over nodes in `leads`
     for node in order:
@@ -94,6 +107,7 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[Fork],
                 below[node] |= below[child]
     ways = [below[node] for node in order if node in leads]
     aside = [below[node] for node in roots if node not in leads]
+    aside += [below[node] for node in order if node in leads and node.name().startswith(COMPILED)]
     uses = Counter(key for weights in (*ways, *aside, *aside) for key in weights)
     forks = [
         Fork(node, own)

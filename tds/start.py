@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ._torch import keep_saved_tensors
+from .advice import ways
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
-from .queues import POSTED_AHEAD, Rules, in_queues, one_hardware_queue
+from .queues import Rules, one_hardware_queue, posted_ahead
 from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 
@@ -38,18 +39,16 @@ def tell_error(error: Exception | None) -> None:
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Prove that training and evaluation end, by the rules by which messages move here."""
     narrow = one_hardware_queue(engine.device)
-    later = Rules(ahead=0 if narrow else POSTED_AHEAD, one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
-    ways = (
-        [later, replace(later, ahead=0)] if in_queues(engine.device) and not narrow else [later]
-    )  # see Borders.post_ahead
+    rules = Rules(posted_ahead(engine.device), one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
     stages, micros = engine.num_stages, engine.micro_batches
     for each in (schedule, partial(forward_only, chunks=chunks)):
         plan = [list(each(stage, stages, micros)) for stage in range(stages)]
         if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):
             raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
+        if any(isinstance(found, BackwardInput) for found in plan[0]):
+            keep_saved_tensors()
         try:
-            for rules in ways:
-                check(plan, micros, rules)
+            check(plan, micros, rules)
         except ScheduleError as error:
             if not narrow:
                 raise
@@ -76,7 +75,7 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING=1 lets a stage wait for a message before it has sent the one that the other waits for: "
-            "unset it, or look for the fault without a pipeline (--pipe-parallel-size 0)"
+            f"unset it, or look for the fault without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:

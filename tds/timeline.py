@@ -50,7 +50,7 @@ def read(folder: Path) -> list[RankTrace]:
     """All ranks of a trace folder. Raises ValueError where there is none, or a file that is no timeline."""
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
-        raise ValueError(f"{folder} holds no timeline: train with --trace")
+        raise ValueError(f"{folder} holds no timeline: tds.trace.start(), or --trace of an entry script, writes one")
     found = []
     for path in paths:
         try:

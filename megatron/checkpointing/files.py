@@ -17,6 +17,7 @@ SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 3
 WEIGHT = "weight"  # of the keys `weight.<parameter>`, next to the optimizer's moments
+BUFFER = "buffer"  # keys of persistent buffers are `buffer.<name>`
 _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 
 

@@ -15,10 +15,12 @@ from megatron.config.fields import flag
 from megatron.model.layers import global_parameters
 from megatron.ranks.errors import on_all_ranks
 from megatron.ranks.initialize import ranks_here
+from megatron.ranks.rank_0 import print_rank_0
 from tds import optimizer_state as zero_state
 
-from .files import INDEX, WEIGHT, CheckpointError
-from .reader import CheckpointReader, plain_config
+from .buffers import remember
+from .files import BUFFER, INDEX, WEIGHT, CheckpointError
+from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState
 
 # What the samples are made of, next to the corpus and the seed.
@@ -72,9 +74,28 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
 
     reader = on_all_ranks(check)
     on_all_ranks(_loader(reader, engine, config, wanted))
+    _restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed
     return TrainState(**reader.state) if wanted.position else TrainState()
+
+
+def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
+    """Load the persistent buffers; name those that the checkpoint lacks, and those that only the checkpoint has."""
+    found, missing = on_all_ranks(lambda: load_buffers(reader, model))
+    remember(model)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (found, missing))
+    everywhere = {name for names, _ in told for name in names}
+    lacking = sorted({name for _, names in told for name in names})
+    held = {key.removeprefix(f"{BUFFER}.") for key in reader.tensors if key.startswith(f"{BUFFER}.")}
+    for names, words in (
+        (lacking, "are not in it, and begin with the values of the model as it was built"),
+        (sorted(held - everywhere), "are in it, but the model has none of these names"),
+    ):
+        if names:
+            some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            print_rank_0(f"warning: {reader.path}: the buffers {some} {words}")
 
 
 def refuse_contradictions(

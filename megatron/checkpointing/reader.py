@@ -12,12 +12,12 @@ from megatron.checkpointing.nearby import with_kept_tokenizer
 from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, with_values
 from megatron.config.fields import ConfigError, describe
-from megatron.model.layers import global_parameters
+from megatron.model.layers import global_buffers, global_parameters
 
 from . import schema
 from .bounds import refuse_absurd_sizes
-from .files import FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
-from .stream import CODES
+from .files import BUFFER, FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
+from .stream import CODES, FLOATS, stored
 
 
 class CheckpointReader:
@@ -79,7 +79,8 @@ class CheckpointReader:
         if key not in file.keys():  # noqa: SIM118  # it is no dict
             raise CheckpointError(f"{self.path / piece['file']} does not hold {key!r}")
         part = file.get_slice(key)
-        if part.get_shape() != shape or part.get_dtype() not in CODES.values():
+        codes = CODES if key.startswith(f"{BUFFER}.") else FLOATS
+        if part.get_shape() != shape or part.get_dtype() not in codes.values():
             raise CheckpointError(
                 f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, not as numbers of shape {shape}"
             )
@@ -146,4 +147,30 @@ def load_weights(path: Path, model: Any) -> CheckpointReader:
     reader.verify()
     for _, parameter, value in each_weight(reader, model):
         parameter.copy_(value)
+    load_buffers(reader, model)
     return reader
+
+
+@torch.no_grad()
+def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[str]]:
+    """Set the persistent buffers of `model` to what the checkpoint holds; returns the names that it holds and those that it lacks.
+
+    Raises CheckpointError for a buffer of another shape.
+    """
+    found, missing = set[str](), set[str]()
+    for name, buffer in global_buffers(model):
+        key, into = f"{BUFFER}.{name}", stored(buffer)
+        if not buffer.numel():
+            continue
+        if key not in reader.tensors:
+            missing.add(name)
+            continue
+        shape = reader.tensors[key]["shape"]
+        if shape != list(into.shape):
+            raise CheckpointError(
+                f"{reader.path}: the buffer {name} has shape {shape}, the model's has {list(into.shape)}: give it its final shape "
+                f"when the model is built"
+            )
+        into.copy_(reader.read(key, 0, 0, shape[0]))
+        found.add(name)
+    return found, missing

@@ -23,7 +23,9 @@ from megatron.ranks.agreement import check_replicas
 from megatron.ranks.errors import RunError, on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from tds import optimizer_state as zero_state
+from tds.pipe import is_pipeline
 
+from .buffers import Buffers, survey
 from .files import FORMAT, WEIGHT, publish
 from .retention import prune
 from .state import TrainState
@@ -35,12 +37,13 @@ Place = dict[str, Any]  # of a piece in its whole: dim, begin, end, shape
 
 
 class _Part(NamedTuple):
-    """A parameter, what there is of it (its weight, its moments), and whether this rank is the one that writes it."""
+    """A parameter, what there is of it (its weight, its moments), whether this rank writes it, and whether other stages do as well."""
 
     name: str
     parameter: nn.Parameter
     kinds: list[str]
     mine: bool
+    shared: bool = False
 
 
 def index_text(
@@ -99,7 +102,9 @@ class Saver:
         self.fingerprint, self.background = fingerprint, background
         self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, what the index needs of that moment
         self._thread: threading.Thread | None = None
-        self._report: dict[str, Any] | None = None
+        self._reports: list[dict[str, Any]] = []
+        self._buffers: Buffers | None = None
+        self._warned: set[str] = set()
         self._expected: dict[str, list[int]] = {}
         self._steps: dict[str, int] = {}
         self._problem: Exception | None = None  # one that `on_all_ranks` knows
@@ -138,19 +143,22 @@ class Saver:
                 temporary.mkdir(parents=True)
 
         self._guard(prepare, temporary)
-        known = _gather((zero_state.get_step(self.engine), zero_state.moment_names(self.engine)))
+        module = self.engine.module
+        known = _gather((zero_state.get_step(self.engine), zero_state.moment_names(self.engine), survey(module)))
         optimizer: dict[str, Any] = {
-            "step": max(step for step, _ in known),
-            "moments": sorted({name for _, names in known for name in names}),
+            "step": max(step for step, _, _ in known),
+            "moments": sorted({name for _, names, _ in known for name in names}),
             "loss_scaler": zero_state.get_loss_scaler(self.engine),
         }
         self._pending = (final, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
         mesh = mpu.get_mesh()
         path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
         parts = _parts(self.engine, optimizer["moments"])
-        self._expected = _expected(parts)
+        self._buffers = Buffers(module, [told for _, _, told in known])
+        self._warn(self._buffers.warnings)
+        self._expected = _expected(parts) | self._buffers.expected
         self._steps = _steps(self.engine, parts, optimizer["step"])
-        self._report, self._problem = None, None
+        self._reports, self._problem = [], None
         values = _values(self.engine, parts)
         if not self.background:
             self._write(path, parts, values)
@@ -162,10 +170,22 @@ class Saver:
         except Exception as error:  # no memory, no thread: the others must hear of it
             self._thread, self._problem = None, _named(error)
 
+    def _warn(self, lines: Iterable[str]) -> None:
+        """Print each of these lines once in a run."""
+        for line in lines:
+            if line not in self._warned:
+                self._warned.add(line)
+                print_rank_0(line)
+
     def _write(self, path: Path, parts: list[_Part], values: Iterable[tuple[str, Tensor]]) -> None:
+        assert self._buffers is not None
         try:
             with named_if_slow(path):
-                self._report = _write_share(path, parts, values)
+                written = [
+                    _write_share(path, parts, values),
+                    self._buffers.write(path.with_stem(f"{path.stem}-buffers")),
+                ]
+            self._reports = [report for report in written if report]
         except Exception as error:
             self._problem = _named(error)
 
@@ -183,8 +203,8 @@ class Saver:
                 raise self._problem
 
         self._guard(settle, temporary)
-        told = _gather((self._report, self._expected, self._steps), to_all=False)
-        reports = [report for report, _, _ in told if report]
+        told = _gather((self._reports, self._expected, self._steps), to_all=False)
+        reports = [report for each, _, _ in told for report in each]
         expected = {key: shape for _, each, _ in told for key, shape in each.items()}
         if steps := {name: step for _, _, each in told for name, step in each.items()}:
             content["optimizer"]["steps"] = steps
@@ -298,9 +318,16 @@ def _parts(engine: Any, moments: list[str]) -> list[_Part]:
     for name, parameter in every:
         _, begin, end = mpu.spec_of(parameter).rows  # a rank may hold nothing but padding of the vocabulary
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
+        if name.startswith("loss_fn."):  # on all stages, but only the last one learns it
+            mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
         kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
-        parts.append(_Part(name, parameter, kinds, mine))
+        parts.append(_Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
     return parts
+
+
+def _is_on_every_stage(model: Any, name: str) -> bool:
+    """Return whether `name` is outside of the layers of a PipelineModule: in a tied module, or held by the PipelineModule itself."""
+    return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
 
 
 def _expected(parts: list[_Part]) -> dict[str, list[int]]:
@@ -326,7 +353,7 @@ def _steps(engine: Any, parts: list[_Part], most: int) -> dict[str, int]:
 
 def _values(engine: Any, parts: list[_Part]) -> Iterator[tuple[str, Tensor]]:
     """This rank's share, one tensor at a time. Under ZeRO each is a collective: go through to the end."""
-    for name, parameter, kinds, mine in parts:
+    for name, parameter, kinds, mine, _ in parts:
         for kind in kinds:
             weight = kind == WEIGHT
             value = zero_state.get_weight(parameter) if weight else zero_state.get_moment(engine, parameter, kind)
@@ -338,8 +365,9 @@ def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Ten
     """The file of this rank; None where it has nothing to write. Raises OSError, and ValueError for a weight that is not finite."""
     values = iter(values)
     learned = {part.name for part in parts if part.parameter.requires_grad}
+    shared = {part.name for part in parts if part.shared}
     slots, places, learns = [], {}, set()
-    for name, parameter, kinds, _ in (part for part in parts if part.mine):
+    for name, parameter, kinds, *_ in (part for part in parts if part.mine):
         spec = mpu.spec_of(parameter)
         dim, begin, end = spec.rows
         shape = list(spec.local_shape)
@@ -362,7 +390,7 @@ def _write_share(path: Path, parts: list[_Part], values: Iterable[tuple[str, Ten
                 kind, name = key.split(".", 1)
                 if kind == WEIGHT and name in learned and not _finite(value):
                     raise ValueError(f"the weight {name} is not finite")
-                if name.startswith("tied_modules.") and kind != WEIGHT and value.count_nonzero():
+                if name in shared and kind != WEIGHT and value.count_nonzero():
                     learns.add(name)
     finally:
         for _ in values:  # reading may be a collective, and the others wait for this rank
@@ -378,7 +406,7 @@ def _finite(x: Tensor) -> bool:
 def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """key -> its whole shape and the pieces that make it up.
 
-    What stands in a tied module but is not tied itself is on several stages; the one on which it learns counts.
+    What is on several stages without being tied (a weight next to a tied one, a weight of the PipelineModule itself) counts where it learns.
     """
     merged: dict[str, Any] = {}
     for report in reports:

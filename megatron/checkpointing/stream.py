@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # weights, moments
+CODES = FLOATS | {
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def stored(buffer: Tensor) -> Tensor:
+    """A view of `buffer` in the form in which a file holds it: a single number as [1], a complex one as its two parts."""
+    real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return real if real.dim() else real.view(1)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         latency=args.latency,
         bandwidth=args.gigabytes_per_second * 1e9,
         rates=rates,
-        rules=Rules() if args.queues == "nccl" else None,
+        rules=Rules(ahead=0) if args.queues == "nccl" else None,
         slow=slow,
         jitter=args.jitter,
         seed=args.seed,

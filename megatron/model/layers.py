@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron._torch import persistent_buffers
 
 _after_each: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("after each layer", default=None)
 
@@ -145,7 +146,7 @@ class LayerStack(LooksAside, nn.Module):
     def _add(self, name: str, module: nn.Module, seed: int) -> None:
         attach(self, name, module)
         self._named.append((name, module))
-        _fill(_parameters_of(name, module), seed)
+        _fill(((f"{name}.{path}", p) for path, p in module.named_parameters()), seed)
         then = _after_each.get()
         if then is not None:
             then(module)
@@ -170,16 +171,30 @@ def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     A model without `named_layers` is named by its module tree, in which a PipelineModule has the number of each layer
     in the whole list, and the key of each tie.
     """
-    if not hasattr(model, "named_layers"):
-        yield from model.named_parameters()
-        return
-    for layer_name, layer in model.named_layers():
-        yield from _parameters_of(layer_name, layer)
+    yield from _by_layer(model, lambda module: module.named_parameters())
 
 
-def _parameters_of(layer_name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in layer.named_parameters():
-        yield f"{layer_name}.{name}", parameter
+def global_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """(global name, buffer) of every buffer of this process that a state_dict holds, named as `global_parameters` does."""
+    yield from _by_layer(model, _persistent)
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, inner in module.named_modules():
+        for name, buffer in persistent_buffers(inner):
+            yield f"{path}.{name}" if path else name, buffer
+
+
+def _by_layer(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    """Apply `named` to each layer, then to the model for what it holds outside of its layers, e.g. in its loss."""
+    seen: set[int] = set()
+    for layer_name, layer in model.named_layers() if hasattr(model, "named_layers") else ():
+        for name, tensor in named(layer):
+            seen.add(id(tensor))
+            yield f"{layer_name}.{name}", tensor
+    for name, tensor in named(model):
+        if id(tensor) not in seen:
+            yield name, tensor
 
 
 def _fill(named: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tds
+from tds import advice
 
 from .. import mpu
 from .._torch import set_default_timeout, set_timeout_of_groups
@@ -18,6 +19,12 @@ from .agreement import same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
 
 AFTER_THE_WATCHDOG = 30.0  # seconds
+FLAGS = {
+    "overlap": "--no-overlap-grad-reduce",
+    "no ZeRO": "--zero-stage 0",
+    "no pipeline": "--pipe-parallel-size 0",
+    "ranks": "--nproc-per-node, GPUS_PER_NODE=",
+}
 
 
 def world_size() -> int:
@@ -38,6 +45,7 @@ def initialize_megatron(config: Config) -> torch.device:
     or versions.
     """
     config.parallel.data_parallel_size(world_size())
+    advice.ways |= FLAGS
     if "RANK" not in os.environ:
         # One process started by hand: it is its own world.
         with socket.socket() as probe:

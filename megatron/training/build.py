@@ -13,6 +13,7 @@ from tds import optimizer_state as zero_state
 from tds.apart import taken_apart
 
 from .. import mpu
+from ..checkpointing.buffers import remember
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
 from ..model.embedding import looked_up
@@ -75,6 +76,7 @@ def build_engine(
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
+    remember(engine.module)
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:

@@ -146,7 +146,7 @@ class PlainEngine:
         if resolved.overlap_grad_reduce:
             zero_state.take_over_reduction(engine)
             if self.data.size > 1:
-                self.reducer = GradReducer(engine.module.parameters(), self.data.group)
+                self.reducer = GradReducer(engine.module, self.data.group)
         # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducers sum.
         sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
         replicas = 1 if sums else self.data.size

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from .records import Place, Records, exact_shares, laid_together
@@ -36,6 +37,7 @@ class Verdict:
     """What a layout was found to be. Errors are relative, the largest; None where nothing could be compared.
 
     first_values, forward, backward: the first that differs, in the order of the network; in backward the last, next to the loss.
+    state: the first persistent buffer that differs after the last step.
     others: how many further parameters have other gradients. stopped: why there is nothing to compare.
     """
 
@@ -47,6 +49,7 @@ class Verdict:
     first_values: Difference | None = None
     forward: Difference | None = None
     backward: Difference | None = None
+    state: Difference | None = None
     others: int = 0
     not_compared: list[str] = field(default_factory=list)
     stopped: str | None = None
@@ -54,7 +57,7 @@ class Verdict:
     @property
     def agrees(self) -> bool:
         """Whether the numbers are those of one process."""
-        found = self.first_values, self.forward, self.backward, self.loss_differs_at, self.stopped
+        found = self.first_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped
         return all(each is None for each in found)
 
 
@@ -85,6 +88,7 @@ class Comparison:
         self._compare_first_values(found)
         self._compare_outputs(found)
         self._compare_gradients(found)
+        self._compare_buffers(found)
         return found
 
     @cached_property
@@ -196,6 +200,26 @@ class Comparison:
             error, words = errors[last]
             found.backward, found.others = self._difference(last, error, f"{words}; all after it agree"), len(bad) - 1
 
+    def _compare_buffers(self, found: Verdict) -> None:
+        one, other = self.one.buffers(), self.other.buffers()
+        for name in sorted(one, key=self._when):
+            like, copies = one[name][0], other.get(name, [])
+            errors = [error_of(_numbers(copy), _numbers(like)) for copy in copies] or [float("inf")]
+            worst = max(errors)
+            if worst > self.tolerance:
+                words = (
+                    f"the buffer {name} differs by {worst:.1e} after the last step"
+                    if copies
+                    else "a buffer is missing here"
+                )
+                words += "; reduce what it is computed from over the replicas, or the model-parallel ranks, that see other parts"
+                found.state = self._difference(name, worst, words)
+                return
+
+
+def _numbers(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
 
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
     """(error, sentence) of the copies [full] that ranks have of `like` [full]."""
@@ -253,5 +277,7 @@ def explained(v: Verdict) -> list[str]:
         said.append(
             f"the numbers of step 1 agree, the loss of step {v.loss_differs_at} does not: look at sums over replicas, the optimizer, and state that a step leaves"
         )
+    if v.state:
+        said.append(f"state: {v.state}")
     said += [f"not compared: {what}" for what in v.not_compared]
     return said

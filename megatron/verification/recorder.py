@@ -18,7 +18,7 @@ from tds import optimizer_state as zero_state
 
 from .. import mpu
 from ..atomic import write_text
-from ..model.layers import global_parameters
+from ..model.layers import global_buffers, global_parameters
 from ..training import setup
 from ..training.engine import Batches, Engine, PipeEngine, Step
 
@@ -77,6 +77,7 @@ class Recorder:
             "specs": {name: _plain(parameter) for name, parameter in global_parameters(self._model)},
             "weights": {name: zero_state.get_weight(p).detach().cpu().clone() for name, p in global_parameters(self._model)},
         }  # fmt: skip
+        self._begun = _buffers(self._model)
         self._listen(engine)
         for name, module in _modules(named_layers(self._model)):
             self._hooks += [
@@ -159,8 +160,15 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
+        buffers = _buffers(self._model)
+        found["buffers"] = buffers
+        found["changed"] = [name for name, value in buffers.items() if not torch.equal(value, self._begun[name])]
         found["cut_short"] = self._bytes > MOST_BYTES
         torch.save(found, self.folder / f"rank{dist.get_rank()}.pt")
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().cpu().clone() for name, buffer in global_buffers(model)}
 
 
 def _plain(parameter: nn.Parameter) -> dict[str, Any]:

@@ -82,6 +82,19 @@ class Records:
                 sums[name][rank["model"]] = spec, before + value / rank["scale"]
         return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
 
+    def buffers(self) -> dict[str, list[Tensor]]:
+        """Return the copies of each persistent buffer after the last step: of the ranks that changed it, of all if none did.
+
+        A PipelineModule's own buffers and those of its loss are on every stage, but only some stages may use them.
+        """
+        changed = {name for rank in self.ranks for name in rank["changed"]}
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        for rank in self.ranks:
+            for name, value in rank["buffers"].items():
+                if name in rank["changed"] or name not in changed:
+                    found[name].append(value)
+        return dict(found)
+
     @cached_property
     def outputs(self) -> dict[Place, list[Tensor]]:
         """What each model-parallel rank has of each output, in the order in which modules ended."""

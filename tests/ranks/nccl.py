@@ -103,8 +103,12 @@ class Device:
         """Before it is used."""
         if self.loading and kernel not in self.loaded:
             self.loaded.add(kernel)
-            for each in self._all:
-                each.done.wait()
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all is done that was asked for, messages included."""
+        for each in self._all:
+            each.done.wait()
 
     def meet(self, group: Any, peer: int) -> None:
         """Two ranks make their communicator: both are blocked until both are there."""

@@ -61,9 +61,9 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 def _told_of_one_queue(rules: str) -> Iterator[None]:
     """Let the engine know what it asks of a GPU and of its environment."""
     with pytest.MonkeyPatch.context() as patch:
-        for home in (tds.borders, tds.start):
+        for home in (tds.borders, tds.queues):
             patch.setattr(home, "in_queues", lambda device: True)
-            patch.setattr(home, "one_hardware_queue", lambda device: rules == "one queue")
+        patch.setattr(tds.start, "one_hardware_queue", lambda device: rules == "one queue")
         yield
 
 
@@ -94,6 +94,75 @@ def test_every_schedule_ends_with_the_numbers_of_one_process(where: tuple[str, i
     for found in on_ranks(stages, _errors, rules, stages, timeout=240):
         assert len(found) == 2 * len(SCHEDULES) + len(NAMES) - 1 or (rules == "one queue" and len(found) >= 15)
         assert not [each for each in found if not each[1] <= TOLERANCE]
+
+
+# ------------------------------------------------------- a wait for the whole device
+
+Moment = tuple[int, int, int]  # step, stage, number of the forward pass before which it waits
+WAITS: list[tuple[str, int, list[Moment]]] = [
+    ("1f1b", 4, [(2, 1, 4)]),
+    (
+        "1f1b",
+        3,
+        [(1, 0, 1)],
+    ),  # one receive posted ahead is too many: the gradient of micro-batch 0 comes after forward 1
+    ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages at once
+    ("zb-h1", 3, [(1, 0, 1), (1, 1, 1)]),
+    ("gpipe", 3, [(1, 0, 2), (1, 2, 0)]),
+    ("interleaved", 2, [(1, 0, 5), (1, 1, 5)]),
+]
+
+
+def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
+    """Losses of a pipeline in which some stages, in the middle of a step, wait until their device has done all it was given."""
+    torch.manual_seed(0)
+    with _told_of_one_queue("eager"), nccl("eager") as device:
+        chunks = 2 if schedule == "interleaved" else 1
+        layers = [torch.nn.Linear(4, 4) for _ in range(stages * chunks)]
+        net = tds.PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss, chunks=chunks)
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "gradient_clipping": 0.0,
+            "pipeline": {"schedule": schedule, "timeout": 20},
+        }  # fmt: skip
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = tds.initialize(model=net, optimizer=optimizer, config=config)[0]
+        forward, place = engine._forward, [0, 0]  # step, forward passes in it
+
+        def waiting(instruction: Any) -> None:
+            if (place[0], engine.stage_id, place[1]) in moments:
+                device.finish()
+            place[1] += 1
+            forward(instruction)
+
+        engine._forward, losses = waiting, []
+        for step in range(4):
+            place[:] = step, 0
+            generator = torch.Generator().manual_seed(step)
+            batches = [tuple(torch.randn(2, 4, generator=generator) for _ in "xy") for _ in range(8)]
+            losses.append(engine.train_batch(iter(batches)).item())
+            engine.eval_batch(iter(batches))
+        return losses
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "moments"), covering(WAITS, lambda each: each[0] == "1f1b", several=True)
+)
+def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: list[Moment]) -> None:
+    """The allocator waits so when it is short of memory; a receive under way then must need nothing that is sent later."""
+    found = on_ranks(stages, _waits, schedule, stages, moments)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(stages * (1 + (schedule == "interleaved")))))
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        batches = [tuple(torch.randn(2, 4, generator=generator) for _ in "xy") for _ in range(8)]
+        loss = torch.stack([torch.nn.functional.mse_loss(model(x), y) for x, y in batches]).mean()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 # ------------------------------------------------------- the emulation itself

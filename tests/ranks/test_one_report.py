@@ -101,7 +101,7 @@ def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
     (line,) = "".join(words for _, words in ends).splitlines()
     assert line.startswith("pipeline stopped: rank 1 is out of memory (")
     assert "stage 1, in Forward of micro-batch" in line
-    assert "--batch-size" in line
+    assert "train_micro_batch_size_per_gpu" in line
 
 
 @FULL

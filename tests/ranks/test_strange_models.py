@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tds
 from tests.support import RankFailure, on_ranks
@@ -31,6 +32,30 @@ class Split(nn.Module):
 class Join(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.real + 2 * x.imag
+
+
+class Reentrant(nn.Module):
+    """Recomputes its activations itself, re-entrantly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x, use_reentrant=True)
+        return found
+
+
+class Compiled(nn.Module):
+    """Compiled as far as autograd goes, which needs no compiler of C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.compile(backend="aot_eager")  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.second(nn.functional.gelu(self.first(x).sin()))).cos()
 
 
 class Hooked(nn.Module):
@@ -114,6 +139,18 @@ def hooked_layers() -> list[nn.Module]:
     return [Hooked() for _ in range(4)]
 
 
+def reentrant_layers() -> list[nn.Module]:
+    return [*linears(1), *(Reentrant() for _ in range(3))]
+
+
+def compiled_layers() -> list[nn.Module]:
+    """A backward pass of such layers has run before."""
+    layers = [Compiled().double() for _ in range(4)]
+    torch.autograd.backward(layers[0](torch.ones(4, WIDTH, dtype=torch.float64, requires_grad=True)).sum())
+    layers[0].zero_grad()
+    return list(layers)
+
+
 def four() -> list[nn.Module]:
     return linears(4)
 
@@ -122,6 +159,8 @@ RIGHT: dict[str, tuple[Layers, int, str, dict[str, Any]]] = {
     "conjugate gradients": (complex_layers, 3, "1f1b", {"partition_method": "0,2,3,5"}),
     "hooks, 1f1b": (hooked_layers, 2, "1f1b", {}),
     "hooks, zb-h1": (hooked_layers, 2, "zb-h1", {}),
+    "re-entrant checkpoints, zb-h1": (reentrant_layers, 2, "zb-h1", {}),
+    "compiled layers, zb-h1": (compiled_layers, 2, "zb-h1", {}),
     "an empty stage": (four, 3, "1f1b", {"partition_method": "0,2,2,4"}),
     "an empty chunk": (four, 2, "interleaved", {"partition_method": "0,1,1,3,4", "chunks": 2}),
 }

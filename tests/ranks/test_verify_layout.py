@@ -87,6 +87,18 @@ class NoGradientSum(Faulty):
         return super().forward(hidden) + self.down(inner)[0]
 
 
+class OwnStatistics(Faulty):
+    """A running mean of what one replica alone sees; it changes no output."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.register_buffer("mean", torch.zeros(hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.mean.lerp_(hidden.detach().mean((0, 1)), 0.5)
+        return super().forward(hidden)
+
+
 def _decoder(fault: type[Faulty] | None) -> Callable[[], nn.Module]:
     class Block(decoder.TransformerBlockPipe):
         def __init__(self, hidden_size: int, heads: int) -> None:
@@ -208,6 +220,12 @@ def test_first_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_fi
     found = _verdict(OwnValues, Layout(tp=2), tmp_path, tiny_data, vocab_file)
     assert found.first_values and found.first_values.name == f"{AT}.extra.scale"
     assert "never seeded by the rank" in found.first_values.words
+
+
+def test_a_buffer_that_differs_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    found = _verdict(OwnStatistics, Layout(dp=2), tmp_path, tiny_data, vocab_file)
+    assert not found.agrees and found.forward is None and found.backward is None
+    assert found.state and found.state.name == f"{AT}.extra.mean"
 
 
 T5_FLAGS = ("--num-decoder-layers", "2", "--enc-seq-length", "24", "--dec-seq-length", "12", "--seq-length", "24")

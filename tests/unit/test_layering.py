@@ -300,7 +300,7 @@ PRIVATE = {
         "_will_engine_execute_node", "_world",
     },
     "tds/_torch.py": {
-        "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm",
+        "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
         "_get_backend", "_get_default_store", "_storage_Use_Count",
     },
     "tds/diagnose.py": {"_current_frames"},  # of sys: there is no other way to another thread's stack

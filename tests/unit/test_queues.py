@@ -14,6 +14,7 @@ from tests.support import covering
 
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": schedule.one_forward_one_backward,
+    "1f1b, extra_warmup 1": partial(schedule.one_forward_one_backward, extra_warmup=1),
     "1f1b, extra_warmup 2": partial(schedule.one_forward_one_backward, extra_warmup=2),
     "gpipe": schedule.gpipe,
     "interleaved": partial(schedule.interleaved, chunks=2),
@@ -45,6 +46,14 @@ def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str
             finish(plan_of(name, stages, micros), Rules(ahead=0, one_hardware_queue=True))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
+def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
+    """Before every computation of every stage."""
+    for stages in (2, 3, 4, 8):
+        for micros in (1, stages + 1, 4 * stages):
+            finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))
+
+
 @pytest.mark.parametrize("stages", range(2, 12))
 def test_no_two_borders_of_a_stage_have_the_same_colour(stages: int) -> None:
     for stage in range(stages):
@@ -72,6 +81,8 @@ HANGS: list[tuple[str, int, dict[str, Any]]] = [
     ("1f1b", 4, {"one_hardware_queue": True}),
     ("interleaved", 4, {"ahead": 0, "one_hardware_queue": True}),
     ("1f1b, extra_warmup 2", 3, {"ahead": 0, "one_hardware_queue": True}),
+    ("1f1b", 2, {"ahead": 1, "device_waits": True}),
+    ("1f1b", 4, {"ahead": 2, "device_waits": True}),
 ]
 
 

@@ -1,0 +1,134 @@
+"""Persistent buffers in checkpoints: which rank writes which, and which of them no layout-free checkpoint can hold in full."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.model.layers import global_buffers
+from megatron.ranks.agreement import fingerprint
+
+from .files import BUFFER
+from .stream import CODES, Slot, StreamWriter, stored
+
+_begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
+
+
+class Held(NamedTuple):
+    """A buffer as one rank holds it. changed: since the run began or was resumed."""
+
+    pipe: int
+    data: int
+    model: int
+    fingerprint: int
+    changed: bool
+
+
+class Buffers:
+    """The buffers that this rank writes: CPU copies by key, the shapes of their wholes, and warnings for rank 0 to print."""
+
+    def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, Held]]) -> None:
+        """surveys: the `survey` of each rank."""
+        mesh, here = mpu.get_mesh(), dict(_savable(model))
+        by_name: dict[str, list[Held]] = {}
+        for each in surveys:
+            for name, held in each.items():
+                by_name.setdefault(name, []).append(held)
+        self.copies: dict[str, Tensor] = {}
+        for name, every in by_name.items():
+            if name in here and (mesh.pipe.rank, mesh.data.rank, mesh.model.rank) == (_owner(name, every), 0, 0):
+                self.copies[f"{BUFFER}.{name}"] = stored(here[name].detach()).to("cpu", copy=True)
+        self.warnings = [line for name, every in by_name.items() for line in _conflicts(name, every)]
+        self.warnings += _not_savable(model)
+
+    @property
+    def expected(self) -> dict[str, list[int]]:
+        """Shapes of the wholes by key."""
+        return {key: list(value.shape) for key, value in self.copies.items()}
+
+    def write(self, path: Path) -> dict[str, Any] | None:
+        """Write this rank's buffers to `path`; returns the report of the file, None where there is nothing to write. Raises OSError."""
+        if not self.copies:
+            return None
+        slots = [Slot(key, tuple(value.shape), value.dtype) for key, value in self.copies.items()]
+        with StreamWriter(path, slots) as writer:
+            for key, value in self.copies.items():
+                writer.add(key, value)
+        places = {key: {"dim": 0, "begin": 0, "end": shape[0], "shape": shape} for key, shape in self.expected.items()}
+        return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": set()}
+
+
+def remember(model: nn.Module) -> None:
+    """Note what the buffers of `model` are now, so that a save knows which stage has changed one since."""
+    _begun[model] = {name: _fingerprint(buffer) for name, buffer in _savable(model)}
+
+
+def survey(model: nn.Module) -> dict[str, Held]:
+    """Return the fingerprints of this rank's buffers, which all ranks exchange before a save."""
+    mesh, before = mpu.get_mesh(), _begun.get(model, {})
+    found = {}
+    for name, buffer in _savable(model):
+        now = _fingerprint(buffer)
+        place = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
+        found[name] = Held(*place, now, before.get(name, now) != now)
+    return found
+
+
+def _savable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in global_buffers(model):
+        if buffer.numel() and _real_dtype(buffer) in CODES:
+            yield name, buffer
+
+
+def _not_savable(model: nn.Module) -> Iterator[str]:
+    """Warnings of state of this process that has no form in our files."""
+    for name, buffer in global_buffers(model):
+        if buffer.numel() and _real_dtype(buffer) not in CODES:
+            yield f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: it begins again after a resume"
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield (
+                f"warning: the module {name or type(module).__name__} has get_extra_state(), which checkpoints do not hold: "
+                f"keep that state in buffers"
+            )
+
+
+def _real_dtype(buffer: Tensor) -> torch.dtype:
+    return buffer.real.dtype if buffer.is_complex() else buffer.dtype
+
+
+def _fingerprint(buffer: Tensor) -> int:
+    return int(fingerprint(stored(buffer.detach()).resolve_conj()).item())
+
+
+def _owner(name: str, held: Sequence[Held]) -> int:
+    """The stage whose buffer counts: the last for the loss, else the first that has changed it, else the first."""
+    stages = sorted({each.pipe for each in held})
+    if name.startswith("loss_fn."):
+        return stages[-1]
+    return min((each.pipe for each in held if each.changed), default=stages[0])
+
+
+def _conflicts(name: str, held: Sequence[Held]) -> Iterator[str]:
+    """Warnings where ranks hold different buffers under one name, of which a checkpoint can hold one."""
+    owner = _owner(name, held)
+    there = [each for each in held if each.pipe == owner]
+    changed = [each for each in held if each.changed and not each.data and not each.model]
+    found = {
+        "data-parallel replicas: reduce it over mpu.get_data_parallel_group()": [e for e in there if not e.model],
+        "model-parallel ranks: make it a parameter without gradient, of which mpu.declare() says how it is split": [
+            e for e in there if not e.data
+        ],
+        "pipeline stages: keep it in the layer that changes it": [] if name.startswith("loss_fn.") else changed,
+    }
+    for axis_and_advice, each in found.items():
+        if len({one.fingerprint for one in each}) > 1:
+            axis, advice = axis_and_advice.split(": ")
+            yield (
+                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only that of the first (stage {owner}); "
+                f"{advice}, or set persistent=False if it is no state"
+            )

@@ -1,0 +1,78 @@
+"""Mistakes of a user's loop or model that torch would report far from their place, or not at all; each in one sentence."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .nested import as_tuple
+
+
+def refuse_what_is_no_iterator(data: Any, stage: int) -> None:
+    """Raise TypeError for a list or a DataLoader where an iterator is due."""
+    if data is None or hasattr(type(data), "__next__"):
+        return
+    raise TypeError(
+        f"stage {stage}: the data of train_batch() and eval_batch() come from an iterator, not from a {type(data).__name__}, which would "
+        f"begin anew with every step: make one before the loop, iter(data), and give it to every call"
+    )
+
+
+def refuse_outputs_as_loss(outputs: Any, stage: int) -> None:
+    """Raise TypeError if there is no loss_fn, and what the last layer returns is no loss either."""
+    values = outputs.values() if isinstance(outputs, Mapping) else (outputs,)
+    if all(isinstance(each, Tensor) and each.numel() == 1 for each in values):
+        return
+    found = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+    raise TypeError(
+        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {found}, which is no loss: build it with "
+        f"PipelineModule(..., loss_fn=f), where f(outputs, labels) returns one number"
+    )
+
+
+def refuse_detached(loss: Tensor, outputs: Any, stage: int) -> None:
+    """Raise RuntimeError if no gradient leads from the loss of a training step to anything."""
+    if loss.requires_grad:
+        return
+    if any(isinstance(each, Tensor) and each.requires_grad for each in as_tuple(outputs)):
+        raise RuntimeError(
+            f"stage {stage}: no gradient leads from the loss to the outputs of the model: loss_fn must compute it from them without "
+            f"detach(), item() or no_grad()"
+        )
+    raise RuntimeError(
+        f"stage {stage}: there is nothing to learn: no weight that the outputs depend on requires a gradient; call "
+        f"requires_grad_(True) on the weights to train"
+    )
+
+
+def warn_of_untied(module: Any) -> None:
+    """Warn, on rank 0, of modules and weights that are one object in the list of layers but lie on several stages."""
+    if module.num_stages == 1 or module.global_rank:
+        return
+    places: dict[int, list[int]] = defaultdict(list)
+    names: dict[int, str] = {}
+    for index, layer in enumerate(module._layer_specs):
+        for name, thing in _things(layer):
+            if index not in places[id(thing)]:
+                places[id(thing)].append(index)
+            names.setdefault(id(thing), f"{index}{name and '.'}{name}")
+    told: set[tuple[int, ...]] = set()
+    for key, indices in places.items():
+        stages = sorted({module.stage_owner(index) for index in indices})
+        if len(stages) > 1 and tuple(indices) not in told:
+            told.add(tuple(indices))
+            warnings.warn(
+                f"{names[key]} is one object in the layers {', '.join(map(str, indices))}, which lie on the stages "
+                f"{', '.join(map(str, stages))}: each stage trains a copy of its own; TiedLayerSpec ties them",
+                stacklevel=3,
+            )
+
+
+def _things(layer: Any) -> Iterator[tuple[str, Any]]:
+    """A layer itself and its weights, which another layer may hold, too. A LayerSpec builds new ones wherever it stands."""
+    if isinstance(layer, nn.Module):
+        if any(True for _ in layer.parameters()):
+            yield "", layer
+        yield from layer.named_parameters()

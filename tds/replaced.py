@@ -1,0 +1,87 @@
+"""Weights and layers that a user replaces after the engine was made: followed, or named before a step that would miss them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ._deepspeed import flat_groups
+
+ADVICE = (
+    "copy into the weight instead (p.data.copy_(new), load_state_dict without assign), or call tds.initialize() again"
+)
+
+
+class ReplacedWeightError(ValueError):
+    """The optimizer would never step what replaced a weight; the message names the weight."""
+
+
+class KnownModel:
+    """The weights and layers of `module` as they were when its engine was made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._weights = set(module.parameters())
+        self._layers = _layers(module)
+
+    def follow_layers(self) -> None:
+        """Let a PipelineModule run the layers that now stand under its names. It keeps a list of its own, made with the module.
+
+        Raises ReplacedWeightError if that list holds something else, e.g. a compiled function, in the place of the old layer.
+        """
+        for name, layer in _layers(self._module).items():
+            before = self._layers.get(name)
+            if before is None or before is layer:
+                continue
+            self._layers[name] = layer
+            functions: list[Any] = self._module.forward_funcs  # type: ignore[assignment]
+            places = [at for at, function in enumerate(functions) if _layer_of(function) is before]
+            if not places:
+                raise ReplacedWeightError(
+                    f"the layer {name} was replaced, but the pipeline runs something that was made of the old one: "
+                    f"replace it before tds.initialize()"
+                )
+            for at in places:
+                functions[at] = _with_layer(functions[at], layer)
+
+    def check_weights(self, optimizer: Any) -> None:
+        """Raise ReplacedWeightError for a weight that is no longer what DeepSpeed's optimizer steps.
+
+        Either the module holds another Parameter (`load_state_dict(assign=True)`, a replaced layer), or the Parameter has left the
+        flat memory into which ZeRO or a half-precision optimizer writes new weights (`p.data = new`, `module.to(dtype)`).
+        """
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
+        for p, name in names.items():
+            if p.requires_grad and p not in self._weights and p not in stepped:
+                raise ReplacedWeightError(
+                    f"the weight {name} became another Parameter after tds.initialize(), which no optimizer steps: {ADVICE}"
+                )
+        for weights, flat in flat_groups(optimizer):
+            for weight in weights:
+                if weight in names and weight.numel() and not _same_storage(weight, flat):
+                    raise ReplacedWeightError(
+                        f"the storage of the weight {names[weight]} was replaced after tds.initialize(), and "
+                        f"{type(optimizer).__name__} would keep stepping the old one: {ADVICE}"
+                    )
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _layers(module: Any) -> dict[str, nn.Module]:
+    """The layers of a PipelineModule by the name under which it registers them; none of another module."""
+    found = {name: module.get_submodule(name) for name in getattr(module, "fwd_map", ())}
+    tied = module.tied_modules.items() if found or hasattr(module, "forward_funcs") else ()
+    return found | {f"tied_modules.{key}": layer for key, layer in tied}
+
+
+def _layer_of(function: Callable[..., Any]) -> Any:
+    """The layer that an entry of `forward_funcs` runs: itself, or what a TiedLayerSpec's `forward_fn` is given."""
+    return function.args[0] if isinstance(function, partial) and function.args else function
+
+
+def _with_layer(function: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
+    return partial(function.func, layer, *function.args[1:]) if isinstance(function, partial) else layer

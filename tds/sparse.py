@@ -1,0 +1,94 @@
+"""Gradients of rows, as `nn.Embedding(sparse=True)` gives them: summed without a dense copy, or made dense where DeepSpeed flattens."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ABSENT, DENSE = -1, -2  # these take the place of a number of rows
+
+
+def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of embeddings whose gradients are sparse, in an order that is the same on all replicas."""
+    found = [getattr(layer, "weight", None) for layer in module.modules() if getattr(layer, "sparse", False)]
+    return list(dict.fromkeys(p for p in found if isinstance(p, nn.Parameter) and p.requires_grad))
+
+
+def refuse_sparse(module: nn.Module, optimizer: object) -> None:
+    """Raise ValueError naming a weight with sparse gradients if `optimizer` is one of torch's that takes none."""
+    weights = sparse_weights(module)
+    takes = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+    if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):
+        name = next(name for name, p in module.named_parameters() if p is weights[0])
+        raise ValueError(
+            f"torch's {type(optimizer).__name__} takes no sparse gradients, which the weight {name} has: build that embedding with "
+            f"sparse=False, or use SGD, Adagrad, SparseAdam, or ZeRO stage 1"
+        )
+
+
+def numbers_of(parameter: nn.Parameter) -> Tensor:
+    """The gradient of `parameter`, of a sparse one its values: changes in place reach the gradient."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad.detach()
+    parameter.grad = parameter.grad.detach().coalesce()  # else a row that was looked up twice would count in parts
+    return parameter.grad.values()
+
+
+def make_dense(weights: Iterable[nn.Parameter]) -> None:
+    """Let these weights have dense gradients as soon as autograd has them: ZeRO and half precision flatten gradients."""
+
+    def dense(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(dense)  # type: ignore[no-untyped-call]
+
+
+def empty_gradient(weight: Tensor) -> Tensor:
+    """A sparse gradient without rows."""
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.long, device=weight.device), weight.new_empty(0, *weight.shape[1:]), weight.shape
+    )
+
+
+def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
+    """Sum over the group the gradients of weights that may be sparse, dense or absent on each of its ranks. A collective.
+
+    The sum is sparse, with the rows of all ranks, unless any of them is dense; it is absent where all are.
+    """
+    for weight in weights:
+        grad = weight.grad
+        rows = ABSENT if grad is None else _rows(grad)
+        counts = _gather(torch.tensor([rows], device=weight.device), group)
+        most = max(int(each) for each in counts)
+        if any(int(each) == DENSE for each in counts):
+            dense = torch.zeros_like(weight) if grad is None else grad.to_dense() if grad.is_sparse else grad
+            dist.all_reduce(dense, group=group)  # type: ignore[arg-type]
+            weight.grad = dense
+        elif most > ABSENT:
+            weight.grad = _sum_of_rows(empty_gradient(weight) if grad is None else grad, most, counts, group)
+
+
+def _rows(grad: Tensor) -> int:
+    """How many rows a sparse gradient has; DENSE for one that is no list of rows."""
+    return grad.coalesce().indices().shape[1] if grad.is_sparse and grad.sparse_dim() == 1 else DENSE
+
+
+def _sum_of_rows(grad: Tensor, most: int, counts: list[Tensor], group: object) -> Tensor:
+    """most, counts: the number of rows on the rank that has most of them, and on each rank."""
+    grad = grad.coalesce()
+    missing = most - grad.indices().shape[1]
+    indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(missing)])
+    values = torch.cat([grad.values(), grad.values().new_zeros(missing, *grad.shape[1:])])
+    ranks = [max(int(each), 0) for each in counts]
+    parts = [torch.cat([x[:n] for x, n in zip(_gather(t, group), ranks, strict=True)]) for t in (indices, values)]
+    return torch.sparse_coo_tensor(parts[0][None], parts[1], grad.shape).coalesce()
+
+
+def _gather(x: Tensor, group: object) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]  # type: ignore[arg-type]
+    dist.all_gather(found, x.contiguous(), group=group)  # type: ignore[arg-type]
+    return found

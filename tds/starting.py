@@ -1,0 +1,24 @@
+"""Errors between `init_distributed` and the first watched engine: they reach all ranks, so that none waits for one that has ended."""
+
+import torch.distributed as dist
+
+from .diagnose import Watchdog
+
+
+class _Start:
+    """What a watchdog describes until an engine has one of its own; kept here, as a watchdog keeps nothing alive."""
+
+    watchdog: Watchdog | None = None
+
+    def describe(self, what: object) -> str:
+        return str(what)
+
+
+_start = _Start()
+
+
+def watch_the_start() -> None:
+    """Let an error that ends this process end all ranks, with a report, until an engine watches them."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and Watchdog.latest() is None:
+        _start.watchdog = Watchdog(float("inf"), _start.describe, "run", idle="before its first watched step")
+        _start.watchdog.reports_all_errors = True

@@ -1,0 +1,138 @@
+"""Mistakes of a user's loop or model under `tds` alone: one sentence each, and no rank waits for another."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tds
+from tds.diagnose import without_cpp
+from tests.support import ROOT, on_ranks
+
+mse = nn.functional.mse_loss
+
+
+def _frozen() -> list[Any]:
+    return [layer.requires_grad_(False) for layer in _two()]
+
+
+def _two() -> list[Any]:
+    return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+
+MISTAKES: dict[
+    str, tuple[Any, Any, Any, type[Exception], str]
+] = {  # layers, loss, what becomes of the data, error, words
+    "nothing learns": (_frozen, mse, iter, RuntimeError, "nothing to learn"),
+    "no weights": (lambda: [nn.Identity(), nn.Identity()], mse, iter, RuntimeError, "nothing to learn"),
+    "a detached loss": (_two, lambda out, y: mse(out.detach(), y), iter, RuntimeError, "loss_fn"),
+    "a list": (_two, mse, list, TypeError, "iter(data)"),
+    "a DataLoader": (_two, mse, torch.utils.data.DataLoader, TypeError, "iter(data)"),
+    "no loss_fn": (_two, None, iter, TypeError, "no loss_fn"),
+}
+
+
+def _mistake(name: str) -> None:
+    make, loss, of, kind, words = MISTAKES[name]
+    net = tds.PipelineModule(make(), num_stages=1, loss_fn=loss)
+    optimizer = torch.optim.SGD(list(net.parameters()) or [nn.Parameter(torch.zeros(1))], lr=0.1)
+    engine = tds.initialize(model=net, optimizer=optimizer, config={"train_batch_size": 2})[0]
+    with pytest.raises(kind) as error:
+        engine.train_batch(of([(torch.ones(2, 4), torch.zeros(2, 4))]))
+    assert words in str(error.value) and "--" not in str(error.value) and "\n" not in str(error.value)
+
+
+def _all_mistakes() -> None:
+    for name in MISTAKES:
+        _mistake(name)
+
+
+def test_each_mistake_is_a_sentence() -> None:
+    on_ranks(1, _all_mistakes)
+
+
+def _one_object(kind: str) -> list[str]:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    if kind == "module":
+        last = first
+    if kind == "weight":
+        last.weight = first.weight
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net = tds.PipelineModule(
+            [first, nn.Tanh(), nn.Tanh(), last], num_stages=2, loss_fn=mse, partition_method="uniform"
+        )
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        tds.initialize(model=net, optimizer=optimizer, config={"train_batch_size": 2})
+    return [str(each.message) for each in said if "stages" in str(each.message)]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("module", "0 is one"), ("weight", "0.weight is one"), ("neither", "")])
+def test_what_is_one_object_on_two_stages_is_named(kind: str, name: str) -> None:
+    first, second = on_ranks(2, _one_object, kind)
+    assert second == [] and len(first) == (kind != "neither")
+    assert all(line.startswith(name) and "layers 0, 3" in line for line in first)
+
+
+# ------------------------------------------------------------------- errors before the first step
+
+START = """
+import os, sys, torch
+import tds as deepspeed
+deepspeed.init_distributed(auto_mpi_discovery=False)
+rank = int(os.environ["RANK"])
+net = deepspeed.PipelineModule(
+    [torch.nn.Linear(4, 4), torch.nn.Identity()], num_stages=2, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+if sys.argv[1] == "optimizer":
+    optimizer, config = torch.optim.SGD(net.parameters(), lr=0.1), {"train_batch_size": 2}
+else:
+    optimizer, config = None, {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+deepspeed.initialize(model=net, optimizer=optimizer, model_parameters=list(net.parameters()), config=config)
+"""
+
+
+@pytest.mark.parametrize("where", ["optimizer", "initialize"])
+def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: Path) -> None:
+    """A stage without weights for its optimizer, and no launcher that would end the others."""
+    (tmp_path / "train.py").write_text(START)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    begun = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", where], cwd=tmp_path, env={**os.environ, **meet, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1] and time.monotonic() - begun < 60
+    assert said[0].startswith("run stopped: rank 1 raised ValueError: optimizer got an empty parameter list")
+    assert said[1] == ""
+
+
+def test_stacks_of_cpp_are_left_out() -> None:
+    text = (
+        "RuntimeError: Connection closed by peer\nException raised from recvBytes at ../TCPStore.cpp:10 (most recent call first):\n"
+        "frame #0: c10::Error::Error(std::string) + 0x96 (0x7f)\nframe #1: <unknown function> + 0x5ba (0x7f)\n\nafter it"
+    )
+    assert without_cpp(text).split("\n") == ["RuntimeError: Connection closed by peer", "after it"]
+    assert (
+        without_cpp("error\nC++ CapturedTraceback:\n#4 std::f from a.cpp:0\n#5 c10::g from b.cpp:0\n").strip()
+        == "error"
+    )
+    assert without_cpp("nothing #1 of the kind\nframe") == "nothing #1 of the kind\nframe"
