@@ -29,7 +29,9 @@ class _Sum:
     def reduce(self) -> None:
         """Begin to add up; gradients are views of the message from here on, so nothing is copied back."""
         there = [p.grad is not None for p in self.parameters]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        # A sparse gradient of no embedding, whose module says nothing, becomes dense: `F.embedding(..., sparse=True)`.
+        found = [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in self.parameters]
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
         if self._present is None:
             self._present = grads[0].new_ones(len(grads))
         present = self._present if all(there) else self._present * self._present.new_tensor(there)

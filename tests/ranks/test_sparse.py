@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tds
 from tds.pipe import TiedLayerSpec
+from tds.reducer import GradReducer
 from tests.support import covering, on_ranks
 
 TOKENS, WIDTH, MICROS, STEPS = 12, 4, 2, 4
@@ -174,3 +175,21 @@ def _adam() -> str:
 def test_an_optimizer_that_takes_none_is_refused_at_the_start() -> None:
     (said,) = on_ranks(1, _adam)
     assert "AdamW" in said and "0.weight" in said
+
+
+def _functional() -> None:
+    """Rows of a weight whose module does not say that its gradient is sparse."""
+    weight = nn.Parameter(torch.zeros(TOKENS, WIDTH))
+    reducer = GradReducer(nn.ParameterList([weight]), dist.group.WORLD)
+    reducer.arm()
+    rows = torch.tensor([dist.get_rank(), 5])
+    torch.autograd.backward(nn.functional.embedding(rows, weight, sparse=True).sum())
+    reducer.finish()
+    expected = torch.zeros(TOKENS, WIDTH)
+    expected[0] = expected[1] = 1
+    expected[5] = 2
+    assert weight.grad is not None and torch.equal(weight.grad.to_dense(), expected)
+
+
+def test_rows_of_a_weight_that_is_no_embedding() -> None:
+    on_ranks(2, _functional)
