@@ -1,6 +1,7 @@
 """Limits for chat templates, which come with models of strangers: time, and sizes that an operator may make."""
 
 import contextlib
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 SECONDS = 10.0
 MOST_BITS = 1 << 16
 MOST_ITEMS = 1 << 26  # characters of a text, elements of a list
-BOUNDED = frozenset(("**", "*", "+"))  # operators that `bounded` looks at; jinja2 then folds no constants of them
+BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `bounded` looks at; jinja2 then folds no constants of them
 
 
 class EndlessTemplate(ValueError):
@@ -38,6 +39,8 @@ def limited() -> Iterator[None]:
 
 def refuse_large(operator: str, left: Any, right: Any) -> None:
     """Raise EndlessTemplate for an operation in C, which no timer interrupts, if its result would be huge."""
+    if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
+        raise EndlessTemplate(f"the chat template formats with {left[:40]!r}, whose width has no bound")
     bits = max((value.bit_length() for value in (left, right) if isinstance(value, int)), default=0)
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if abs(left) > 1 else 0

@@ -106,6 +106,8 @@ ENDLESS = [
     "{% set n = namespace(s=3) %}{% for a in range(90) %}{% set n.s = n.s * n.s %}{% endfor %}",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "{{ 1 // 0 }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (10 ** 9, 1) }}",
 ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.streams import Guarded, Named, guarded
-from tests.support import ROOT
+from tests.support import FULL, ROOT
 
 FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -100,7 +100,7 @@ def _head(argv: list[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["bash", "-c", script, "bash", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("how", [_full_stdout, _closed, _head])
+@pytest.mark.parametrize("how", [_full_stdout, _closed, pytest.param(_head, marks=FULL)])
 def test_a_run_trains_and_saves(
     tmp_path: Path, tiny_data: str, vocab_file: str, how: "Callable[[list[str]], subprocess.CompletedProcess[str]]"
 ) -> None:
