@@ -73,6 +73,8 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
         return reader
 
     reader = on_all_ranks(check)
+    unread = _unread_weights(reader, engine)
+    on_all_ranks(lambda: _refuse_unread(reader, unread, wanted))
     on_all_ranks(_loader(reader, engine, config, wanted))
     _restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
@@ -96,6 +98,25 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
         if names:
             some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             print_rank_0(f"warning: {reader.path}: the buffers {some} {words}")
+
+
+def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
+    """Return the weights of a checkpoint that no rank has a parameter for. All ranks must call this."""
+    own = [name for name, _ in global_parameters(engine.module)]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    known = {f"{WEIGHT}.{name}" for names in every for name in names}
+    return sorted(key for key in reader.tensors if key.startswith(f"{WEIGHT}.") and key not in known)
+
+
+def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Wanted) -> None:
+    """Raise CheckpointError for weights that would be dropped by a resume; a note for one that takes weights only."""
+    if not unread:
+        return
+    shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+    if wanted.position:
+        raise CheckpointError(f"{reader.path / INDEX} lists weights that this model does not have: {shown}")
+    print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown}")
 
 
 def refuse_contradictions(

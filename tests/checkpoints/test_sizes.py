@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import CheckpointError, CheckpointReader, plain_config
+from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.load import refuse_contradictions
 from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.shapes import described, whole_shapes
@@ -21,6 +21,7 @@ from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.convert.hf_folder import Folder
 from megatron.tokenizer.train import train_byte_bpe
+from tests.support import RankFailure, train_gpt2
 
 SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --vocab-size 270"
 FAMILIES = {
@@ -202,3 +203,17 @@ def test_a_config_of_theirs_that_no_memory_holds(family: str, tmp_path: Path) ->
             (tmp_path / "config.json").write_text(json.dumps({**content, key: value}))
             with little_memory(), pytest.raises(ValueError, match=rf"config\.json: {key} is"):
                 Folder(tmp_path)
+
+
+def test_a_resume_drops_no_layer(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Though the settings on both sides name one layer less."""
+    flags = f"{SMALL.replace(' --vocab-size 270', '')} --batch-size 2 --eval-iters 0 --precision fp32 --no-tensorboard".split()
+    flags += ["--data-path", tiny_data, "--vocab-file", vocab_file, "--save-interval", "1", "--lr", "0.001"]
+    train_gpt2(1, tmp_path / "run", *flags, "--train-iters", "1")
+    path = find_checkpoint(str(tmp_path / "run"))
+    edit(path, model("num_layers", 1))
+    (path.parent / "latest").write_text(f"{path.name}\n")
+    with pytest.raises(
+        RankFailure, match=r"checkpoint\.json lists weights that this model does not have: weight\.layers\.1\."
+    ):
+        train_gpt2(1, tmp_path / "run", *flags, "--train-iters", "2", "--num-layers", "1")
