@@ -92,7 +92,9 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     given = engine._config._param_dict
     zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
-    settings = {key: given[key] for key in COPIED if key in given}
+    # DeepSpeed takes bf16 with fp32 sums under ZeRO only; the caller that reduces itself has no need of either.
+    names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
+    settings = {key: given[key] for key in names if key in given}
     settings |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micros,
