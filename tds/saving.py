@@ -21,6 +21,7 @@ class ComparesReplicas:
     _compared = False
 
     def save_checkpoint(self: Any, *args: Any, **more: Any) -> Any:
+        """Save as DeepSpeed does, and name buffers that replicas do not share at the first save."""
         if not self._compared:
             self._compared = True
             warn_of_replicas(self.module, self.seq_data_parallel_group)

@@ -175,7 +175,7 @@ def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def global_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(global name, buffer) of every buffer of this process that a state_dict holds, named as `global_parameters` does."""
+    """Yield (global name, buffer [...]) of every buffer here that a state_dict holds, named as `global_parameters` does."""
     yield from _by_layer(model, _persistent)
 
 

@@ -36,6 +36,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a writer of a save dies": (f"{A}incomplete.py::test_every_error_of_a_writer_ends_the_save_and_nothing_else",),
     "new checkpoints are damaged": (f"{A}incomplete.py::test_the_newest_whole_checkpoint_stays",),
     "the disk of the checkpoints is full": (f"{A}damage.py::test_a_disk_that_takes_no_more", f"{U}goes_on_without.py::test_a_failed_save_is_tried_again"),
+    "standard output or error cannot be written": (f"{U}streams.py::test_a_run_trains_and_saves",),
+    "a save takes longer than 5 minutes": (f"{U}hostile_input.py::test_a_save_that_hangs_is_named",),
+    "metrics.jsonl holds a line that no run has written": (
+        f"{U}hostile_input.py::test_a_strange_line_of_metrics_is_dropped_by_name_when_a_run_resumes",
+        f"{U}hostile_input.py::test_a_report_names_file_and_line",
+    ),
+    "an output of the run directory is a link": (f"{U}outputs.py",),
     "the disk of the run directory is full": (f"{U}goes_on_without.py::test_metrics_wait_for_a_disk_with_space",),
     "an old checkpoint cannot be deleted": (f"{U}goes_on_without.py::test_an_old_checkpoint_that_cannot_be_deleted",),
     "a report cannot be drawn": (f"{U}goes_on_without.py::test_a_report_that_cannot_be_drawn",),

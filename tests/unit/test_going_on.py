@@ -176,7 +176,7 @@ def test_verify_finds_zeros_in_each_part(
         tool.verify(tool.build_parser().parse_args(["verify", str(tmp_path / name)]))
 
     verify("a_text_document")
-    assert capsys.readouterr().out.count("all is well (lengths, borders, checksums)") == 3
+    assert capsys.readouterr().out.count("all is well (lengths, borders, checksums, ids of 0 and more)") == 3
     for part in ("context", "target", "target_offset"):
         verify(f"a_text_document_{part}")
         assert "checksums" in capsys.readouterr().out

@@ -190,9 +190,9 @@ def test_a_save_that_hangs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(save, "SLOW_SECONDS", 0.05)
-    saver: Any = SimpleNamespace()
+    saver: Any = SimpleNamespace(_buffers=SimpleNamespace(write=lambda path: None))
     for name, seconds in (("iter_0000002", 0.5), ("iter_0000004", 0.0)):
-        monkeypatch.setattr(save, "_write_share", lambda *_, seconds=seconds: time.sleep(seconds))
+        monkeypatch.setattr(save, "write_share", lambda *_, seconds=seconds: time.sleep(seconds))
         save.Saver._write(saver, tmp_path / f"{name}.tmp" / "share.safetensors", [], [])
     time.sleep(0.2)
     said = capsys.readouterr().out

@@ -120,13 +120,18 @@ def test_apex_learns_what_torch_learns(flags: str, norm: type[nn.Module], on_gpu
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
+def plain_engine(optimizer: torch.optim.Optimizer) -> Any:
+    """An engine of DeepSpeed without ZeRO, as far as the optimizer's state asks."""
+    return SimpleNamespace(optimizer=optimizer, zero_optimization_stage=lambda: 0)
+
+
 def test_the_steps_that_apex_counts_go_into_checkpoints_and_come_back(on_gpu: None) -> None:
-    engines = [SimpleNamespace(optimizer=_losses(f"{FLAGS} {more}")[2]) for more in ("", "--kernels torch")]
+    engines = [plain_engine(_losses(f"{FLAGS} {more}")[2]) for more in ("", "--kernels torch")]
     for engine in engines:
         assert zero_state.get_step(engine) == 6
         assert zero_state.moment_names(engine) == ["exp_avg", "exp_avg_sq"]
     model, _ = _model(parse(FLAGS.split()))
-    fresh = SimpleNamespace(optimizer=build_optimizer(model, parse(FLAGS.split()).optim, "apex"))
+    fresh = plain_engine(build_optimizer(model, parse(FLAGS.split()).optim, "apex"))
     zero_state.make_moments(fresh, ["exp_avg", "exp_avg_sq"], 6)
     assert zero_state.get_step(fresh) == 6
 
@@ -150,7 +155,7 @@ def test_counts_of_steps_are_made_where_torch_would_have_them(fused: bool) -> No
     """A fused kernel reads them on the device of the weights, where `load_state_dict` puts them; others on the CPU."""
     weights = [nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)]
     ours, theirs = (torch.optim.AdamW([weight], fused=fused) for weight in weights)
-    zero_state.make_moments(SimpleNamespace(optimizer=ours), ["exp_avg", "exp_avg_sq"], 3)
+    zero_state.make_moments(plain_engine(ours), ["exp_avg", "exp_avg_sq"], 3)
     theirs.load_state_dict(ours.state_dict())
     found, wanted = (o.state[w]["step"] for o, w in zip((ours, theirs), weights, strict=True))
     assert found.device == wanted.device and found.dtype == wanted.dtype

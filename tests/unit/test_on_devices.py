@@ -71,7 +71,7 @@ def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
 
 def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = SimpleNamespace(
-        num_stages=2, device=torch.device("cuda"), fp16_enabled=lambda: False, _config=SimpleNamespace(),
+        num_stages=2, device=torch.device("cuda"), fp16_enabled=lambda: False, _config=SimpleNamespace(torch_autocast_enabled=False),
         module=SimpleNamespace(activation_checkpoint_interval=0),
     )  # fmt: skip
     start._refuse_what_cannot_be(engine, {}, 1)

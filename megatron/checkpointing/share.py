@@ -1,0 +1,140 @@
+"""What one rank writes of a checkpoint: its parameters with their moments, as one file."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.model.layers import global_parameters
+from tds import optimizer_state as zero_state
+from tds.pipe import is_pipeline
+
+from .files import WEIGHT
+from .stream import Slot, StreamWriter
+
+
+class Part(NamedTuple):
+    """A parameter, what there is of it (its weight, its moments), whether this rank writes it, and whether other stages do as well."""
+
+    name: str
+    parameter: nn.Parameter
+    kinds: list[str]
+    mine: bool
+    shared: bool = False
+
+
+def parts_of(engine: Any, moments: list[str]) -> list[Part]:
+    """Every parameter of this rank; its data-parallel copies share out the writing, the largest first."""
+    mesh = mpu.get_mesh()
+    every = list(global_parameters(engine.module))
+    load = [0] * mesh.data.size
+    writer = {}
+    for name, parameter in sorted(every, key=lambda item: -math.prod(mpu.spec_of(item[1]).local_shape)):
+        writer[name] = load.index(min(load))
+        load[writer[name]] += math.prod(mpu.spec_of(parameter).local_shape)
+    parts = []
+    for name, parameter in every:
+        _, begin, end = mpu.spec_of(parameter).rows  # a rank may hold nothing but padding of the vocabulary
+        mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
+        if name.startswith("loss_fn."):  # on all stages, but only the last one learns it
+            mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
+        kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
+        parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
+    return parts
+
+
+def _is_on_every_stage(model: Any, name: str) -> bool:
+    """Return whether `name` is outside of the layers of a PipelineModule: in a tied module, or held by the PipelineModule itself."""
+    return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
+
+
+def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
+    """key -> shape of the whole of what a checkpoint must hold by what this rank knows: all weights, and the moments it writes."""
+    return {
+        f"{kind}.{part.name}": list(mpu.spec_of(part.parameter).full_shape)
+        for part in parts
+        for kind in (part.kinds if part.mine else [WEIGHT])
+    }
+
+
+def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
+    """Return the weights that the optimizer has no state for: those that are frozen or never had a gradient."""
+    names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
+    return sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
+
+
+def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
+    """By name, how often the optimizer has stepped the parameters that this rank writes, where that is less than `most`."""
+    steps = {part.name: zero_state.step_of(engine, part.parameter) for part in parts if part.mine}
+    return {name: step for name, step in steps.items() if step is not None and step != most}
+
+
+def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's share, one tensor at a time. Under ZeRO each is a collective: go through to the end."""
+    for name, parameter, kinds, mine, _ in parts:
+        for kind in kinds:
+            weight = kind == WEIGHT
+            value = zero_state.get_weight(parameter) if weight else zero_state.get_moment(engine, parameter, kind)
+            if mine:
+                yield f"{kind}.{name}", mpu.spec_of(parameter).without_padding(value)
+
+
+def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
+    """The file of this rank; None where it has nothing to write. Raises OSError, and ValueError for a weight that is not finite."""
+    values = iter(values)
+    learned = {part.name for part in parts if part.parameter.requires_grad}
+    shared = {part.name for part in parts if part.shared}
+    slots, places, learns = [], {}, set()
+    for name, parameter, kinds, *_ in (part for part in parts if part.mine):
+        spec = mpu.spec_of(parameter)
+        dim, begin, end = spec.rows
+        shape = list(spec.local_shape)
+        shape[dim] = end - begin
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        for kind in kinds:
+            slots.append(Slot(f"{kind}.{name}", tuple(shape), dtype))
+            places[f"{kind}.{name}"] = {
+                "dim": dim,
+                "begin": begin,
+                "end": end,
+                "shape": list(spec.full_shape),
+            }
+    try:
+        if not slots:
+            return None
+        with StreamWriter(path, slots) as writer:
+            for key, value in values:
+                writer.add(key, value)
+                kind, name = key.split(".", 1)
+                if kind == WEIGHT and name in learned and not _finite(value):
+                    raise ValueError(f"the weight {name} is not finite")
+                if name in shared and kind != WEIGHT and value.count_nonzero():
+                    learns.add(name)
+    finally:
+        for _ in values:  # reading may be a collective, and the others wait for this rank
+            pass
+    return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": learns}
+
+
+def _finite(x: Tensor) -> bool:
+    """Without a tensor of answers, which would need memory."""
+    return not x.numel() or all(map(math.isfinite, (each.item() for each in torch.aminmax(x))))
+
+
+def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """key -> its whole shape and the pieces that make it up.
+
+    What is on several stages without being tied (a weight next to a tied one, a weight of the PipelineModule itself) counts where it learns.
+    """
+    merged: dict[str, Any] = {}
+    for report in reports:
+        for key, place in report["tensors"].items():
+            entry = merged.setdefault(key, {"shape": place["shape"], "dim": place["dim"], "pieces": {}})
+            if place["begin"] not in entry["pieces"] or key.split(".", 1)[1] in report["learns"]:
+                piece = {"file": report["file"], "begin": place["begin"], "end": place["end"]}
+                entry["pieces"][place["begin"]] = piece
+    return {key: {**entry, "pieces": list(entry["pieces"].values())} for key, entry in merged.items()}
