@@ -198,7 +198,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     settings.pop("chat_date")  # a run may go on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
-    # Where chunks end depends on the columns that are read.
+    # The columns that are read decide where chunks end.
     columns = {source.path: other_columns(source.path) for source in sources if kind(source.path) == ".parquet"}
     return {**job, "columns": columns} if any(columns.values()) else job
 

@@ -1,4 +1,4 @@
-"""What exists only for code written for CPM-Pretrain: its names, signatures and masks, as thin adapters of ours.
+"""Thin adapters for code written for CPM-Pretrain: its names, signatures and masks.
 
 names.py     modules and names of the original: where each is now, or its counterpart
 models.py    models that read `get_args()` and take attention masks

@@ -1,4 +1,4 @@
-"""What `pretrain()` does for an entry script of CPM-Pretrain's form, whose provider is given numbers of samples."""
+"""The task of an entry script of CPM-Pretrain's form, whose provider is given numbers of samples."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from ..training.task import Batch, Datasets
 from ..utils import get_ltor_documents_and_position_ids
 from .data import T5Samples
 
-FAMILIES = {"T5Tokenizer": "t5"}  # by the tokenizer type of args_defaults
+FAMILIES = {"T5Tokenizer": "t5"}  # the tokenizer type of args_defaults tells the family
 
 
 def is_original(provider: Callable[..., Any]) -> bool:

@@ -85,7 +85,7 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
 
 
 def test_setup_py_knows_the_version() -> None:
-    """For tools that call it; the rest is in pyproject.toml, which `pip install` reads in the tests around this one."""
+    """setup.py serves tools that call it; `pip install` reads pyproject.toml, as the tests around this one show."""
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == megatron.__version__

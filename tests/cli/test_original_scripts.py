@@ -21,7 +21,7 @@ FAMILIES = {
     "gpt2": "--seq-length 32 --max-position-embeddings 32",
     "t5": "--enc-seq-length 64 --dec-seq-length 40 --max-position-embeddings 64 --kv-hidden-size 8 --ff-hidden-size 48",
 }
-# Of the original, batch sizes in it are read under a pipeline only.
+# The original reads batch sizes of this file under a pipeline only.
 DS_CONFIG = {
     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
     "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},

@@ -1,4 +1,4 @@
-"""What the pages of the originals name, line by line: the Ascend package of Megatron-DeepSpeed, and a loop of DeepSpeed."""
+"""Commands and loops of the original pages run line by line: the Ascend package of Megatron-DeepSpeed, and a loop of DeepSpeed."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_the_scripts_of_the_page(prepared: Path, tmp_path: Path, kind: str, size
     assert (run / "checkpoints/iter_0000002").is_dir() == (kind == "full")
 
 
-# The JSON that the page shows, with its comma in the wrong place left out.
+# The JSON that the page shows, without its misplaced comma.
 DS_CONFIG = {
     "train_batch_size": 8, "gradient_accumulation_steps": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
     "fp16": {"enabled": True}, "zero_optimization": True,

@@ -72,14 +72,14 @@ def test_consumed_samples_are_those_that_were_located(weights: list[str], sample
     [((0.7, 0.3), 1), ((1, 2, 4), 1), ((1, 1e-6, 1e-5), 2), ((0.6, 0.4, 3e-6), 2), ((0.9999, 0.00004, 1e-7), 2)],
 )
 def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bound: int) -> None:
-    """To within one sample, and to within two where tiny shares need a second level; docs/data.md says so."""
+    """The count of each corpus is within one sample of its share, or within two where tiny shares need a second level."""
     samples = 400_000
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners, _ = blend._locate_all(0, samples)
     prefix = np.arange(1, samples + 1)
     for i, weight in enumerate(weights):
         deviation = np.abs(np.cumsum(owners == i) - prefix * (weight / sum(weights)))
-        drift = prefix * (weight / sum(weights)) / 65536  # of weights that are rounded
+        drift = prefix * (weight / sum(weights)) / 65536  # weights that are rounded drift away
         assert (deviation < bound + drift * (bound > 1) + 1e-6).all()
 
 

@@ -1,4 +1,4 @@
-"""What code written for CPM-Pretrain imports and passes: each name is here or names its counterpart, each mask is taken or refused."""
+"""Code written for CPM-Pretrain: each name is here or names its counterpart, each mask is taken or refused."""
 
 import importlib
 import importlib.util
@@ -33,7 +33,7 @@ GONE_FROM_DEEPSPEED = {"tds.utils.distributed init_distributed", "tds.runtime.en
 
 
 def test_every_name_is_here_or_names_its_counterpart() -> None:
-    """By the statement of a script, `from module import name`; what is not here stands in the guide with its counterpart."""
+    """A script says `from module import name`; the guide lists the counterpart of each name that is not here."""
     pages = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("migration.md", "migration_zh.md")]
     here = 0
     for module, name in NAMES:

@@ -301,7 +301,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:
-    """English without a border suggests no encoding, and --encoding does not turn it into Chinese."""
+    """English in one long document suggests no encoding, and --encoding does not turn it into Chinese."""
     path = tmp_path / "x.txt"
     path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
     _, bad = read(path)

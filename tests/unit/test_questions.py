@@ -272,7 +272,7 @@ def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> Non
 
 
 def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Path) -> None:
-    """Of a byte-level vocabulary, ids may stop between the three bytes of a Chinese character."""
+    """Ids of a byte-level vocabulary may stop between the three bytes of a Chinese character."""
     question = Reader(tokenizer).question("a")
     ids = tokenizer.encode("b春天")
     assert answer(tokenizer, question, ids) == "b春天"

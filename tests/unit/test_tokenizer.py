@@ -230,7 +230,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("train", [train_sentencepiece, train_cpm])
 @pytest.mark.parametrize(
     ("size", "direction", "model_type"),
-    # What is possible for unigram falls with the size that is asked for, as fewer characters are then covered.
+    # The largest unigram size falls with --vocab-size, as fewer characters are then covered.
     [(600, "raise", "bpe"), (600, "raise", "unigram"), (90_000, "lower", "bpe")],
 )
 def test_the_size_that_an_error_names_can_be_trained(
