@@ -72,7 +72,7 @@ class CheckpointReader:
         return torch.cat(found, dim) if len(found) > 1 else found[0]
 
     def _piece(self, key: str, piece: dict[str, Any]) -> Any:
-        """Return one piece of a tensor as a safetensors slice. Raises CheckpointError if the file contradicts the index."""
+        """Return one piece of a tensor as a safetensors slice. Raises CheckpointError if file and index disagree."""
         file, entry = self._file(piece["file"]), self.tensors[key]
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]

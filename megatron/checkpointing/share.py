@@ -53,7 +53,7 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
 
 
 def _is_on_every_stage(model: Any, name: str) -> bool:
-    """Return whether `name` lies outside the layers of a PipelineModule: in a tied module or in the container itself."""
+    """Return whether `name` is outside the layers of a PipelineModule: in a tied module or the container itself."""
     return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
 
 
