@@ -68,7 +68,7 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
 
 
 def point_latest_to(checkpoint: Path) -> None:
-    """Update `latest` in the same folder to name a complete checkpoint."""
+    """Update the `latest` file beside a complete checkpoint to name it."""
     folder = checkpoint.parent
     content = f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n"
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
@@ -80,7 +80,7 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Rename back a checkpoint that a crash left moved aside, if `latest` still names it."""
+    """Restore a checkpoint that a crash left under its temporary name, if `latest` still names it."""
     name = latest_name(folder) if folder.is_dir() else None
     if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
         _aside(folder / name).rename(folder / name)
@@ -89,7 +89,7 @@ def recover(folder: Path) -> None:
 def clear(folder: Path) -> None:
     """Delete the half-written checkpoints that a crash has left."""
     for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
-        with contextlib.suppress(OSError):  # a read-only folder fails only when the run saves
+        with contextlib.suppress(OSError):  # an unwritable folder is reported when the run saves
             remove(left)
 
 

@@ -139,7 +139,7 @@ def check_replicas(engine: Any) -> None:
 
 Key = tuple[
     str, int | None, int | None
-]  # global name; model-parallel rank, if split; data-parallel rank, if ZeRO 3 cuts it
+]  # global name; model-parallel rank, if split; data-parallel rank, if ZeRO 3 shards it
 
 
 def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:
