@@ -143,7 +143,7 @@ Key = tuple[
 
 
 def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:
-    """Yield the key and the fingerprint of every weight of this rank, read from the device in one transfer."""
+    """Return (key, fingerprint) of every weight of this rank, read from the device in one transfer."""
     mesh, found = mpu.get_mesh(), {}
     for name, p in global_parameters(model):
         own = local_piece(p)
