@@ -1,15 +1,15 @@
 """Pretraining of GPT-2 and T5 in any data x tensor x pipeline layout.
 
-What tutorials import from here is found when asked for, so that tools which need only the data
+The names that tutorials import from here are loaded lazily, so tools that need only the data
 packages do not load torch.
 """
 
 from pkgutil import extend_path
 from typing import Any
 
-__path__ = extend_path(__path__, __name__)  # megatron-core's `megatron.core` may stand in another folder
+__path__ = extend_path(__path__, __name__)  # megatron-core's `megatron.core` may be installed in another folder
 
-from .compat import names  # noqa: E402  # after the path, on which modules are found
+from .compat import names  # noqa: E402  # must follow the change of __path__, which decides where modules are found
 
 names.install()
 _HOMES = {

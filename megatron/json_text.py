@@ -1,4 +1,4 @@
-"""Descriptions of mistakes in JSON that people wrote or edited, with the line."""
+"""One-line descriptions of mistakes in hand-written JSON, with the line number."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ _TOO_LONG = re.compile(r"integer string conversion: value has (\d+) digits")
 
 
 def describe_json(text: str, error: ValueError) -> str:
-    """Return why `text` is no JSON, from the error that `json.loads` raised."""
+    """Return why `text` is not valid JSON, given the error that `json.loads` raised."""
     if isinstance(error, JSONDecodeError):
         return _describe_syntax(error)
     if found := _TOO_LONG.search(str(error)):
@@ -19,9 +19,9 @@ def describe_json(text: str, error: ValueError) -> str:
 
 
 def _describe_syntax(error: JSONDecodeError) -> str:
-    """Return the line and the mistake; mistakes that people often make have words of their own."""
+    """Return the line and the mistake, with a specific message for the most common mistakes."""
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    if after.startswith(","):  # Python 3.13 stops here, older ones stop after the comma
+    if after.startswith(","):  # Python 3.13 reports this position, older versions the one after the comma
         before, after = f"{before},", after[1:].lstrip()
     if before.endswith(",") and after[:1] in ("}", "]"):
         return f"line {before.count(chr(10)) + 1}: JSON has no comma before a closing {after[0]}"

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl, whose numbers reports and resumed runs compute with."""
+"""Parsing and validation of the rows in metrics.jsonl, which reports and resumed runs read."""
 
 import json
 from typing import Any
@@ -10,11 +10,11 @@ NUMBERS = (
 
 
 class RowError(ValueError):
-    """A line is JSON, but none that a run has written; the message says why."""
+    """A line of metrics.jsonl is valid JSON but not a row that a run writes; the message says why."""
 
 
 def row_of(line: str) -> dict[str, Any] | None:
-    """Return the row in a line of metrics.jsonl, None if it is no whole JSON (as a crash leaves it). Raises RowError."""
+    """Return the row in a line of metrics.jsonl; None if the line is incomplete (after a crash). Raises RowError."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Standard output and standard error of a run or a tool, which may fail while the work must not.
+"""Wrappers for standard output and standard error, which may fail while the run or tool must continue.
 
-Their reader may go away (`| head`, a closed ssh session), their disk may be full, and they may be closed from
+The reader may go away (`| head`, a closed ssh session), the disk may be full, or the stream may be closed from
 the start.
 """
 
@@ -14,9 +14,9 @@ NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
 class Guarded:
-    """A stream whose failure is reported once on the other one, and raises nothing.
+    """A stream that raises nothing: its first failure is reported on the other standard stream.
 
-    consequence: the end of that report.
+    consequence: how the report ends, i.e. what the failure means for the user.
     """
 
     def __init__(self, name: str, stream: TextIO | None, consequence: str) -> None:
@@ -25,10 +25,11 @@ class Guarded:
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
 
     def write(self, text: str) -> int:
-        """Write `text`, or lose it."""
+        """Write `text`; drop it if the stream fails."""
         try:
             self._stream.write(text)
-        except UnicodeEncodeError as error:  # of LANG=C and the like
+        # An ASCII locale such as LANG=C cannot encode every character.
+        except UnicodeEncodeError as error:
             return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError) as error:
             self._report(error)
@@ -38,14 +39,14 @@ class Guarded:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or lose what was buffered."""
+        """Flush the stream; drop the buffered text if the stream fails."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._report(error)
 
     def report_closed(self) -> None:
-        """Report a stream that was closed when the process started."""
+        """Report the stream if it was already closed when the process started."""
         if self._was_closed:
             self._report(ValueError("closed"))
 
@@ -63,7 +64,7 @@ class Guarded:
 
 
 class Named:
-    """Standard output of a tool, whose lines are its result: an error names the stream."""
+    """Standard output of a tool whose result is printed there: errors name the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -74,7 +75,7 @@ class Named:
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Flush. Raises OSError."""
+        """Flush the stream. Raises OSError."""
         with self._named():
             self._stream.flush()
 
@@ -91,17 +92,18 @@ class Named:
 
 
 def fill_closed() -> None:
-    """Open the null device as standard input, output or error if closed; or a file opened later would get their lines."""
+    """Open the null device in place of closed standard streams, whose descriptors a file opened later would get."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # takes the lowest free number
+            # The system returns the lowest free descriptor, which is the closed one.
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
 
 
 @contextlib.contextmanager
 def guarded(consequence: str, *names: str) -> Iterator[None]:
-    """Guard the streams `names`, of "stdout" and "stderr", while inside."""
+    """Replace the streams `names` ("stdout", "stderr") by `Guarded` ones inside the context."""
     before = {name: getattr(sys, name) for name in names}
     if any(isinstance(stream, Guarded) for stream in before.values()):
         yield

@@ -1,15 +1,14 @@
-"""Checkpoints that know no layout and no pickle: saved from any grid of ranks, loaded into any other.
+"""Checkpoints without pickle and independent of the layout: saved from any grid of ranks, loaded into any other.
 
-    checkpoints/latest                      name of the newest whole checkpoint, and the checksum of its SHA256SUMS
+    checkpoints/latest                      name of the newest complete checkpoint, and the checksum of its SHA256SUMS
     checkpoints/iter_0000200/
-        SHA256SUMS                          a checksum per file; `sha256sum -c SHA256SUMS` checks them, too
-        checkpoint.json                     training state, settings, where each tensor lies
-        pipe00-model00-data00.safetensors   what that rank wrote: tensors whole or in stretches of rows
+        SHA256SUMS                          a checksum per file; `sha256sum -c SHA256SUMS` verifies them
+        checkpoint.json                     training state, settings, and the location of each tensor
+        pipe00-model00-data00.safetensors   written by that rank: whole tensors or ranges of rows
 
-Every tensor stands under its global name. Vocabulary padding, copies and tied weights are
-stored once or not at all. A checkpoint is written into a folder with a temporary name, which is
-renamed when all of it is on disk; `latest` moves last. So whatever happens, `latest` names a
-whole checkpoint.
+Every tensor is stored under its global name. Copies and tied weights are stored once, vocabulary padding not at all.
+A checkpoint is written into a folder with a temporary name, which is renamed when all of it is on disk;
+`latest` is updated last. So `latest` always names a complete checkpoint, even after a crash.
 """
 
 from .files import CheckpointError, find_checkpoint, latest_checkpoint

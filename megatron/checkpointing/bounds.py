@@ -1,4 +1,4 @@
-"""Sizes in a settings file, held against the tensors beside it before anything is made that large."""
+"""Plausibility checks: sizes in a settings file against the stored tensors, before anything that large is allocated."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from .files import CheckpointError
 
 LAYERS = ("num_layers", "num_decoder_layers", "n_layer", "num_hidden_layers")
-# Ours, and those of config.json of Hugging Face's families.
+# Names of our settings, and of config.json of the Hugging Face model families.
 SIZES = (
     "hidden_size", "ff_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_hidden_size", "vocab_size",
     "relative_attention_num_buckets", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff", "num_heads", "intermediate_size",
     "head_dim",
 )  # fmt: skip
-# Up to these the model is built without weights, so that the error can name a tensor.
+# Up to these limits the model is built without weights, so that the error can name a tensor.
 FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 
 

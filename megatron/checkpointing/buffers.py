@@ -1,4 +1,4 @@
-"""Persistent buffers in checkpoints: which rank writes which, and which of them no layout-free checkpoint can hold in full."""
+"""Persistent buffers in checkpoints: the rank that writes each one, and those that a checkpoint cannot hold."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,10 @@ _begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 
 
 class Held(NamedTuple):
-    """A buffer as one rank holds it. changed: since the run began or was resumed."""
+    """One rank's copy of a buffer, as its grid position and fingerprint.
+
+    changed: whether it has changed since the run began or was resumed.
+    """
 
     pipe: int
     data: int
@@ -29,10 +32,13 @@ class Held(NamedTuple):
 
 
 class Buffers:
-    """The buffers that this rank writes: CPU copies by key, the shapes of their wholes, and warnings for rank 0 to print."""
+    """The buffers that this rank writes: CPU copies by key, their full shapes, and warnings for rank 0 to print."""
 
     def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, Held]]) -> None:
-        """surveys: the `survey` of each rank."""
+        """Copy the buffers that this rank owns.
+
+        surveys: the result of `survey` on each rank.
+        """
         mesh, here = mpu.get_mesh(), dict(_savable(model))
         by_name: dict[str, list[Held]] = {}
         for each in surveys:
@@ -47,11 +53,11 @@ class Buffers:
 
     @property
     def expected(self) -> dict[str, list[int]]:
-        """Shapes of the wholes by key."""
+        """Full shapes of the buffers by key."""
         return {key: list(value.shape) for key, value in self.copies.items()}
 
     def write(self, path: Path) -> dict[str, Any] | None:
-        """Write this rank's buffers to `path`; returns the report of the file, None where there is nothing to write. Raises OSError."""
+        """Write this rank's buffers to `path`; return the file's report, None if there are none. Raises OSError."""
         if not self.copies:
             return None
         slots = [Slot(key, tuple(value.shape), value.dtype) for key, value in self.copies.items()]
@@ -63,7 +69,7 @@ class Buffers:
 
 
 def remember(model: nn.Module) -> None:
-    """Note what the buffers of `model` are now, so that a save knows which stage has changed one since."""
+    """Record fingerprints of the buffers of `model`, so that a save knows which stage has changed a buffer since."""
     _begun[model] = {name: _fingerprint(buffer) for name, buffer in _savable(model)}
 
 
@@ -85,7 +91,7 @@ def _savable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _not_savable(model: nn.Module) -> Iterator[str]:
-    """Warnings of state of this process that has no form in our files."""
+    """Yield a warning for each buffer or module state of this process that our files cannot store."""
     for name, buffer in global_buffers(model):
         if buffer.numel() and _real_dtype(buffer) not in CODES:
             yield f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: it begins again after a resume"
@@ -106,7 +112,7 @@ def _fingerprint(buffer: Tensor) -> int:
 
 
 def _owner(name: str, held: Sequence[Held]) -> int:
-    """The stage whose buffer counts: the last for the loss, else the first that has changed it, else the first."""
+    """Return the stage whose buffer is saved: for the loss the last, else the first that changed it, else the first."""
     stages = sorted({each.pipe for each in held})
     if name.startswith("loss_fn."):
         return stages[-1]
@@ -114,7 +120,7 @@ def _owner(name: str, held: Sequence[Held]) -> int:
 
 
 def _conflicts(name: str, held: Sequence[Held]) -> Iterator[str]:
-    """Warnings where ranks hold different buffers under one name, of which a checkpoint can hold one."""
+    """Yield a warning where ranks hold different buffers under one name, as a checkpoint stores only one of them."""
     owner = _owner(name, held)
     there = [each for each in held if each.pipe == owner]
     changed = [each for each in held if each.changed and not each.data and not each.model]

@@ -1,4 +1,4 @@
-"""What --override-data changes: which samples a resumed run skips and repeats."""
+"""Description of what --override-data changes: which samples a resumed run skips and repeats."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,11 @@ from .nearby import look_of
 
 
 class Corpus(NamedTuple):
-    """One corpus of a training blend. identity: equal for copies of the same files; weight: None if not given."""
+    """One corpus of a training blend.
+
+    identity: equal for copies of the same files.
+    weight: None if not given.
+    """
 
     prefix: str
     identity: str
@@ -20,8 +24,9 @@ class Corpus(NamedTuple):
 def describe(saved: Config, config: Config, dataset: Any, consumed: int, in_order: bool) -> str:
     """Return one sentence on the samples that are skipped and repeated after `consumed` samples of `saved`.
 
-    dataset: the training data set of `config`. in_order: whether sample k of each corpus is what it was; then the sentence
-    names the ranges, as the corpora continue where the new blend would have had them.
+    dataset: the training data set of `config`.
+    in_order: whether each corpus still gives its samples in the same order. Then the sentence names the ranges,
+    as each corpus continues where the new blend would have had it.
     """
     unknown = (
         f"the {consumed} samples consumed so far differ from what this data, --split and --seed produce, "
@@ -63,7 +68,7 @@ def _corpora(config: Config) -> list[Corpus]:
 
 
 def _is_ambiguous(there: list[Corpus], here: list[Corpus]) -> bool:
-    """Return whether a blend holds a corpus twice, or a prefix leads to other files than before."""
+    """Return whether a blend holds a corpus twice, or a prefix now names other files."""
     now = {c.prefix: c.identity for c in here}
     rewritten = any(now.get(c.prefix, c.identity) != c.identity for c in there)
     return rewritten or any(len({c.identity for c in blend}) < len(blend) for blend in (there, here))
@@ -75,7 +80,7 @@ def _epochs(dataset: Any, corpora: int) -> list[int]:
 
 
 def _consumed(corpora: list[Corpus], lengths: dict[str, int], consumed: int) -> dict[str, int] | None:
-    """Return the samples of each corpus among the first `consumed`, None if a weight that they imply is unknown."""
+    """Return the samples of each corpus among the first `consumed`; None if a default weight is unknown."""
     weights = [c.weight or lengths.get(c.identity) for c in corpora]
     if len(corpora) > 1 and None in weights:
         return None

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: how they come to be there whole, and how damage is found and named."""
+"""The files of a checkpoint: atomic publication, lookup, and detection of damage."""
 
 import contextlib
 import hashlib
@@ -16,17 +16,17 @@ from ..atomic import remove, write_text
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 3
-WEIGHT = "weight"  # of the keys `weight.<parameter>`, next to the optimizer's moments
+WEIGHT = "weight"  # keys of weights are `weight.<parameter>`, beside the optimizer's moments
 BUFFER = "buffer"  # keys of persistent buffers are `buffer.<name>`
 _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or of another model; the message says which and where."""
+    """A checkpoint is missing, damaged, or belongs to another model; the message says which one and where."""
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -35,7 +35,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -47,10 +47,11 @@ def sync(path: Path) -> None:
 
 
 def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -> None:
-    """Turn a folder of written tensors into the checkpoint `final`, and let `latest` name it.
+    """Turn a folder of written tensors into the checkpoint `final`, and update `latest` to name it.
 
-    index: text of checkpoint.json. sums: SHA-256 of every other file. At no moment is there less
-    than one whole checkpoint that `latest` names or that `recover` finds.
+    At every moment there is a complete checkpoint that `latest` names or that `recover` can restore.
+    index: text of checkpoint.json.
+    sums: SHA-256 of every other file.
     """
     write_text(temporary / INDEX, index, synced=True)
     every = {INDEX: sha256_of(temporary / INDEX), **sums}
@@ -67,7 +68,7 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
 
 
 def point_latest_to(checkpoint: Path) -> None:
-    """Let `latest` next to it name a checkpoint that is whole."""
+    """Update the `latest` file beside a complete checkpoint to name it."""
     folder = checkpoint.parent
     content = f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n"
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
@@ -79,16 +80,16 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Let a checkpoint return that a crash has left moved aside, if `latest` still names it."""
+    """Restore a checkpoint that a crash left under its temporary name, if `latest` still names it."""
     name = latest_name(folder) if folder.is_dir() else None
     if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
         _aside(folder / name).rename(folder / name)
 
 
 def clear(folder: Path) -> None:
-    """Delete what a crash has left half-written."""
+    """Delete the half-written checkpoints that a crash has left."""
     for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
-        with contextlib.suppress(OSError):  # a folder that cannot be written is no fault yet
+        with contextlib.suppress(OSError):  # an unwritable folder is reported when the run saves
             remove(left)
 
 
@@ -96,15 +97,16 @@ def clear(folder: Path) -> None:
 
 
 def latest_name(folder: Path) -> str | None:
-    """The first line of `latest`, whatever the rest of it; None where there is none."""
+    """Return the first line of `latest`, whatever follows it; None if there is no such file."""
     pointer = folder / "latest"
     return pointer.read_bytes().decode("utf-8", "replace").split("\n")[0] if pointer.is_file() else None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, None where there is none yet. Raises CheckpointError if it is not there.
+    """Return the checkpoint that `latest` names, None if there is no checkpoint yet.
 
-    `latest` may be written by hand, with nothing but a name.
+    Raises CheckpointError if `latest` is damaged, or missing although there are checkpoints, or names a missing
+    one. A hand-written `latest` may contain only the name.
     """
     pointer = folder / "latest"
     if not pointer.exists():
@@ -129,7 +131,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_checkpoint(load: str) -> Path:
-    """The newest checkpoint of a run directory, of a folder of checkpoints, or `load` itself."""
+    """Return the newest checkpoint of a run directory or of a folder of checkpoints, or `load` itself if it is one."""
     for folder in (Path(load) / "checkpoints", Path(load)):
         if (folder / SUMS).is_file() or (folder / INDEX).is_file():
             return folder
@@ -143,7 +145,7 @@ def find_checkpoint(load: str) -> Path:
 
 
 def read_sums(checkpoint: Path) -> dict[str, str]:
-    """file name -> SHA-256. Raises CheckpointError."""
+    """Return the SHA-256 of each file by name, from SHA256SUMS. Raises CheckpointError."""
     path = checkpoint / SUMS
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
@@ -159,7 +161,7 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
 
 
 def open_tensors(path: Path) -> Any:
-    """A safetensors file, to read tensors of by name. Raises CheckpointError."""
+    """Open a safetensors file for reading tensors by name. Raises CheckpointError."""
     try:
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError) as error:
@@ -167,7 +169,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def check_file(path: Path, expected: str) -> None:
-    """Raise CheckpointError if a file is missing or not the one that was written."""
+    """Raise CheckpointError if a file is missing or its checksum differs."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     if sha256_of(path) != expected:

@@ -1,4 +1,4 @@
-"""Loading into an engine: the layout may be any other, the model and the data must be the same."""
+"""Loading of checkpoints into an engine: the parallel layout may differ, the model and the data must match."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -23,31 +23,35 @@ from .files import BUFFER, INDEX, WEIGHT, CheckpointError
 from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState
 
-# What the samples are made of, next to the corpus and the seed.
+# Settings that decide what a sample is made of, besides the corpus and the seed.
 OF_SAMPLES = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
     "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
 
 
-LARGE_BATCH = 1 << 22  # samples of an iteration over all replicas, more than any run has
+LARGE_BATCH = 1 << 22  # samples per iteration over all replicas, more than any run uses
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to take from a checkpoint, and which contradictions to overlook."""
+    """Selection of what to load from a checkpoint, and of the contradictions to ignore."""
 
-    position: bool = True  # iteration, samples consumed
-    optimizer: bool = True  # moments, number of steps, loss scale
+    position: bool = True  # iteration, consumed samples
+    optimizer: bool = True  # moments, step counts, loss scale
     rng: bool = True  # seed of the dropout streams
     same_data: bool = True
     same_tokenizer: bool = True
 
     @classmethod
     def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
-        """As the flags say. beside_load: of the run's own checkpoint, next to a --load that some of the flags are for."""
+        """Return what the flags ask for.
+
+        beside_load: the checkpoint is the run's own although --load is given. Some flags then apply only to --load.
+        """
         c = config.checkpoint
-        if beside_load:  # --finetune and --no-load-*: to heed them again would throw away what the run has learned
+        # Applying --finetune and --no-load-* again would discard the progress of this run.
+        if beside_load:
             return cls(same_data=not c.override_data, same_tokenizer=not c.override_tokenizer)
         return cls(
             position=not c.finetune,
@@ -59,10 +63,10 @@ class Wanted:
 
 
 def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = Wanted()) -> TrainState:
-    """Continue from the checkpoint `path`: weights, moments, loss scale, random streams, position.
+    """Load weights, moments, loss scale, random streams and position from the checkpoint `path`.
 
-    All ranks must call this; the layout may be another than the one that saved. Raises RunError
-    alike on every rank.
+    All ranks must call this; the parallel layout may differ from the one that saved. Raises
+    RunError alike on every rank.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
@@ -83,7 +87,7 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
 
 
 def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
-    """Load the persistent buffers; name those that the checkpoint lacks, and those that only the checkpoint has."""
+    """Load the persistent buffers, and warn of buffers that only the model or only the checkpoint has."""
     found, missing = on_all_ranks(lambda: load_buffers(reader, model))
     remember(model)
     told: list[Any] = [None] * dist.get_world_size()
@@ -101,7 +105,7 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
 
 
 def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
-    """Return the weights of a checkpoint that no rank has a parameter for. All ranks must call this."""
+    """Return the weights of a checkpoint for which no rank has a parameter. All ranks must call this."""
     own = [name for name, _ in global_parameters(engine.module)]
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
@@ -110,7 +114,7 @@ def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
 
 
 def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Wanted) -> None:
-    """Raise CheckpointError for weights that would be dropped by a resume; a note for one that takes weights only."""
+    """Raise CheckpointError if a resume would drop weights; print a note if only weights are loaded."""
     if not unread:
         return
     shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
@@ -122,11 +126,11 @@ def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Want
 def refuse_contradictions(
     reader: CheckpointReader, config: Config, fingerprint: str | None, wanted: Wanted = Wanted()
 ) -> None:
-    """Raise CheckpointError, with both values, if a checkpoint is of another model, tokenizer, optimizer or kind of sample."""
+    """Raise CheckpointError, with both values, if the model, tokenizer, optimizer or kind of sample differs."""
     saved = plain_config(reader)
     there, here = _architecture(saved, reader.positions), _architecture(config, config.positions)
     if there["family"] is None or here["family"] is None:
-        there["family"] = here["family"]  # a model of a user's own, of which nothing is known
+        there["family"] = here["family"]  # a custom model, whose family is unknown
     differing = _differences(there, here)
     if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
         more = "; --finetune goes on with these" if _only_reach(there, here) else ""
@@ -157,7 +161,7 @@ def settings_of_samples(config: Config) -> dict[str, Any]:
 
 
 def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
-    """Raise CheckpointError for more samples than that many iterations can have read."""
+    """Raise CheckpointError if the checkpoint counts more samples than its iterations can have consumed."""
     iteration, samples = reader.state["iteration"], reader.state["consumed_samples"]
     most = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
     if samples > most:
@@ -185,7 +189,7 @@ def _architecture(config: Config, positions: int) -> dict[str, Any]:
 
 
 def _only_reach(there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Whether the models differ in nothing but how far rotary positions and windows reach, as for longer texts."""
+    """Return whether the models differ only in rotary settings and window size, as when adapting to longer texts."""
     return all(name.startswith("rope_") or name == "sliding_window" for name in there if there[name] != here[name])
 
 
@@ -212,7 +216,7 @@ def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wante
 
 
 def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
-    """Of each parameter, how often it was stepped; None of one that had no gradient, or was frozen."""
+    """Return each parameter's step count; None for a parameter that had no gradient or was frozen."""
     common, others = reader.optimizer["step"], reader.optimizer.get("steps", {})
     return {
         parameter: others.get(name, common) if any(f"{each}.{name}" in reader.tensors for each in moments) else None
@@ -224,22 +228,25 @@ Key = tuple[str, str, nn.Parameter]  # kind (weight or a moment), global name, p
 
 
 def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[Key]:
-    """All that this rank holds; its data-parallel copies hold the same."""
+    """Yield all keys that this rank holds, in an order that its data-parallel replicas share."""
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
         for moment in moments if zero_state.has_moments(engine, parameter) else []:
-            if f"{moment}.{name}" in reader.tensors:  # it is not where the parameter was frozen or never had a gradient
+            if f"{moment}.{name}" in reader.tensors:  # absent if the parameter was frozen or never had a gradient
                 yield moment, name, parameter
 
 
 def _read_once(
     reader: CheckpointReader, keys: Sequence[Key], device: torch.device
 ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """(kind, parameter, value [local] in fp32 or fp64 on `device`) of each of `keys`; of the data-parallel ranks one reads it and sends it to the others.
+    """Yield (kind, parameter, value [local], fp32 or fp64 on `device`) of each of `keys`.
 
-    As many are read at a time as there are such ranks. Who cannot read goes on, so that nobody waits for it, and raises at
-    the end, a CheckpointError or OSError; what the others got in that case is of no use. On CPUs of one machine each reads for itself:
-    its kernel has read a file once, and gives it out faster than a rank could send it.
+    Each value is read by one rank of the data-parallel group and broadcast to the others. Each rank reads one
+    key at a time, so as many are read in parallel as the group has ranks. A rank that cannot read keeps taking
+    part, so that no other rank hangs, and raises its CheckpointError or OSError at the end. The values that the
+    others got are useless then.
+    If all ranks are on the CPUs of one machine, each rank reads the files itself: the kernel's page cache is
+    faster than a broadcast.
     """
     axis, problem = mpu.get_mesh().data, None
     if device.type == "cpu" and ranks_here(dist.get_world_size()) == dist.get_world_size():
@@ -266,5 +273,5 @@ def _read_once(
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """What the values of a parameter, and its moments, are kept in by the optimizer."""
+    """Return the dtype in which the optimizer keeps a parameter's values and moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -1,4 +1,7 @@
-"""What lies next to checkpoints, so that a run directory can be moved, copied, and used from anywhere: its tokenizer, its data."""
+"""Files kept beside checkpoints, so that a run directory can be moved, copied and used from anywhere.
+
+This covers the tokenizer's files, the paths in the settings, and a fingerprint of the data.
+"""
 
 import hashlib
 import json
@@ -30,9 +33,9 @@ WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
 def keep_tokenizer(vocab_file: str, home: Path) -> None:
-    """Copy the files of a tokenizer into `home`/tokenizer, with its chat templates, roles of ids and settings of generation.
+    """Copy a tokenizer's files into `home`/tokenizer, with chat templates, token-id roles and generation settings.
 
-    Raises OSError, and ValueError for a JSON file of them that is none.
+    Raises OSError, and ValueError if one of its JSON files is invalid.
     """
     source, folder = file_of(vocab_file), home / FOLDER
     if folder.resolve() == source.resolve().parent:
@@ -52,14 +55,15 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
 
 
 def kept_beside(home: Path) -> Path:
-    """Return a path whose neighbours are what `home` keeps of a tokenizer."""
+    """Return a path whose neighbours are the tokenizer files kept in `home`."""
     return home / FOLDER / "config.json"
 
 
 def keep_roles(source: Path, home: Path) -> None:
-    """Keep what the files beside `source` say of ids and generation, so that an export gives every role of a token back.
+    """Keep the token-id roles and generation settings found beside `source`, so that an export can restore them.
 
-    Of config.json only the ids are kept: the rest would make the folder that of a model. Raises OSError and ValueError.
+    Only the ids of config.json are kept: with the rest, the folder would pass for that of a model.
+    Raises OSError and ValueError.
     """
     ids, named = ids_beside(source), class_beside(source)
     ids |= {"tokenizer_class": named} if named and ids else {}
@@ -71,7 +75,7 @@ def keep_roles(source: Path, home: Path) -> None:
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
-    """The copy of `vocab_file` in a run directory or a folder of checkpoints; None where there is none."""
+    """Return the copy of `vocab_file` in a run directory or a folder of checkpoints; None if there is none."""
     folder = home / FOLDER
     if vocab_file is not None and (folder / Path(vocab_file).name).is_file():
         return str(folder / Path(vocab_file).name)
@@ -79,7 +83,7 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
 
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
-    """The settings of a checkpoint, with the tokenizer that lies next to it."""
+    """Return the settings of a checkpoint, with the tokenizer kept beside it if there is one."""
     given, checkpoint = config.data.vocab_file, checkpoint.absolute()
     homes = (checkpoint.parent, checkpoint.parent.parent)
     found = next((path for home in homes if (path := kept_tokenizer(home, given))), given)
@@ -87,7 +91,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
 
 
 def relocated(config: Config, run_dir: Path) -> Config:
-    """The settings of a run that now lies at `run_dir`: what they name inside its directory is where that is now."""
+    """Return the settings of a run that was moved to `run_dir`, with the paths inside its directory updated."""
     d = config.data
     was = config.log.run_dir
 
@@ -111,9 +115,9 @@ def relocated(config: Config, run_dir: Path) -> Config:
 
 
 def look_of(prefix: str) -> str:
-    """A hash of the sizes of a .bin/.idx pair and of both ends of each: files that were made apart show it, and it takes no time.
+    """Return a hash of the sizes and both ends of a .bin/.idx pair: cheap, and different for different corpora.
 
-    Where the pair has a second one that says which tokens count, that is looked at, too.
+    A second pair with the loss mask, if there is one, is included.
     """
     digest = hashlib.sha256()
     for path in (Path(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):

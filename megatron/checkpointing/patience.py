@@ -7,28 +7,32 @@ from .state import TrainState
 
 
 class PatientSaver:
-    """A `Saver` of which some saves in a row may fail; training goes on, and the next one is a new chance.
+    """A `Saver` that tolerates failed saves: training continues, and the next save tries again.
 
-    limit: how many in a row; one more raises the SaveError that says why. What is not the disk's fault, as weights that
-    differ or are not finite, is raised at once. All ranks must make the same calls.
+    Failures that are not the disk's fault, such as weights that differ between replicas or are not finite, are
+    raised at once. All ranks must make the same calls.
+    limit: failures in a row that are tolerated; one more raises its SaveError.
     """
 
     def __init__(self, saver: Saver, limit: int) -> None:
         self.saver, self.limit = saver, limit
-        self.failures = 0  # in a row
+        self.failures = 0  # failures in a row
 
     @property
     def pending(self) -> bool:
-        """Whether a save goes on in the background."""
+        """True from the beginning of a background save until `finish` completes it."""
         return self.saver.pending
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes."""
+        """True while this rank is still writing."""
         return self.saver.busy
 
     def save(self, state: TrainState, wait: bool = False, must: bool = False) -> None:
-        """A checkpoint of now; see `Saver.save`. must: there is no other chance after this one, so that failing raises."""
+        """Save a checkpoint of the current state; see `Saver.save`.
+
+        must: wait, and raise if the save fails, as there will be no later one.
+        """
         if self.pending:
             self.finish()
         try:
@@ -39,7 +43,7 @@ class PatientSaver:
             self.failures = 0 if not self.pending else self.failures
 
     def finish(self) -> None:
-        """Wait for the save in the background and publish it; collective."""
+        """Wait for the background save and publish it. A collective."""
         try:
             self.saver.finish()
         except SaveError as error:

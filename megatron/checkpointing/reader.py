@@ -1,4 +1,4 @@
-"""Reading: any stretch of any tensor of a checkpoint, whatever the layout that wrote it."""
+"""Reading of any slice of any tensor in a checkpoint, independent of the layout that wrote it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ from .stream import CODES, FLOATS, stored
 
 
 class CheckpointReader:
-    """Reads any stretch of any tensor of a checkpoint, whatever the layout that wrote it."""
+    """Reader of a checkpoint: any slice of any tensor, independent of the layout that wrote it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class CheckpointReader:
             self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
             self.tokenizer = content["tokenizer"]
             if version == 2 and self.config["model"].get("activation") == "gelu":
-                self.config["model"]["activation"] = "gelu-tanh"  # its name before there was the one by erf
+                self.config["model"]["activation"] = "gelu-tanh"  # format 2 used this name before erf GELU existed
         except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
             raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
         self._open: dict[str, Any] = {}
@@ -51,13 +51,13 @@ class CheckpointReader:
             check_file(self.path / name, self.sums[name])
 
     def read(self, key: str, dim: int, begin: int, end: int) -> Tensor:
-        """Rows `begin` to `end` along `dim` of tensor `key`, put together from the pieces that hold them."""
+        """Return rows `begin` to `end` along `dim` of tensor `key`, concatenated from the stored pieces."""
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key!r}")
         entry = self.tensors[key]
-        if dim != entry["dim"]:  # stored along another dimension: the whole of it is needed
+        if dim != entry["dim"]:  # stored along another dimension, so all of it is needed
             return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
-        if begin == end:  # a rank that holds only padding
+        if begin == end:  # this rank holds only padding
             empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]
             return torch.empty(empty, dtype=self._dtype(key))
         found = []
@@ -72,7 +72,7 @@ class CheckpointReader:
         return torch.cat(found, dim) if len(found) > 1 else found[0]
 
     def _piece(self, key: str, piece: dict[str, Any]) -> Any:
-        """A stretch of a tensor in its file. Raises CheckpointError if that is not what the index says."""
+        """Return one piece of a tensor as a safetensors slice. Raises CheckpointError if file and index disagree."""
         file, entry = self._file(piece["file"]), self.tensors[key]
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
@@ -91,7 +91,7 @@ class CheckpointReader:
         return next(d for d, code in CODES.items() if code == self._piece(key, some).get_dtype())
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
-        """This rank's part of `key`, laid out as `parameter`, padding as zeros, fp32 or fp64."""
+        """Return this rank's shard of `key` in the layout of `parameter`, fp32 or fp64, with zeros as padding."""
         spec = mpu.spec_of(parameter)
         if key in self.tensors and tuple(self.tensors[key]["shape"]) != spec.full_shape:
             raise CheckpointError(
@@ -114,7 +114,7 @@ class CheckpointReader:
 
 
 def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
-    """The settings that a checkpoint was saved with, in another layout: by default that of one process."""
+    """Return the settings that a checkpoint was saved with, in another layout; by default for one process."""
     saved = {name: value for section in reader.config.values() for name, value in section.items() if name in HOME}
     where = reader.path / INDEX
     refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), where)
@@ -123,7 +123,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,
-        "sequence_parallel": False,  # text of any length
+        "sequence_parallel": False,  # inference takes texts of any length
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
     }
@@ -135,14 +135,14 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
 
 
 def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """(global name, parameter, its value in the checkpoint) of every parameter that this process holds."""
+    """Yield (global name, parameter, checkpoint value) for every parameter that this process holds."""
     for name, parameter in global_parameters(model):
         yield name, parameter, reader.local(f"{WEIGHT}.{name}", parameter)
 
 
 @torch.no_grad()
 def load_weights(path: Path, model: Any) -> CheckpointReader:
-    """Load only the weights, into a model that no engine holds yet (to generate, evaluate or export)."""
+    """Load only the weights and buffers, into a model without an engine (to generate, evaluate or export)."""
     reader = CheckpointReader(path)
     reader.verify()
     for _, parameter, value in each_weight(reader, model):
@@ -153,7 +153,7 @@ def load_weights(path: Path, model: Any) -> CheckpointReader:
 
 @torch.no_grad()
 def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[str]]:
-    """Set the persistent buffers of `model` to what the checkpoint holds; returns the names that it holds and those that it lacks.
+    """Load the persistent buffers of `model`; return the names that the checkpoint holds and those that it lacks.
 
     Raises CheckpointError for a buffer of another shape.
     """

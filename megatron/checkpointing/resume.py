@@ -1,4 +1,4 @@
-"""Where a run starts: from its own newest checkpoint, from another one, or from the beginning."""
+"""The start of a run: from its own newest checkpoint, from another one, or from scratch."""
 
 import hashlib
 from pathlib import Path
@@ -20,18 +20,21 @@ from .nearby import look_of
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
 
-MANY = 10**8  # samples whose comparison takes longer than a few seconds
+MANY = 10**8  # samples; comparing more takes longer than a few seconds
 
 
 class Start(NamedTuple):
-    """The checkpoint to start from, None for none, and what to take from it."""
+    """The checkpoint to start from (None to start from scratch) and what to take from it."""
 
     path: Path | None
     wanted: Wanted
 
 
 def find_start(config: Config, save_dir: str) -> Start:
-    """The newest checkpoint of this run; else what --load names, as its flags say; else nothing. Raises RunError alike on every rank."""
+    """Return the checkpoint to start from: this run's newest one, else the one of --load, else none.
+
+    Raises RunError alike on every rank.
+    """
     on_all_ranks(lambda: recover(Path(save_dir)) if is_rank_0() else None)
     load = config.checkpoint.load
     path = on_all_ranks(lambda: latest_checkpoint(Path(save_dir)))
@@ -46,11 +49,11 @@ def find_start(config: Config, save_dir: str) -> Start:
 def start_or_resume(
     start: Start, config: Config, engine: Any, fingerprint: str, dataset: Any
 ) -> tuple[TrainState, Config]:
-    """Load what `find_start` has found.
+    """Load the checkpoint that `find_start` returned, if any.
 
-    Returns where the run is, and its settings with the learning rate's schedule that it goes on by.
-
-    dataset: that of training; rank 0 compares the samples that it gives with those that the checkpoint has seen.
+    Returns the state of the run, and its settings with the learning-rate schedule to continue with.
+    Rank 0 compares the samples of `dataset` with those that the checkpoint has consumed.
+    dataset: the training data set.
     Raises RunError alike on every rank.
     """
     path, wanted = start
@@ -64,7 +67,7 @@ def start_or_resume(
         return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
-    if state.iteration:  # brought-in weights have no schedule, only the defaults that were stored with them
+    if state.iteration:  # imported weights have no schedule, only the defaults stored with them
         config, note = settled(config, saved)
         if note:
             print_rank_0(f"note: {note}")
@@ -78,7 +81,8 @@ def start_or_resume(
     def sample_hash() -> int:
         found = extend(begin, dataset, 0, state.consumed_samples)
 
-        def known() -> bool:  # until checkpoints knew the corpora, the hash began with 0
+        # In older checkpoints, whose hash did not depend on the corpora, it began with 0.
+        def known() -> bool:
             return state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
 
         others = state.consumed_samples > 0 and _other_documents(saved, config)
@@ -97,9 +101,10 @@ def start_or_resume(
 
 
 def _other_documents(saved: Config, config: Config) -> bool:
-    """Whether --split gives other documents for training than it gave there.
+    """Return whether --split selects other training documents than it did for the checkpoint.
 
-    The hash, whose form checkpoints keep, knows how many samples an epoch has, which two splits may have in common.
+    The sample hash may miss that: it depends on the number of samples of an epoch, which two splits can have in
+    common. Its definition is fixed by existing checkpoints.
     """
     if saved.data.split == config.data.split or not (saved.data.data_path and config.data.data_path):
         return False
@@ -107,7 +112,7 @@ def _other_documents(saved: Config, config: Config) -> bool:
     for prefix in prefixes_of(config.data.paths):
         try:
             documents = IndexedDataset(prefix).num_documents
-        except (DatasetError, OSError):  # a corpus of another form, or of an entry script of one's own
+        except (DatasetError, OSError):  # another data format, or the data of a custom entry script
             return there[0] != here[0]
         if split_documents(there, documents)[0] != split_documents(here, documents)[0]:
             return True
@@ -115,9 +120,9 @@ def _other_documents(saved: Config, config: Config) -> bool:
 
 
 def _corpora(config: Config) -> int:
-    """What the hash of samples begins with: which corpora are trained on, wherever they lie."""
+    """Return the initial value of the sample hash, which identifies the training corpora wherever they are stored."""
     if not (config.data.data_path or config.data.train_data_path):
-        return 0  # the data sets of an entry script of one's own
+        return 0  # a custom entry script provides the data sets
     paths = config.data.paths
     looks = " ".join(map(look_of, prefixes_of(paths["train"] if isinstance(paths, dict) else paths)))
     return int.from_bytes(hashlib.sha256(looks.encode()).digest()[:8])

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest few, every so many iterations one for good, and always one that is whole."""
+"""Deletion of old checkpoints: keeps the newest few, one every so many iterations, and always a complete one."""
 
 import shutil
 from pathlib import Path
@@ -10,13 +10,14 @@ from .whole import is_whole
 
 
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Delete older checkpoints; a note on each that cannot be deleted.
+    """Delete older checkpoints; return a note on each one that could not be deleted.
 
-    keep_last: how many of the newest stay; None keeps all. keep_every: those of iterations divisible by
-    it stay, too. The one that `latest` names always stays, and the newest one up to it whose files hold all that its
-    index names: whatever went wrong with newer ones, there is one to go back to. Those numbered above `latest` were given up by
-    whoever went back to an earlier one by hand: they neither count nor go. Each is renamed before it is deleted, so that a
-    crash leaves no half of one under its name.
+    The checkpoint that `latest` names always stays, and so does the newest complete one up to it. So there is
+    one to go back to, whatever went wrong with newer ones.
+    Checkpoints numbered above `latest` neither count nor are deleted: a user who went back to an earlier one has
+    abandoned them. Each checkpoint is renamed before deletion, so that a crash leaves no partial one under its name.
+    keep_last: number of newest checkpoints to keep; None keeps all.
+    keep_every: also keep those whose iteration is divisible by it.
     """
     if keep_last is None:
         return []

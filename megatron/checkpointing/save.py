@@ -1,4 +1,4 @@
-"""Saving: every rank writes its share, at once or in the background, and rank 0 makes the whole of it valid."""
+"""Saving of checkpoints: every rank writes its share, at once or in the background, and rank 0 publishes the whole."""
 
 import contextlib
 import json
@@ -29,8 +29,8 @@ from .state import TrainState
 from .stream import Entry, write_entries
 from .whole import check_whole
 
-SLOW_SECONDS = 300.0  # a large share on a slow disk takes as long; a note does no harm then
-Place = dict[str, Any]  # of a piece in its whole: dim, begin, end, shape
+SLOW_SECONDS = 300.0  # long enough for a large share on a slow disk; a needless note does no harm
+Place = dict[str, Any]  # location of a piece in its tensor: dim, begin, end, shape
 
 
 def index_text(
@@ -41,7 +41,7 @@ def index_text(
     optimizer: dict[str, Any] | None = None,
     rng_seed: int | None = None,
 ) -> str:
-    """checkpoint.json."""
+    """Return the text of checkpoint.json."""
     content = {
         "format": FORMAT,
         "state": asdict(state),
@@ -57,7 +57,7 @@ def index_text(
 
 @contextlib.contextmanager
 def named_if_slow(path: Path) -> Iterator[None]:
-    """Around the writing of `path`: print a note when it has taken `SLOW_SECONDS`, as on a disk that does not answer."""
+    """Print a note if writing `path` inside the context takes more than `SLOW_SECONDS`, as on a hanging disk."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     words = (
         f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if its disk does not answer, the checkpoint is never "
@@ -65,7 +65,7 @@ def named_if_slow(path: Path) -> Iterator[None]:
     )
     timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
     timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread for a note is no reason to fail
+    with contextlib.suppress(RuntimeError):  # failing to start a thread for the note must not fail the save
         timer.start()
     try:
         yield
@@ -74,30 +74,29 @@ def named_if_slow(path: Path) -> Iterator[None]:
 
 
 class SaveError(RunError):
-    """The disk did not take a checkpoint; another time it may."""
+    """A checkpoint could not be written because of the disk; a later attempt may succeed."""
 
 
 class Saver:
-    """Saves the checkpoints of a run into `folder`.
+    """Saver of a run's checkpoints into `folder`. All ranks must make the same calls.
 
-    background: training goes on as soon as this rank's share is copied; a thread writes it.
-    All ranks must make the same calls.
+    background: training continues as soon as this rank's share is copied; a thread writes it.
     """
 
     def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
         self.folder, self.engine, self.config = Path(folder), engine, config
         self.fingerprint, self.background = fingerprint, background
-        self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, what the index needs of that moment
+        self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, index content at `begin`
         self._thread: threading.Thread | None = None
         self._reports: list[dict[str, Any]] = []
         self._buffers: Buffers | None = None
         self._warned: set[str] = set()
         self._expected: dict[str, list[int]] = {}
         self._steps: dict[str, int] = {}
-        self._problem: Exception | None = None  # one that `on_all_ranks` knows
+        self._problem: Exception | None = None  # an error of a type that `on_all_ranks` handles
 
     def save(self, state: TrainState, wait: bool = False) -> None:
-        """A checkpoint of now. In the background, unless `wait`, it is valid once `finish` was called."""
+        """Save a checkpoint of `state`. A background save becomes valid in `finish`; `wait` calls that at once."""
         if self.pending:
             self.finish()
         self.begin(state)
@@ -106,18 +105,18 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """A save has begun that `finish` has not ended; alike on all ranks."""
+        """True from `begin` of a save until `finish`; alike on all ranks."""
         return self._pending is not None
 
     @property
     def busy(self) -> bool:
-        """This rank's share is still being written."""
+        """True while this rank's share is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: TrainState) -> None:
-        """Write this rank's share of a checkpoint of `state.iteration`, or copy it and let a thread write. Raises RunError.
+        """Write this rank's share of a checkpoint, or copy it and start a thread that writes it. Raises RunError.
 
-        What goes wrong with this rank's own share, `finish` says on all ranks.
+        Errors in writing this rank's share are raised by `finish`, on all ranks.
         """
         assert not self.pending, "finish() comes before the next begin()"
         check_replicas(self.engine)
@@ -154,11 +153,12 @@ class Saver:
             copies = _copies(values)
             self._thread = threading.Thread(target=self._write, args=(path, parts, copies), daemon=True)
             self._thread.start()
-        except Exception as error:  # no memory, no thread: the others must hear of it
+        # If memory or threads are exhausted, the other ranks must learn of it in `finish`.
+        except Exception as error:
             self._thread, self._problem = None, _named(error)
 
     def _warn(self, lines: Iterable[str]) -> None:
-        """Print each of these lines once in a run."""
+        """Print each of these lines only once in a run."""
         for line in lines:
             if line not in self._warned:
                 self._warned.add(line)
@@ -177,7 +177,7 @@ class Saver:
             self._problem = _named(error)
 
     def finish(self) -> Path:
-        """Wait for every rank's share, then make the checkpoint valid. Returns its folder. Raises RunError alike on all ranks."""
+        """Wait for every rank's share, publish the checkpoint and return its folder. Raises RunError on all ranks."""
         assert self._pending is not None
         final, content = self._pending
         temporary = _temporary(final)
@@ -216,7 +216,10 @@ class Saver:
         return final
 
     def _guard(self, action: Any, temporary: Path) -> None:
-        """Run on all ranks; where it fails on one, no half-written folder stays. Raises SaveError if only disks are to blame."""
+        """Run `action` on all ranks; if it fails on any, delete the temporary folder and raise on all.
+
+        Raises SaveError if only disks are to blame, else RunError.
+        """
         grave = False
 
         def noted() -> None:
@@ -239,9 +242,9 @@ class Saver:
 
 
 def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config, fingerprint: str) -> Path:
-    """Write a checkpoint of `state.iteration` into `folder`; all ranks must call this. Returns its own folder there.
+    """Write a checkpoint of `state.iteration` into `folder` and return its folder; all ranks must call this.
 
-    Raises RunError on every rank if any rank cannot write; earlier checkpoints stay as they are.
+    Raises RunError on every rank if any rank cannot write; earlier checkpoints stay intact.
     """
     saver = Saver(folder, engine, config, fingerprint)
     saver.begin(state)
@@ -249,7 +252,7 @@ def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config,
 
 
 def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fingerprint: str) -> None:
-    """A checkpoint of whole weights from elsewhere, before any training: one process, one tensor at a time."""
+    """Write imported weights as a checkpoint before any training: one process, one tensor at a time."""
     temporary = _temporary(final)
     remove(temporary)
     temporary.mkdir(parents=True)
@@ -266,14 +269,14 @@ def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fing
 
 
 def _named(error: Exception) -> Exception:
-    """What went wrong, as an error that ranks tell each other of: of what no user can have meant, with its kind."""
+    """Return the error as a type that `on_all_ranks` handles; unexpected errors keep their type in the message."""
     if isinstance(error, (OSError, ValueError)):
         return error
     return ValueError(f"{type(error).__name__} {describe(error)}" if str(error) else type(error).__name__)
 
 
 def _copies(values: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Of all of them, on the CPU. Goes through to the end whatever happens, as reading may be a collective."""
+    """Copy all values to the CPU. After an error it still consumes all of them, as reading one may be a collective."""
     copied: list[tuple[str, Tensor]] = []
     problem: Exception | None = None
     for key, value in values:
@@ -293,7 +296,7 @@ def _temporary(final: Path) -> Path:
 
 
 def _gather(report: Any, to_all: bool = True) -> list[Any]:
-    """Those of all ranks: on all of them, or on rank 0, which writes the index, and nothing on the others."""
+    """Gather every rank's report: on all ranks, or on rank 0 only, which writes the index."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [report]
     reports: list[Any] = [None] * dist.get_world_size() if to_all or is_rank_0() else []

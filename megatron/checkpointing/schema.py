@@ -1,4 +1,4 @@
-"""What checkpoint.json may say: checked before anything is believed, opened, or made as large as it asks for."""
+"""Validation of checkpoint.json, before any of its values is used to open a file or to allocate memory."""
 
 import json
 import math
@@ -11,16 +11,16 @@ from megatron.json_text import describe_json
 from .files import WEIGHT
 from .state import TrainState
 
-MOST = 2**48  # elements of a tensor: a thousand times those of any model
+MOST = 2**48  # elements of a tensor: a thousand times more than any model has
 KEYS = ("format", "state", "rng_seed", "optimizer", "tokenizer", "positions", "config", "tensors")
 
 
 class SchemaError(ValueError):
-    """checkpoint.json says what it cannot; the message says what and where in it."""
+    """checkpoint.json has an invalid value; the message says what and where."""
 
 
 def read(text: str) -> dict[str, Any]:
-    """The JSON in `text`. Raises SchemaError for what is none, for a key that stands twice, for NaN and infinities."""
+    """Parse the JSON in `text`. Raises SchemaError for invalid JSON, duplicate keys, NaN and infinities."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -57,7 +57,10 @@ def _expect(right: bool, where: str, what: str, found: Any) -> None:
 
 
 def check(content: Mapping[str, Any], files: Collection[str]) -> None:
-    """Raise SchemaError for what the rest of this package could not work with. files: that SHA256SUMS lists."""
+    """Raise SchemaError for content that the rest of this package could not handle.
+
+    files: the file names in SHA256SUMS.
+    """
     for key in KEYS:
         if key not in content:
             raise SchemaError(f"the key {key!r} is missing")
@@ -89,7 +92,7 @@ def _check_state(state: Any) -> None:
     for name, value in state.items():
         if name not in known:
             raise SchemaError(f"state holds {name!r}, which is none of {', '.join(sorted(known))}")
-        # The hash of the samples fills 64 bits.
+        # The sample hash is an unsigned 64-bit number; rng_seed may be negative or None.
         right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
         _expect(right, f"state.{name}", "a whole number, 0 or more", value)
     for name in ("iteration", "consumed_samples"):
@@ -115,7 +118,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Raise SchemaError unless a weight has every moment that is announced, or, frozen or without gradients, none."""
+    """Raise SchemaError unless each weight has all announced moments, or none (frozen or without gradients)."""
     weights = [key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}.")]
     moments, without = optimizer["moments"], optimizer.get("without_moments")
     for name in weights:
@@ -128,7 +131,7 @@ def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
 
 
 def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
-    """Shape, dimension of the cut, and pieces that cover it once."""
+    """Check a tensor's shape and split dimension, and that its pieces cover it exactly once."""
     _expect(isinstance(entry, dict), where, "an object", entry)
     shape, dim, pieces = (entry.get(name) for name in ("shape", "dim", "pieces"))
     right = isinstance(shape, list) and bool(shape) and all(map(_is_count, shape)) and math.prod(shape) <= MOST

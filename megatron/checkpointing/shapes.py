@@ -1,4 +1,4 @@
-"""Weights that a model must have by its settings, held against those that a file lists before anything is built."""
+"""Weights that a model must have by its settings, compared with those in a file before anything is built."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model of ours, by global name, without making a weight."""
+    """Return the full shape of every parameter of one of our models by global name, without allocating weights."""
     with torch.device("meta"), mpu.filled_later():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
     return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
 
 
 def described(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
-    """Return the settings of a checkpoint of a GPT-2, Llama or T5, for these sizes. Raises CheckpointError as `check_model`."""
+    """Return the settings of a GPT-2, Llama or T5 checkpoint for these parallel sizes.
+
+    Raises CheckpointError as `check_model` does.
+    """
     reader = CheckpointReader(path)
     config = plain_config(reader, model_parallel_size, pipe_parallel_size)
     check_model(reader, config)
@@ -33,7 +36,7 @@ def described(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int 
 
 
 def check_model(reader: CheckpointReader, config: Config) -> None:
-    """Raise CheckpointError unless the weights of a checkpoint are those of the model that its settings describe."""
+    """Raise CheckpointError unless the stored weights match the model that the settings describe."""
     where, m = reader.path / INDEX, config.model
     found = {key.removeprefix(f"{WEIGHT}."): tuple(entry["shape"]) for key, entry in reader.tensors.items()
              if key.startswith(f"{WEIGHT}.")}  # fmt: skip

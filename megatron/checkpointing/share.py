@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its parameters with their moments, as one file."""
+"""One rank's share of a checkpoint: parameters with their moments, written as one file."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,12 @@ from .stream import Slot, StreamWriter
 
 
 class Part(NamedTuple):
-    """A parameter, what there is of it (its weight, its moments), whether this rank writes it, and whether other stages do as well."""
+    """A parameter and its part in a checkpoint.
+
+    kinds: what is stored of it, i.e. its weight and moments.
+    mine: whether this rank writes it.
+    shared: whether other pipeline stages hold it as well.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -28,7 +33,7 @@ class Part(NamedTuple):
 
 
 def parts_of(engine: Any, moments: list[str]) -> list[Part]:
-    """Every parameter of this rank; its data-parallel copies share out the writing, the largest first."""
+    """Return all parameters of this rank; data-parallel ranks divide the writing evenly, largest parameters first."""
     mesh = mpu.get_mesh()
     every = list(global_parameters(engine.module))
     load = [0] * mesh.data.size
@@ -38,9 +43,9 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
         load[writer[name]] += math.prod(mpu.spec_of(parameter).local_shape)
     parts = []
     for name, parameter in every:
-        _, begin, end = mpu.spec_of(parameter).rows  # a rank may hold nothing but padding of the vocabulary
+        _, begin, end = mpu.spec_of(parameter).rows  # a rank may hold only padding of the vocabulary
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
-        if name.startswith("loss_fn."):  # on all stages, but only the last one learns it
+        if name.startswith("loss_fn."):  # on all stages, but trained only on the last
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
         kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
         parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
@@ -48,12 +53,12 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
 
 
 def _is_on_every_stage(model: Any, name: str) -> bool:
-    """Return whether `name` is outside of the layers of a PipelineModule: in a tied module, or held by the PipelineModule itself."""
+    """Return whether `name` is outside the layers of a PipelineModule: in a tied module or the container itself."""
     return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
 
 
 def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
-    """key -> shape of the whole of what a checkpoint must hold by what this rank knows: all weights, and the moments it writes."""
+    """Return the full shape of each key that a checkpoint must hold: all weights, and the moments this rank writes."""
     return {
         f"{kind}.{part.name}": list(mpu.spec_of(part.parameter).full_shape)
         for part in parts
@@ -62,19 +67,19 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
 
 
 def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
-    """Return the weights that the optimizer has no state for: those that are frozen or never had a gradient."""
+    """Return the weights without optimizer state: those that are frozen or never had a gradient."""
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
     return sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
-    """By name, how often the optimizer has stepped the parameters that this rank writes, where that is less than `most`."""
+    """Return the step counts, by name, of parameters that this rank writes and that have fewer steps than `most`."""
     steps = {part.name: zero_state.step_of(engine, part.parameter) for part in parts if part.mine}
     return {name: step for name, step in steps.items() if step is not None and step != most}
 
 
 def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's share, one tensor at a time. Under ZeRO each is a collective: go through to the end."""
+    """Yield this rank's share, one tensor at a time. Under ZeRO each is a collective, so consume all of them."""
     for name, parameter, kinds, mine, _ in parts:
         for kind in kinds:
             weight = kind == WEIGHT
@@ -84,7 +89,10 @@ def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
-    """The file of this rank; None where it has nothing to write. Raises OSError, and ValueError for a weight that is not finite."""
+    """Write this rank's file and return its report, None if it has nothing to write.
+
+    Raises OSError, and ValueError for a weight that is not finite.
+    """
     values = iter(values)
     learned = {part.name for part in parts if part.parameter.requires_grad}
     shared = {part.name for part in parts if part.shared}
@@ -115,20 +123,21 @@ def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tenso
                 if name in shared and kind != WEIGHT and value.count_nonzero():
                     learns.add(name)
     finally:
-        for _ in values:  # reading may be a collective, and the others wait for this rank
+        for _ in values:  # reading may be a collective for which other ranks wait
             pass
     return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": learns}
 
 
 def _finite(x: Tensor) -> bool:
-    """Without a tensor of answers, which would need memory."""
+    """Return whether all elements are finite, without allocating a mask."""
     return not x.numel() or all(map(math.isfinite, (each.item() for each in torch.aminmax(x))))
 
 
 def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """key -> its whole shape and the pieces that make it up.
+    """Return, by key, the full shape of each tensor and the pieces that make it up.
 
-    What is on several stages without being tied (a weight next to a tied one, a weight of the PipelineModule itself) counts where it learns.
+    A parameter that several stages hold without a tie (beside a tied weight, or in the PipelineModule itself)
+    is taken from the stage on which it learns.
     """
     merged: dict[str, Any] = {}
     for report in reports:

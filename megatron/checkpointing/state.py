@@ -1,14 +1,17 @@
-"""What changes while a run goes on and is no tensor."""
+"""The training state besides tensors."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class TrainState:
-    """Streams of random numbers are pure functions of (rng_seed, iteration), so these two are their whole state."""
+    """Position and seeds of a run.
+
+    Random streams are pure functions of (rng_seed, iteration), so these two are their entire state.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    sample_hash: int = 0  # of the samples consumed, in their order; see data/sample_hash.py
-    rng_seed: int | None = None  # of dropout; None before a run has set it
+    sample_hash: int = 0  # hash of the consumed samples, in order; see data/sample_hash.py
+    rng_seed: int | None = None  # seed of dropout; None until a run has set it

@@ -1,4 +1,4 @@
-"""safetensors files written tensor by tensor, so that no more than one tensor needs to be in memory."""
+"""Writing of safetensors files tensor by tensor, so that only one tensor needs to be in memory."""
 
 import hashlib
 import json
@@ -22,14 +22,14 @@ CODES = FLOATS | {
 
 
 def stored(buffer: Tensor) -> Tensor:
-    """A view of `buffer` in the form in which a file holds it: a single number as [1], a complex one as its two parts."""
+    """Return a view of `buffer` as stored in a file: a scalar as [1], a complex tensor as real numbers [..., 2]."""
     real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     return real if real.dim() else real.view(1)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor will stand."""
+    """Name, shape and dtype of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Slot:
 
     @property
     def bytes(self) -> int:
-        """What the tensor takes in the file."""
+        """Size of the tensor in the file, in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -49,10 +49,10 @@ class Entry(Slot):
 
 
 class StreamWriter:
-    """A safetensors file whose tensors are known by name, shape and dtype beforehand, and handed over one by one.
+    """Writer of a safetensors file whose tensors are declared in advance and then added one by one.
 
-    The format: length of the header, the header in JSON, the tensors back to back. Use as a
-    context manager; then `sha256` is the file's checksum. Raises OSError as files do.
+    The format: length of the header, the header in JSON, the tensors back to back. Use it as a context manager;
+    afterwards `sha256` is the file's checksum. Raises OSError as files do.
     """
 
     def __init__(self, path: Path, slots: Iterable[Slot]) -> None:
@@ -75,12 +75,13 @@ class StreamWriter:
         self._put(struct.pack("<Q", len(raw)) + raw)
 
     def _put(self, block: bytes | memoryview) -> None:
-        hashed = self._hasher.submit(self._digest.update, block)  # next to the writing, which is about as slow
+        # Hash in parallel with writing, which is about as slow.
+        hashed = self._hasher.submit(self._digest.update, block)
         self._file.write(block)
         hashed.result()
 
     def add(self, name: str, value: Tensor) -> None:
-        """The next tensor; it must be the next of the announced ones, of its shape."""
+        """Write the next declared tensor. Raises ValueError if the name or shape is not the declared one."""
         slot = self._slots[self._next]
         if name != slot.name or tuple(value.shape) != slot.shape:
             raise ValueError(
@@ -109,12 +110,12 @@ class StreamWriter:
 
     @property
     def sha256(self) -> str:
-        """Of what was written, in hexadecimal."""
+        """SHA-256 of what was written, in hexadecimal."""
         return self._digest.hexdigest()
 
 
 def write_entries(path: Path, entries: Iterable[Entry]) -> str:
-    """Write tensors as their turns come; returns the file's SHA-256."""
+    """Write the tensors one after another; return the file's SHA-256."""
     entries = list(entries)
     with StreamWriter(path, entries) as writer:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""Whether the pieces of a checkpoint make up all of it: told from the index and the headers of files, without reading tensors."""
+"""Completeness checks of a checkpoint from its index and file headers, without reading tensors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +9,10 @@ from .reader import CheckpointReader
 
 
 def check_whole(folder: Path, tensors: Mapping[str, Any], expected: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Raise CheckpointError naming a tensor or rows that are missing, or a file that does not hold what the index says.
+    """Raise CheckpointError naming a missing tensor, missing rows, or a file that contradicts the index.
 
-    tensors: of the index, key -> shape, dim, pieces. expected: key -> shape of what there has to be; without it, what the
-    index names.
+    tensors: key -> shape, dim, pieces, as in the index.
+    expected: key -> shape of what must be there; without it, the index decides.
     """
     for key, shape in (expected or {}).items():
         if key not in tensors:
@@ -41,7 +41,7 @@ def _check_piece(path: Path, file: Any, key: str, dim: int, whole: Sequence[int]
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a published checkpoint has all it needs to be loaded, as far as that shows without reading its tensors."""
+    """Return whether a published checkpoint is complete, as far as its index and file headers show."""
     try:
         reader = CheckpointReader(checkpoint)
         check_whole(checkpoint, reader.tensors)

@@ -1,1 +1,1 @@
-"""The processes of a run: their device, how they meet, agree and fail together, and what the system tells them."""
+"""The processes of a run: device, rendezvous, agreement between ranks, shared errors and signals."""

@@ -1,6 +1,6 @@
-"""How many accelerators this machine has: `python -m megatron.ranks.accelerators`, for scripts.
+"""Count this machine's accelerators: `python -m megatron.ranks.accelerators` prints the number for scripts.
 
-Importing torch takes seconds. Where its build and the packages beside it can drive no accelerator, it is not imported.
+Importing torch takes seconds, so it is skipped if neither its build nor an installed package supports an accelerator.
 """
 
 import runpy
@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 def may_be_there() -> bool:
-    """Whether torch was built for accelerators (CUDA, ROCm, XPU), or a package plugs another kind into it (NPU)."""
+    """Return whether torch was built for accelerators (CUDA, ROCm, XPU) or a package adds a backend (NPU)."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return True  # then importing it says what is wrong
+        return True  # importing torch will report what is wrong
     build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return any(build.get(kind) for kind in ("cuda", "hip", "xpu")) or bool(entry_points(group="torch.backends"))
 
 
 def count() -> int:
-    """Accelerators that torch can use here; 0 on a machine with CPUs only."""
+    """Return the number of accelerators that torch can use here; 0 on a CPU-only machine."""
     if not may_be_there():
         return 0
     import torch

@@ -1,4 +1,4 @@
-"""What all ranks must have alike: settings and versions at the start, copies of weights at every save."""
+"""Checks that ranks agree: settings and versions at startup, copies of weights at every save."""
 
 import hashlib
 import platform
@@ -28,7 +28,7 @@ AT_ONCE = 1 << 20
 
 
 def settings_and_versions(config: Config) -> dict[str, str]:
-    """What decides how a rank computes, by what a user calls it."""
+    """Return everything that decides how a rank computes, by a name that the user knows."""
     found = {flag(f.name): str(getattr(getattr(config, section), f.name)) for section, _, f in settings()}
     path = config.train.deepspeed_config
     if path:
@@ -42,14 +42,15 @@ def settings_and_versions(config: Config) -> dict[str, str]:
 
 
 def source_files() -> list[Path]:
-    """All Python files of megatron and tds, as this process has imported them."""
+    """Return all Python files of megatron and tds, from the folders that this process imported them from."""
     return sorted(file for package in (megatron, tds) for file in Path(str(package.__file__)).parent.rglob("*.py"))
 
 
 def same_everywhere(values: Mapping[str, str] | None) -> None:
-    """Raise RunError on all ranks, with the name and the values, if any rank has another value of anything. A collective.
+    """Raise RunError on all ranks, with the name and the values, if any value differs between ranks. A collective.
 
-    What crosses the ranks is a hash, unless it differs. values: None where a rank has nothing to compare.
+    Ranks exchange only a hash, and the values if the hashes differ.
+    values: None on a rank that has nothing to compare.
     """
     if dist.get_world_size() == 1:
         return
@@ -71,7 +72,7 @@ def same_everywhere(values: Mapping[str, str] | None) -> None:
 
 
 def _usual_and_others(values: Sequence[Any]) -> tuple[Any, list[int]]:
-    """The most frequent value (of several the first), and where there is another."""
+    """Return the most frequent value (the first one on a tie) and the positions of all other values."""
     usual = Counter(values).most_common(1)[0][0]
     return usual, [at for at, value in enumerate(values) if value != usual]
 
@@ -92,9 +93,10 @@ def _gather(value: Any) -> list[Any]:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """A hash of the bits of `x`, int64, on its device; other wherever a single bit is.
+    """Return a hash of the bits of `x`: a scalar, int64, on the device of `x`. Flipping any single bit changes it.
 
-    Bits as integers, times odd numbers by place, added up modulo 2^64: an odd number times a power of two is never 0.
+    The hash sums the bits, read as integers, times odd numbers that depend on the position, modulo 2^64. It
+    detects every single-bit flip because an odd number times a power of two is never 0 there.
     """
     bits = (
         x.detach()
@@ -110,10 +112,11 @@ def fingerprint(x: Tensor) -> Tensor:
 
 
 def check_replicas(engine: Any) -> None:
-    """Raise RunError on all ranks, with the name of a rank, if copies of a weight differ by a bit. A collective.
+    """Raise RunError on all ranks, naming a weight and its ranks, if copies of a weight differ by a bit. A collective.
 
-    Copies are what the forward pass reads: on data-parallel ranks all of it (under ZeRO 3 each has a part of its own), on
-    model-parallel ranks what is not split over them, and tied weights on the stages that share them.
+    Copies are weights that the forward pass reads on several ranks. Data-parallel ranks hold copies of
+    all weights (except under ZeRO 3, which shards them), model-parallel ranks of unsplit weights, and
+    pipeline stages of tied weights.
     engine: DeepSpeed's or that of `tds`.
     """
     if dist.get_world_size() == 1:
@@ -136,11 +139,11 @@ def check_replicas(engine: Any) -> None:
 
 Key = tuple[
     str, int | None, int | None
-]  # global name; model-parallel rank, if split; data-parallel rank, if ZeRO 3 cuts it
+]  # global name; model-parallel rank, if split; data-parallel rank, if ZeRO 3 shards it
 
 
 def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:
-    """Of all weights of this rank, read from the device at once."""
+    """Return (key, fingerprint) of every weight of this rank, read from the device in one transfer."""
     mesh, found = mpu.get_mesh(), {}
     for name, p in global_parameters(model):
         own = local_piece(p)
@@ -150,7 +153,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
 
 
 def _ties(model: nn.Module) -> dict[str, Key]:
-    """Tied weights of this stage, by name."""
+    """Return the keys of this stage's tied weights by name."""
     tied = set(map(id, tied_weights(model)))
     rank = mpu.get_mesh().model.rank
     return {
@@ -159,7 +162,7 @@ def _ties(model: nn.Module) -> dict[str, Key]:
 
 
 def _number(values: Mapping[Any, Any]) -> int:
-    """62 bits of a hash."""
+    """Return a 62-bit hash of `values`."""
     return int.from_bytes(hashlib.sha256(repr(sorted(values.items(), key=str)).encode()).digest()[:8], "big") >> 2
 
 
@@ -173,7 +176,7 @@ def _alike(number: int, axis: mpu.Axis, device: torch.device) -> bool:
 
 
 def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
-    """The first weight that differs, and on which ranks."""
+    """Describe the first weight that differs, and the ranks on which it does."""
     stage = mpu.get_mesh().pipe.rank
     everywhere: list[dict[Hashable, int]] = _gather(
         {(key if key[0] in ties else (*key, stage)): value for key, value in mine.items()}

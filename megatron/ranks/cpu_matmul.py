@@ -1,7 +1,7 @@
-"""Who multiplies fp32 matrices on a CPU, torch's BLAS or oneDNN: whichever is faster there, found by some milliseconds of trying, once a machine.
+"""Choose the faster fp32 matmul on a CPU, torch's BLAS or oneDNN, by a benchmark of milliseconds, once a machine.
 
-Torch's builds come with MKL, which has its best kernels for Intel's CPUs only; how far it is behind oneDNN on others differs
-from one to the next.
+Torch's builds come with MKL, whose best kernels are for Intel CPUs only. On other CPUs oneDNN may be faster, by
+a factor that varies from one CPU to the next.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from ..config.fields import ConfigError
 from .rank_0 import is_rank_0
 
 ROWS, WIDTH, ROUNDS = 256, 512, 15
-WORTH = 1.1  # times as fast; below that, torch's own, which other programs have, too
+WORTH = 1.1  # below this speedup torch's own BLAS is kept, which other programs use too
 
 
 def by_onednn(wanted: str, device: torch.device) -> bool:
-    """What `--cpu-matmul` comes to here, alike on all ranks. Raises ConfigError if it asks for what there is not."""
+    """Return whether `--cpu-matmul` selects oneDNN, alike on all ranks. Raises ConfigError if torch lacks it."""
     if wanted == "onednn" and not mpu.onednn_is_there():
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():
@@ -38,7 +38,7 @@ def by_onednn(wanted: str, device: torch.device) -> bool:
 
 
 def speedup() -> float:
-    """How many times as fast as torch's BLAS oneDNN is: the median of rounds in which both have their turn."""
+    """Return oneDNN's speedup over torch's BLAS: the median over rounds that time both."""
     x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
     ratios = []
     for _ in range(ROUNDS):
@@ -51,7 +51,10 @@ def speedup() -> float:
 
 
 def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
-    """What was measured for `key` before, or else now; a file that cannot be read or written costs the time again."""
+    """Return the cached measurement for `key`; measure and cache it if there is none.
+
+    A cache file that cannot be read or written only costs a new measurement.
+    """
     known: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -65,19 +68,19 @@ def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
 
 
 def cache_file() -> Path:
-    """In the user's cache; of who has no home directory among the temporary files."""
+    """Return the cache file: in the user's cache folder, or among the temporary files if there is no home directory."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
         try:
             folder = own_folder("megatron-cache")
         except ValueError:
-            folder = Path(os.devnull)  # holds nothing, and takes nothing: each run measures again
+            folder = Path(os.devnull)  # reads and writes both fail, so each run measures again
     return folder / "megatron-cpu-matmul.json"
 
 
 def this_cpu() -> str:
-    """The CPU, torch and its threads: what the answer depends on. A home directory may be that of several machines."""
+    """Return what the measurement depends on (CPU, torch, threads), as several machines may share a home directory."""
     name = "an unknown CPU"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

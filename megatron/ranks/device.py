@@ -1,4 +1,4 @@
-"""The device of this process. The one file that asks torch about accelerators."""
+"""The device of this process; the only module that asks torch about accelerators."""
 
 import ctypes
 import os
@@ -13,13 +13,13 @@ from .._torch import amx_tiles
 
 
 def available() -> bool:
-    """Whether there is an accelerator (CUDA, ROCm, NPU, XPU)."""
+    """Return whether there is an accelerator (CUDA, ROCm, NPU, XPU)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type not in ("cpu", "mps")
 
 
 def current() -> torch.device:
-    """This rank's device: the accelerator numbered LOCAL_RANK, or the CPU."""
+    """Return this rank's device: the accelerator numbered LOCAL_RANK, or the CPU."""
     if not available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -30,7 +30,7 @@ def current() -> torch.device:
 
 
 def built_for() -> str | None:
-    """The accelerators that this build of torch is for; None of one for CPUs only."""
+    """Return the kind of accelerator that this build of torch supports, None for a CPU-only build."""
     if torch.version.cuda or torch.version.hip:
         return f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     accelerator = torch.accelerator.current_accelerator()
@@ -38,23 +38,23 @@ def built_for() -> str | None:
 
 
 def backend(device: torch.device) -> str:
-    """The torch.distributed backend of `device`."""
+    """Return the torch.distributed backend for `device`."""
     return "gloo" if device.type == "cpu" else torch.distributed.get_default_backend_for_device(device)
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 is faster than fp32 here for models of any size: on a CPU only with AMX tiles.
+    """Return whether bf16 is faster than fp32 here for models of any size; on a CPU that needs AMX tiles.
 
-    With only AVX512_BF16 large models gain (docs/benchmarks.md), and without either none does.
+    On CPUs with only AVX512_BF16 large models gain (docs/benchmarks.md), and with neither extension none does.
     """
     if device.type == "cpu":
         return amx_tiles()
-    # V100 and T4 can emulate it, slowly.
+    # V100 and T4 only emulate bf16, slowly.
     return bool(torch.cuda.is_bf16_supported(including_emulation=False)) if device.type == "cuda" else True
 
 
 def precision_note(device: torch.device, precision: str) -> str | None:
-    """What a user may want to know of `precision` on this device."""
+    """Return a note for the user on the speed of `precision` on this device, None if there is nothing to say."""
     if precision != "fp32" or device.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
         return None
     return (
@@ -64,18 +64,21 @@ def precision_note(device: torch.device, precision: str) -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def sent(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [n], on its way to the device; the host does not wait."""
+    """Copy `values` to the device as int64 [n], without blocking the host."""
     return torch.tensor(values, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:
-    """What gives the numbers of x [n] as they are now, on an accelerator; it waits only until the device has got this far."""
+    """Return a function that returns the present values of x [n], a tensor on an accelerator.
+
+    The copy to the host is queued now. The function waits only until the device has made that copy.
+    """
     host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     event = torch.Event(x.device)
     event.record()
@@ -88,7 +91,7 @@ def read_later(x: Tensor) -> Callable[[], list[int]]:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory this process has held: on the accelerator, or resident in RAM (10^6 bytes)."""
+    """Return the peak memory of this process in MB (10^6 bytes): allocated on the accelerator, or resident in RAM."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
@@ -96,7 +99,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def memory(device: torch.device) -> float | None:
-    """Bytes that there are: of an accelerator, or of the machine with its swap; None where the system does not tell."""
+    """Return the bytes of memory of the accelerator, or of RAM plus swap on a CPU; None if unknown."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         return float(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else None
@@ -109,9 +112,10 @@ def memory(device: torch.device) -> float | None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU with glibc: do not hand freed memory back to the system, which clears every page that it gives again.
+    """Keep glibc from returning freed memory to the system, which would zero every page that it hands out again.
 
-    Activations and logits are freed and asked for once a step; accelerators have a cache for this.
+    Activations and logits are freed and allocated once a step. Only CPUs need this: accelerators
+    have a caching allocator.
     """
     if device.type != "cpu" or not sys.platform.startswith("linux"):
         return
@@ -122,14 +126,14 @@ def keep_freed_memory(device: torch.device) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # malloc.h
+_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # constants of mallopt, from malloc.h
 
-# Dense bf16 peaks in TFLOP/s, from the makers' data sheets; other devices report no MFU.
+# Dense bf16 peaks in TFLOP/s, from the vendors' data sheets; other devices report no MFU.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100": 125.0}
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Peak bf16 (V100: fp16) TFLOP/s of the device, None if unknown."""
+    """Return the peak bf16 (V100: fp16) TFLOP/s of the device, None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

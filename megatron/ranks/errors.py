@@ -1,4 +1,4 @@
-"""Errors that end a run on all ranks alike, in one sentence, and the way out."""
+"""Errors that end a run alike on all ranks, each described in one sentence, and the exit of the process."""
 
 import contextlib
 import multiprocessing
@@ -22,15 +22,15 @@ _LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
 
 
 class RunError(RuntimeError):
-    """Something went wrong on some rank; raised alike on all of them."""
+    """A failure on some rank, raised alike on all ranks."""
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it fails on any, raise on all, so that nobody waits for the dead.
+    """Run `action` on every rank and return its result; if it fails on any rank, raise on all so that none hangs.
 
-    `action` makes no collective that a rank could miss by failing before it.
-    Raises RunError with the message of the lowest rank that failed, for errors in what a user
-    gave (ValueError, OSError); other exceptions are bugs and pass through.
+    `action` must not contain a collective that a rank could miss by failing before it.
+    Raises RunError with the message of the lowest rank that failed, for errors in user input (ValueError,
+    OSError). Other exceptions are bugs and pass through.
     """
     problem, result = None, None
     try:
@@ -48,7 +48,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
 
 def complaint(error: BaseException) -> str:
-    """An error in one line; if a user's own code raised it, not we, with the place."""
+    """Describe an error in one line; if it comes from user code, add the file, line and function."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OURS):
             break
@@ -58,14 +58,14 @@ def complaint(error: BaseException) -> str:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process at once.
+    """Flush the standard streams, kill worker processes and end the process at once.
 
-    While Python shuts down, a thread of gloo's that lets go of a tensor aborts the process
-    (about one exit in thirty), so nothing of the shut-down is left to do: files are closed here.
+    It skips Python's shutdown, in which a gloo thread that frees a tensor may abort the process
+    (about one exit in thirty).
     """
     for worker in multiprocessing.active_children():
         worker.kill()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # its reader may be gone, and it may be closed
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream may be closed, or its reader gone
             stream.flush()
     os._exit(code)

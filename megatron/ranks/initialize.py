@@ -1,4 +1,4 @@
-"""From settings to running ranks: process group, grid, random streams."""
+"""Startup of the ranks: process group, parallel grid and random streams."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from . import device as device_module
 from .agreement import same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
 
-AFTER_THE_WATCHDOG = 30.0  # seconds
+AFTER_THE_WATCHDOG = 30.0  # seconds that collectives wait longer than the watchdog
 FLAGS = {
     "overlap": "--no-overlap-grad-reduce",
     "no ZeRO": "--zero-stage 0",
@@ -28,26 +28,30 @@ FLAGS = {
 
 
 def world_size() -> int:
-    """Ranks of this run as the launcher announced them."""
+    """Return the number of ranks that the launcher announced."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_here(world: int) -> int | None:
-    """Ranks on this machine, as torchrun or DeepSpeed's launcher says it; None where nobody does. world: ranks in all."""
+    """Return the number of ranks on this machine, None if no launcher announced it.
+
+    The number comes from torchrun or DeepSpeed's launcher.
+    world: ranks of the whole run.
+    """
     known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(known) if known else 1 if world == 1 else None
 
 
 def initialize_megatron(config: Config) -> torch.device:
-    """Join the other ranks and build the (pipe, data, model) grid. Returns this rank's device.
+    """Join the other ranks, build the (pipe, data, model) grid and return this rank's device.
 
-    Raises ConfigError if the grid does not fit the number of ranks, and RunError if ranks were started with different settings
-    or versions.
+    Raises ConfigError if the grid does not fit the number of ranks, and RunError if the ranks were started with
+    different settings or versions.
     """
     config.parallel.data_parallel_size(world_size())
     advice.ways |= FLAGS
     if "RANK" not in os.environ:
-        # One process started by hand: it is its own world.
+        # Without a launcher, this process is a world of its own.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -83,7 +87,10 @@ def initialize_megatron(config: Config) -> torch.device:
 
 
 def steps_begin(config: Config) -> None:
-    """From now on ranks wait for each other as long as a step may take; a watchdog, which knows more to say, comes first."""
+    """Switch the timeout of collectives from startup to training steps.
+
+    It lies above the limits of the watchdogs: they fire first and report more.
+    """
     p = config.parallel
     seconds = 60 * p.distributed_timeout_minutes
     timeout = timedelta(seconds=AFTER_THE_WATCHDOG + max(seconds, p.pipeline_timeout if p.pipe_parallel_size else 0))
@@ -92,7 +99,7 @@ def steps_begin(config: Config) -> None:
 
 
 def not_met(error: Exception) -> str:
-    """Why the ranks did not find each other, in a sentence."""
+    """Describe in one sentence why the ranks could not connect to each other."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:

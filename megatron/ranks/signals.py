@@ -1,8 +1,8 @@
-"""Ending a run in order: at a signal or after a given time every rank saves and stops at the same iteration.
+"""Orderly end of a run: on a signal or after a time limit every rank saves and stops at the same iteration.
 
-SIGTERM, --exit-duration-in-mins    save, then end with code 0
-Ctrl-C (SIGINT)                     the same; the second one ends at once
-SIGUSR1                             save, and go on
+SIGTERM, --exit-duration-in-mins    save, then exit with code 0
+Ctrl-C (SIGINT)                     same as SIGTERM; a second one exits at once
+SIGUSR1                             save and continue
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from . import device as device_module
 from .errors import exit_now
 
 BEGIN = time.monotonic()
-ONE_REQUEST_SECONDS = 0.5  # a terminal tells the whole group, and a launcher its ranks once more
-INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
+ONE_REQUEST_SECONDS = 0.5  # a terminal signals the whole process group, and the launcher signals its ranks again
+INTERRUPTED = 130  # exit code that shells report for a process ended by Ctrl-C
 
 
 def _say(words: str) -> None:
-    """From the handler of a signal, in which Python's own files must not be touched."""
+    """Write a line to stderr on rank 0. Signal handlers must not use Python's file objects, so this uses os.write."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # a handler that raises would end the run before it has saved
+        with contextlib.suppress(OSError):  # an exception in a handler would end the run before it has saved
             os.write(2, f"{os.path.basename(sys.argv[0])}: {words}\n".encode())
 
 
 class StopSignal(IntEnum):
-    """What the outside asks for; of what several ranks are asked the greatest counts."""
+    """Request from outside the run; if ranks receive different ones, the greatest wins."""
 
     NOTHING = 0
     SAVE = 1
@@ -44,8 +44,11 @@ class StopSignal(IntEnum):
 
 @contextmanager
 def signals_as_before() -> Iterator[None]:
-    """Around a whole run. Before the loop there is nothing to save: SIGUSR1 does nothing, SIGTERM and Ctrl-C end the process."""
-    if threading.current_thread() is not threading.main_thread():  # Python lets no other set handlers
+    """Restore the signal handlers when the context ends; ignore SIGUSR1 until the loop installs its own handlers.
+
+    Before the loop there is nothing to save, so SIGTERM and Ctrl-C end the process as usual.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python lets only the main thread set handlers
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
@@ -58,24 +61,25 @@ def signals_as_before() -> Iterator[None]:
 
 
 class StopSignals:
-    """Use as a context manager around the loop; `agree()` after every iteration, on every rank.
+    """Context manager around the loop that handles signals; call `agree()` after every iteration, on every rank.
 
-    When the loop has ended well, signals are still heard, so that none ends the process while it saves for the last time.
+    After a successful loop the handlers stay installed, so that no signal ends the process during the final save.
 
-    minutes: stop when the process has run so long; None for never. device: where the ranks' messages are.
+    minutes: stop after this run time of the process; None for no limit.
+    device: holds the tensors that the ranks exchange.
     """
 
     def __init__(self, minutes: float | None, device: torch.device) -> None:
         self._minutes, self._device = minutes, device
         self._asked = StopSignal.NOTHING
-        self._interrupted: float | None = None  # when Ctrl-C was
+        self._interrupted: float | None = None  # time of the first Ctrl-C
         self._told: Callable[[], list[int]] | None = None
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self._ask(StopSignal.SAVE_AND_STOP))
             signal.signal(signal.SIGUSR1, lambda *_: self._ask(StopSignal.SAVE))
-            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a launcher hears it for all ranks
+            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # else the launcher handles it for all ranks
                 signal.signal(signal.SIGINT, self._interrupt)
         return self
 
@@ -86,7 +90,7 @@ class StopSignals:
             if self._told is not None:
                 self._told()
         elif threading.current_thread() is threading.main_thread():
-            # There is nothing to save, the others may not be there any more, and who has started this process may end it.
+            # There is nothing to save, other ranks may be gone, and the launcher must be able to end this process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _ask(self, asked: StopSignal) -> None:
@@ -103,11 +107,11 @@ class StopSignals:
             exit_now(INTERRUPTED)
 
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
-        """(what any rank was asked for, whether all ranks are `done`), alike on all ranks.
+        """Return (strongest request of any rank, whether all ranks are `done`), alike on all ranks.
 
-        Of several ranks it is what they said one call ago: what they say now is on its way, among the world's other
-        messages, while they compute, so that no iteration waits for it. (On an accelerator the host waits until the iteration
-        before the last is done.)
+        With several ranks, the result is what they reported one call ago. The present reports travel asynchronously,
+        among the other messages of the world's process group, while the ranks compute, so no iteration waits for
+        them. (On an accelerator the host waits until the iteration before the last is done.)
         """
         asked, self._asked = self._asked, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
@@ -121,7 +125,7 @@ class StopSignals:
         return StopSignal(most), not any_not_done
 
     def _tell(self, mine: list[int]) -> Callable[[], list[int]]:
-        """Begin to find the largest of what each rank says; what is returned waits for it."""
+        """Start a MAX all-reduce of this rank's values; return a function that waits for the result."""
         sent = device_module.sent(mine, self._device)
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, async_op=True)
         if self._device.type == "cpu":
@@ -131,5 +135,5 @@ class StopSignals:
                 return sent.tolist()
 
             return received
-        work.wait()  # it is the device that waits
+        work.wait()  # blocks the device's stream, not the host
         return device_module.read_later(sent)

@@ -1,4 +1,7 @@
-"""Which rank the others wait for: found by the time that each spends on its own work, as all iterations last equally long."""
+"""Detection of a straggler: the rank that spends the most time on its own work.
+
+Iterations take equally long on all ranks, so only the time of a rank's own work shows which rank the others wait for.
+"""
 
 import statistics
 from collections import defaultdict
@@ -9,23 +12,24 @@ import torch.distributed as dist
 
 from .. import mpu
 
-FACTOR = 1.5  # of the median
-SHARE = 0.1  # of an iteration; less is not worth a word
+FACTOR = 1.5  # times the median
+SHARE = 0.1  # fraction of an iteration; a smaller excess is not reported
 
 
 class Straggler(NamedTuple):
-    """A rank, and how many times as long as the median rank it works."""
+    """A rank and its working time as a multiple of the median rank's."""
 
     rank: int
     factor: float
 
 
 def straggler(seconds: float, iteration: float, device: torch.device) -> Straggler | None:
-    """The slowest rank of the last interval, if it is far behind the others. A collective; all ranks get the same answer.
+    """Return the slowest rank of the last interval if it is far slower than its peers, else None. A collective.
 
-    seconds: of an iteration, that this rank read data and computed; iteration: how long one lasts. A rank is compared with
-    those of its pipeline stage, as stages differ by their layers, or with all where it has the stage for itself and
-    there are more than two.
+    All ranks get the same answer. A rank's peers are the ranks of its pipeline stage, as stages differ in their
+    layers. If each stage has one rank and there are more than two, its peers are all ranks.
+    seconds: time per iteration in which this rank read data and computed.
+    iteration: duration of an iteration in seconds.
     """
     world, mesh = dist.get_world_size(), mpu.get_mesh()
     if world == 1:
@@ -38,11 +42,14 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
 
 
 def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | None:
-    """every: (seconds, stage) by rank."""
+    """Return the rank that exceeds the median of its peers by most, if by enough to report, else None.
+
+    every: (seconds, stage) by rank.
+    """
     peers: defaultdict[int, list[float]] = defaultdict(list)
     for seconds, stage in every:
         peers[stage].append(seconds)
-    if len(every) == len(peers) > 2:  # of two, the slower one is only the stage with more layers
+    if len(every) == len(peers) > 2:  # the slower of two stages may just have more layers
         peers = defaultdict(lambda: [seconds for seconds, _ in every])
     found = []
     for rank, (seconds, stage) in enumerate(every):

@@ -1,6 +1,6 @@
-"""A run: from a task, or the functions of an entry script, to a trained checkpoint.
+"""Training runs: from a task, or the functions of an entry script, to a trained checkpoint.
 
-What is here is imported when it is asked for: who wants only an engine needs no checkpoints.
+The names below are imported lazily, so code that needs only an engine does not import checkpointing.
 """
 
 from importlib import import_module

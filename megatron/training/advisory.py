@@ -1,4 +1,7 @@
-"""Advisory locks (`flock`), which the kernel drops with the process that holds them, and whether their absence proves anything."""
+"""Advisory locks (`flock`), which the kernel releases when the process that holds them ends.
+
+A lock that looks free proves something only if the file system is local (`is_local`).
+"""
 
 import contextlib
 import fcntl
@@ -7,19 +10,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# File systems that one kernel mounts at a time, so every process that sees the file sees the lock. Network
-# and virtual file systems may keep the locks of each machine separately.
+# Only one machine can mount these file systems at a time, so every process that sees the file sees the lock.
+# Network and virtual file systems may keep each machine's locks separately.
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
 _held: set[int] = set()
 
 
 def hold(handle: int) -> bool:
-    """Lock an open file until `drop` or the end of this process; False where the file system has no locks."""
+    """Lock an open file until `drop` or the end of this process; return False if it cannot be locked."""
     for _ in range(20):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # another process asks whether it is held, which takes microseconds
+            time.sleep(0.05)  # another process is probing the lock, which takes microseconds
         except OSError:
             return False
         else:
@@ -29,14 +32,14 @@ def hold(handle: int) -> bool:
 
 
 def drop(handle: int) -> None:
-    """Close the file, which drops the lock if there is one."""
+    """Close the file, which also releases its lock."""
     _held.discard(handle)
     os.close(handle)
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[bool | None]:
-    """Hold the lock of a file while inside: True. False if another process holds it, None if there are no locks or no file."""
+    """Lock a file inside the context. Yields True; False if another process holds it; None without locks or file."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -69,14 +72,14 @@ def is_local(path: Path) -> bool:
         return False
     for line in lines:
         before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # a space is written as \040
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # mountinfo writes a space as \040
         if (mount == there or mount in there.parents) and len(mount.parts) >= longest:
             kind, longest = after.split()[0], len(mount.parts)
     return kind in LOCAL
 
 
 def _forget_in_child() -> None:
-    """Close inherited copies: a forked worker that outlives the run must not keep its lock."""
+    """Close inherited copies of locked files: a forked worker that outlives the run must not keep its lock."""
     for handle in _held:
         os.close(handle)
     _held.clear()

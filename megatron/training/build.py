@@ -1,4 +1,4 @@
-"""Ranks, model and engine of a task: the part of a run that needs neither data nor checkpoints."""
+"""Startup of ranks, model and engine of a task: the part of a run that needs neither data nor checkpoints."""
 
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,10 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = None) -> Engine:
-    """On the ranks of these settings, for a loop of one's own. tokenizer: where the task's model or batches ask for one."""
+    """Join the ranks and build the task's engine, for a custom training loop.
+
+    tokenizer: needed only if the task's model or batches use it.
+    """
     check_task(task, "model", "batch")
     device = initialize_megatron(config)
     timers = Timers(device)
@@ -46,12 +49,15 @@ def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = Non
 
 
 def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Tokenizer | None") -> nn.Module:
-    """With the same weights in every layout; under ZeRO 3 no rank ever holds all layers of ours. Raises RunError alike on every rank."""
+    """Build the task's model, with the same initial weights in every layout. Raises RunError alike on every rank.
+
+    Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
+    """
     cut = taken_apart(resolved.deepspeed, mpu, DTYPES[resolved.precision])
     with tds.pipe.seeded_layers(config.train.seed), after_each_layer(cut):
         model = on_all_ranks(lambda: checked_model(task, config, tokenizer))
     if cut is not None:
-        cut(model)  # what a user has built around our layers; DeepSpeed casts and moves all or nothing
+        cut(model)  # modules that a user built around our layers: DeepSpeed casts and moves all or nothing
     return model
 
 
@@ -63,10 +69,10 @@ def build_engine(
     tokenizer: "Tokenizer | None",
     timers: Timers,
 ) -> Engine:
-    """DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
+    """Return DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
     compile_layers(model, config)
     pipeline = on_all_ranks(lambda: _checked(model, task, config))
-    if not pipeline and config.parallel.pipe_parallel_size:  # entry scripts may take 1 for no pipeline
+    if not pipeline and config.parallel.pipe_parallel_size:  # an entry script may build a plain model for size 1
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     spared = () if config.optim.embedding_weight_decay else looked_up(model)
@@ -90,7 +96,7 @@ def build_engine(
 
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:
-    """Whether `model` is a PipelineModule. Raises ValueError if it cannot be trained as it is."""
+    """Return whether `model` is a PipelineModule. Raises ValueError if it cannot be trained as it is."""
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(
@@ -114,7 +120,7 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:
-    """Whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings say otherwise."""
+    """Return whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings disagree."""
     pipeline = tds.pipe.is_pipeline(model)
     wanted = config.parallel.pipe_parallel_size
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):

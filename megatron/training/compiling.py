@@ -1,4 +1,4 @@
-"""--compile: the transformer layers through `torch.compile`, one by one, so that equal layers are compiled once."""
+"""--compile: `torch.compile` for each transformer layer separately, so that equal layers are compiled only once."""
 
 import functools
 from typing import Any
@@ -14,11 +14,12 @@ from ..ranks.rank_0 import print_rank_0
 
 
 def compile_layers(model: Any, config: Config) -> None:
-    """Let each transformer layer of this process be compiled at its first call.
+    """Have each transformer layer of this process compiled at its first call.
 
-    Sums over model-parallel ranks are part of it (`mpu/traced.py`), and dropout with its named streams (`mpu/dropout.py`). So are
-    oneDNN's products (`mpu/linear.py`). Recomputation and, on accelerators, attention with dropout stay outside.
-    Where no C++ compiler is found (a CPU needs one) a line says so and nothing changes.
+    All-reduces over model-parallel ranks (`mpu/traced.py`), dropout with its named streams
+    (`mpu/dropout.py`) and oneDNN matmuls (`mpu/linear.py`) are compiled as well. Recomputation and, on
+    accelerators, attention with dropout are not.
+    Without a C++ compiler, which CPUs need, it prints a note and changes nothing.
     """
     if not config.train.compile:
         return
@@ -33,7 +34,7 @@ def compile_layers(model: Any, config: Config) -> None:
 
 @functools.cache
 def _keep_outside() -> None:
-    """Mark what is not for the compiler; only now, since the marking loads torch's compiler, which takes seconds."""
+    """Exclude functions from compilation; called late, as it loads torch's compiler, which takes seconds."""
     kept = [
         (Attention, "_with_dropout"),
         (Attention, "_computed_again"),
@@ -45,7 +46,7 @@ def _keep_outside() -> None:
 
 
 def compiler_found() -> bool:
-    """Whether torch.compile can build code for the CPU; accelerators bring their own compiler."""
+    """Return whether torch.compile can build code here: a CPU needs a C++ compiler, accelerators bring their own."""
     from ..ranks.device import available
 
     if available():

@@ -1,4 +1,4 @@
-"""The line that people read: what an iteration came to, in columns that stand below each other from line to line."""
+"""Formatting of the log line of an iteration, whose columns align from line to line."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def short(number: float) -> str:
-    """Three digits and a letter: 20.5K, 1.02M, 3.4T; six characters at most."""
+    """Format a number with three digits and a suffix, in six characters at most: 20.5K, 1.02M, 3.4T."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
         if number >= 0.9995 * size:
             value = number / size
@@ -16,7 +16,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """4:05, 3:04:05 or 2d 03:04:05."""
+    """Format a duration as 4:05, 3:04:05 or 2d 03:04:05."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -27,13 +27,20 @@ def duration(seconds: float) -> str:
 
 
 class TimeLeft:
-    """How long a run still takes, from the time between its lines: evaluations and saves are in it, the start is not."""
+    """Estimate of the time left in a run, from the time between its log lines.
+
+    It includes evaluations and saves, but not the startup.
+    """
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def after(self, iteration: int, last: int, seconds: float, now: float | None = None) -> float:
-        """Seconds. seconds: of an iteration since the line before, by which the first line goes. now: on a clock that only rises."""
+        """Return the seconds left after `iteration` of `last`.
+
+        seconds: time per iteration since the previous line, used only for the first line.
+        now: reading of a monotonic clock; default: the present.
+        """
         now = time.monotonic() if now is None else now
         if self._first is None:
             self._first = iteration, now
@@ -45,10 +52,13 @@ class TimeLeft:
 def training_line(
     row: Mapping[str, Any], last: int, seconds: float, left: float, details: bool = False, when: float | None = None
 ) -> str:
-    """Return the line of an iteration, at most 120 columns in fp32 and bf16 unless `details` asks for all numbers.
+    """Return the log line of an iteration, at most 120 columns in fp32 and bf16 unless `details` asks for all numbers.
 
-    row: what metrics.jsonl gets. last: --train-iters. seconds: time of an iteration. left: time left of the run.
-    Columns for what a run does not have (a loss scale, a share of the device's peak) are in none of its lines.
+    row: the row written to metrics.jsonl.
+    last: --train-iters.
+    seconds: time of an iteration.
+    left: seconds left in the run.
+    Values that a run does not have (a loss scale, MFU) have no column in any of its lines.
     """
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
     columns = [

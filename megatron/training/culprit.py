@@ -1,4 +1,4 @@
-"""At the end of a run that cannot go on: which rank has the first number that is none, found by computing the batch again."""
+"""After a failed run, recompute the batch and name the first non-finite weight or gradient and its rank."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +14,18 @@ from ..model.layers import global_parameters
 
 
 class Finding(NamedTuple):
-    """Of one rank: the first weight, and the first parameter whose own gradient, is not finite."""
+    """One rank's first non-finite weight, and the first parameter whose gradient on this rank is not finite."""
 
-    share: int  # of the samples
+    share: int  # index of the share of samples that this rank computed
     weight: str | None
     gradient: str | None
 
 
 def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
-    """What each rank finds, by rank. compute: makes the step again that was not applied. A collective, and it waits for the device."""
+    """Return the findings of all ranks, by rank. A collective that waits for the device.
+
+    compute: computes the skipped step again.
+    """
     every = list(global_parameters(model))
     weights = [name for name, p in every if not _finite(local_piece(p))]
     bad: set[str] = set()
@@ -49,7 +52,11 @@ def _finite(x: Tensor) -> bool:
 
 
 def words(found: list[Finding], first_sample: int, share: int) -> str:
-    """A part of a sentence. first_sample: of the iteration; share: how many samples of it are such a share."""
+    """Describe the findings in a clause of a sentence.
+
+    first_sample: first sample of the iteration.
+    share: samples in each rank's share.
+    """
     for what in ("weight", "gradient"):
         bad = [(rank, each) for rank, each in enumerate(found) if getattr(each, what)]
         if bad:

@@ -1,7 +1,7 @@
-"""One seam between the training loop and DeepSpeed: both engines answer `train_batch` and `eval_batch`.
+"""Uniform interface of the training loop to DeepSpeed: both engines offer `train_batch` and `eval_batch`.
 
-Losses are sums over target tokens, divided by the number of targets in the whole global batch.
-That number is counted before the first backward pass, so gradients come out right at once.
+Losses are sums over target tokens, divided by the number of targets in the whole global batch. That number is
+counted before the first backward pass, so gradients have the right scale from the start.
 """
 
 import math
@@ -29,11 +29,12 @@ Batches = Iterator[dict[str, Tensor]]
 
 
 class Step(NamedTuple):
-    """What one optimizer step gave; loss is over the global batch, grad_norm before clipping.
+    """Result of one optimizer step; loss is over the global batch, grad_norm before clipping.
 
-    Both may be on the device still, which works on while nobody reads them. If grad_norm is not finite, the step was not
-    applied: weights, moments and the optimizer's step count are as they were, on all ranks. skipped: that this is known
-    already. aside: means over targets of what the model looks at apart, by name.
+    Both may be tensors on the device that are still being computed; reading them waits. If grad_norm is not
+    finite, the step was skipped: weights, moments and the optimizer's step count are unchanged on all ranks.
+    skipped: True if the host already knows that the step was skipped.
+    aside: the model's additional losses, averaged over targets, by name.
     """
 
     loss: Tensor
@@ -44,24 +45,30 @@ class Step(NamedTuple):
 
 
 class Engine(Protocol):
-    """What the training loop needs of an engine."""
+    """Interface that the training loop needs of an engine."""
 
     deepspeed: Any
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
-        """One optimizer step at this learning rate. batches: None where another rank reads."""
+        """Run one optimizer step at this learning rate.
+
+        batches: None on a rank that does not read data.
+        """
         ...
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        """Of a global batch: `loss`, its sum; `targets`, their number; sums of what the model looks at apart, by name."""
+        """Evaluate a global batch; return its summed `loss`, its number of `targets`, and summed additional losses."""
         ...
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Seconds since this was last asked that this rank worked by itself, as far as that is known. timed: what `Timers.take` gave."""
+        """Return the seconds that this rank worked, not waited, since the last call, as far as they are known.
+
+        timed: the result of `Timers.take`.
+        """
         ...
 
     def times(self) -> dict[str, float]:
-        """Seconds, since this was last asked, of the parts of a step that the timers do not know."""
+        """Return seconds by name, since the last call, for parts of a step that the timers do not cover."""
         ...
 
 
@@ -79,13 +86,16 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any, aside: Mapping[str, Tensor]) -> Step:
     skipped = zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
-    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 has it on the CPU where its optimizer is there
+    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns it on the CPU if its optimizer is offloaded
         norm = norm.to(loss.device)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aside)
 
 
 class PipeEngine:
-    """A pipeline of one or more stages. breakdown: measure each kind of instruction of a stage, which waits for the device."""
+    """Engine with a pipeline of one or more stages.
+
+    breakdown: measure each kind of pipeline instruction, which synchronizes with the device.
+    """
 
     def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
         self.deepspeed, self.timers = engine, timers
@@ -96,7 +106,7 @@ class PipeEngine:
         _set_lr(ds, lr)
         with self.timers("train batch"):
             ds.train_batch(batches)
-        ds.set_dataiterator(None)  # or it would keep worker processes alive
+        ds.set_dataiterator(None)  # a kept iterator would keep its worker processes alive
         aside = {name: total / ds.num_targets for name, total in self._aside().items()}
         return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aside)
 
@@ -107,7 +117,7 @@ class PipeEngine:
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aside}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """On an accelerator 0: stages note no times there."""
+        """Return the seconds that this stage worked; 0 on accelerators, where stages record no times."""
         progress = self.deepspeed.progress
         seconds, progress.busy = progress.busy, 0.0
         return float(seconds)
@@ -116,17 +126,20 @@ class PipeEngine:
         return dict(self.deepspeed.progress.take())
 
     def _aside(self) -> dict[str, Tensor]:
-        """Sums over the last global batch of what the model looks at apart."""
+        """Return the sums of the additional losses over the last global batch."""
         micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
         return {name: mean.double() * micros for name, mean in self.deepspeed.additional_losses.items()}
 
     def _exact_loss(self) -> Tensor:
-        """In fp64, as it was added up."""
+        """Return the last loss in fp64, the dtype in which it was accumulated."""
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
 class PlainEngine:
-    """No pipeline: every rank runs all layers. Each micro-batch is made once, before the first is learned from."""
+    """Engine without a pipeline: every rank runs all layers.
+
+    All micro-batches of a step are prepared before the first forward pass.
+    """
 
     def __init__(
         self,
@@ -140,20 +153,21 @@ class PlainEngine:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
         self.loss, self.count_targets, self.batch_of = task.checked_loss, task.count_targets, batch_of
         self.data = mpu.get_mesh().data
-        # DeepSpeed's plain optimizer neither reports nor, with a grid, measures the norm as we promise.
+        # Without ZeRO, DeepSpeed does not report the gradient norm, nor compute it as we define it in a
+        # parallel grid.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
         self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
         if resolved.overlap_grad_reduce:
             zero_state.take_over_reduction(engine)
             if self.data.size > 1:
                 self.reducer = GradReducer(engine.module, self.data.group)
-        # DeepSpeed divides by the accumulation steps, and averages over the replicas where our reducers sum.
+        # DeepSpeed divides by the accumulation steps. It averages over replicas, but our reducers sum.
         sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
         replicas = 1 if sums else self.data.size
         self.factor = gas * replicas
         check_factor(engine, lambda micros: micros * replicas, own_reduction=sums)
         self.clip_grad = resolved.clip_grad
-        self._names: dict[str, tuple[str, ...]] = {}  # see `_agreed`
+        self._names: dict[str, tuple[str, ...]] = {}  # names of additional losses, see `_agreed`
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         with trace.span("train_batch", "step"):
@@ -210,7 +224,7 @@ class PlainEngine:
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
 
     def _agreed(self, aside: Mapping[str, Any], when: str) -> tuple[str, ...]:
-        """The names of what is looked at apart, in the order in which replicas add it up. Raises ValueError if they change."""
+        """Return the names of additional losses in all-reduce order. Raises ValueError if the names change."""
         names = tuple(sorted(aside))
         if self.data.size == 1:
             return names
@@ -226,18 +240,21 @@ class PlainEngine:
         return names
 
     def _aside(self) -> dict[str, Tensor]:
-        """What the model has looked at apart in the last micro-batch."""
+        """Return the additional losses of the last micro-batch."""
         return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Reading and forward passes; after these begins the waiting for replicas."""
+        """Return the seconds of reading and forward passes; the backward pass may already wait for replicas."""
         return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
     def times(self) -> dict[str, float]:
         return {}
 
     def _read(self, batches: Batches | None) -> tuple[list[Any], Tensor]:
-        """The micro-batches of a step, and the targets of the global batch, at least 1; never read back from the device."""
+        """Return the micro-batches of a step, and the number of targets of the global batch, at least 1.
+
+        The number is never copied from the device to the host, so that the host need not wait for it.
+        """
         with self.timers("data"):
             read = [next(batches) if batches is not None else None for _ in range(self.gas)]
         with self.timers("targets"):

@@ -1,4 +1,4 @@
-"""`run(task)` is the whole of a run, from a command line to a trained checkpoint."""
+"""`run(task)`: a complete run, from the command line to a trained checkpoint."""
 
 import gc
 import os
@@ -30,10 +30,10 @@ CONTINUES = "training continues, and metrics.jsonl has the numbers"
 
 
 def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> None:
-    """Train `task` as the command line says; a second call with the same run directory continues.
+    """Train `task` with the settings of the command line; a second call with the same run directory resumes.
 
-    exit: end the process when done, as `unittest.main` does: with code 0, or after one sentence
-    about a user's mistake 2 for the command line and 1 for the rest. False returns or raises.
+    exit: end the process when done, as `unittest.main` does. The code is 0 for success, 2 for a mistake on the
+    command line and 1 for any other user error; errors print one sentence. With False it returns or raises.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
@@ -61,7 +61,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
                 everywhere=(code == 2 and not here) or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)),
             )
             exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
-        gc.collect()  # ends worker processes that read data
+        gc.collect()  # ends the worker processes of the data loaders
         dist.barrier()
         if exit:
             exit_now(0)
@@ -69,18 +69,19 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
 
 
 def _tell(note: str) -> None:
-    """A line from rank 0, before the ranks know each other."""
+    """Print a note on rank 0, before the process group exists."""
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {note}", flush=True)
 
 
 def _complain(error: BaseException, everywhere: bool) -> None:
-    """One sentence (of settings a line each) on stderr, from rank 0 only if all ranks know of it."""
+    """Print one sentence on stderr (for settings, one a line); if all ranks know the error, only rank 0 prints."""
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdecimal() else 0
     if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
-        # The launcher ends all ranks when the first one leaves, and rank 0 must be the first, or nobody has spoken.
-        time.sleep(10)  # who is still here was alone with its error
+        # The launcher ends all ranks when the first one exits. Rank 0 must exit first, after it has printed the
+        # error.
+        time.sleep(10)  # a rank that still runs after this is the only one with the error
     if rank == 0 or not isinstance(error, KeyboardInterrupt) or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
         text = str(error) if isinstance(error, ConfigError) else complaint(error)

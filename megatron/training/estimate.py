@@ -1,4 +1,4 @@
-"""What a run will need, said before the first weight is drawn; a machine that cannot even hold the weights is told so at once."""
+"""Memory estimate of a run before any weight is allocated; refuses a machine that cannot even hold the weights."""
 
 from dataclasses import asdict
 from typing import Any
@@ -18,17 +18,17 @@ KNOBS = "take more ranks with --pipe-parallel-size, --model-parallel-size or --z
 
 
 def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
-    """Return lines for the user: parameters and memory of the peak rank, and a warning if that exceeds what there is.
+    """Return lines for the user: parameters, memory of the peak rank, and a warning if there is less.
 
-    Nothing for a model that is not ours, and where layers are cut by what only a run can tell. Raises ValueError if weights alone
-    are more than the memory and swap of a machine without accelerators.
+    Returns nothing for custom models, or if the partition of layers is known only at run time. Raises
+    ValueError if the weights alone exceed the memory and swap of a machine without accelerators.
     """
     if not type(task).__module__.startswith("megatron.tasks.") or config.model.family is None:
         return []
     try:
         whole = parameters(config)
         found = rank_memory(config, resolved, world, device.type != "cpu", stages_of(config))
-    except Exception:  # an estimate ends no run
+    except Exception:  # a failed estimate must not end the run
         return []
     most = max(found, key=lambda memory: memory.total)
     parts = f" ({_parts(most)})" if config.log.log_details else ""
@@ -55,7 +55,7 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
 
 
 def _parts(memory: Memory) -> str:
-    """What they are of, the most first; what is next to nothing is left out."""
+    """Return the parts of `memory` in GB, largest first, without those below 1%."""
     sizes = sorted(asdict(memory).items(), key=lambda each: -each[1])
     return ", ".join(f"{name} {size / 1e9:.2g}" for name, size in sizes if size >= 0.01 * memory.total)
 

@@ -1,4 +1,4 @@
-"""`pretrain()`: a task made of the functions of an entry script, as the tutorials of Megatron-LM and CPM-Pretrain write them."""
+"""`pretrain()`: a task made of an entry script's functions, as in tutorials of Megatron-LM and CPM-Pretrain."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,20 +28,21 @@ def pretrain(
     argv: Sequence[str] | None = None,
     exit: bool = True,
 ) -> None:
-    """Train as the command line says; a second call with the same run directory continues.
+    """Train with the settings of the command line; a second call with the same run directory resumes.
 
-    train_valid_test_datasets_provider() -> three datasets, each None where it stays empty; a
-    dataset answers `[n]` for any n >= 0 with a dict of tensors.
+    train_valid_test_datasets_provider() -> three datasets, None for an empty one; `dataset[n]` must give a dict
+    of tensors for any n >= 0.
     model_provider() -> the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0; its
-    `_megatron_batch_fn` makes (inputs, targets) of what a dataset gives.
-    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline: with
-    `count_targets` the sum of the loss over target tokens, otherwise its mean.
-    count_targets(batch) -> how many target tokens a micro-batch has.
+    `_megatron_batch_fn` turns a batch of the dataset into (inputs, targets).
+    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline: the loss is the sum over
+    target tokens if `count_targets` is given, else their mean.
+    count_targets(batch) -> the number of target tokens of a micro-batch.
     tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
-    args_defaults: settings whose default is another for this script; flags still win.
+    args_defaults: defaults that this script changes; flags still override them.
     argv, exit: as in `run`.
 
-    A provider that takes the numbers of samples marks a script of CPM-Pretrain's form, see `megatron.compat.script`.
+    A datasets provider that takes the numbers of samples marks a script in CPM-Pretrain's form, see
+    `megatron.compat.script`.
     Raises ValueError for an extra_args_provider: a script parses its own flags and passes the rest as `argv`.
     """
     if extra_args_provider is not None:
@@ -61,7 +62,7 @@ def pretrain(
 
 
 class FunctionsTask(Task):
-    """What a script's functions say; they ask `get_args()` and its kin for what they need."""
+    """Task made of a script's functions, which call `get_args()`, `get_tokenizer()` and `get_timers()`."""
 
     def __init__(
         self,
@@ -88,13 +89,13 @@ class FunctionsTask(Task):
         return self.model_provider()
 
     def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
-        """As it was read: the script's own functions make something of it."""
+        """Return the batch unchanged: the script's own functions process it."""
         return data
 
     checked_batch = batch
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Raises ValueError if what `forward_step` returns is no loss."""
+        """Return the loss that `forward_step` computes. Raises ValueError if it returns no loss."""
         found: Any = self.forward_step(None if batch is None else iter([batch]), model)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise ValueError(f"forward_step returns {what(found)}: return (loss, anything), as `return loss, {{}}`")

@@ -1,18 +1,24 @@
-"""Python's garbage is collected at the same iterations on all ranks: where it comes by itself, now on one and now on another, all wait each time."""
+"""Garbage collection at the same iterations on all ranks.
+
+Automatic collection runs at different times on different ranks, and each time all ranks wait.
+"""
 
 import gc
 from types import TracebackType
 
 
 class Garbage:
-    """Use as a context manager around the loop, which leaves none itself; what a user's code leaves goes at every `interval`-th iteration.
+    """Context manager around the loop that collects garbage only at every `interval`-th iteration.
 
-    What is there at the start, the libraries above all, is not looked through any more. interval: 0 leaves all to Python.
+    The loop itself creates no cyclic garbage, but user code may. Objects that exist at the start, mostly of
+    libraries, are frozen, so that no collection scans them again.
+    interval: 0 leaves garbage collection to Python.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval, self._was_on = interval, gc.isenabled()
-        self._thaw = not gc.get_freeze_count()  # what somebody else has frozen stays so: it cannot be told from ours
+        # Objects frozen by other code must stay frozen, and unfreeze() would thaw them together with ours.
+        self._thaw = not gc.get_freeze_count()
 
     def __enter__(self) -> "Garbage":
         if self._interval:
@@ -31,6 +37,6 @@ class Garbage:
                 gc.enable()
 
     def after(self, iteration: int) -> None:
-        """At the end of each iteration."""
+        """Collect garbage if due; called at the end of each iteration."""
         if self._interval and iteration % self._interval == 0:
             gc.collect()

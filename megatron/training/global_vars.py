@@ -1,6 +1,6 @@
-"""What an entry script may ask for anywhere: the settings, the tokenizer, the timers.
+"""Global access to the settings, the tokenizer and the timers, for entry scripts.
 
-Only entry scripts ask; the packages below are handed what they need.
+Only entry scripts use these functions; the packages below get what they need as arguments.
 """
 
 from typing import TypeVar
@@ -20,7 +20,7 @@ class _Current:
 
 
 def publish(config: Config, tokenizer: Tokenizer | None, timers: Timers) -> None:
-    """Make these the ones that `get_args()` and its kin answer with."""
+    """Set what `get_args()`, `get_tokenizer()` and `get_timers()` return."""
     _Current.args, _Current.tokenizer, _Current.timers = Args(config), tokenizer, timers
 
 
@@ -31,15 +31,15 @@ def _known(value: T | None, what: str) -> T:
 
 
 def get_args() -> Args:
-    """The settings of this run, flat and read-only: `args.hidden_size`."""
+    """Return the settings of this run, flat and read-only: `args.hidden_size`."""
     return _known(_Current.args, "settings")
 
 
 def get_tokenizer() -> Tokenizer:
-    """That of this run."""
+    """Return the tokenizer of this run."""
     return _known(_Current.tokenizer, "tokenizer")
 
 
 def get_timers() -> Timers:
-    """Those of this run."""
+    """Return the timers of this run."""
     return _known(_Current.timers, "timers")

@@ -1,4 +1,4 @@
-"""Parameters that do not learn: seen in the first step, reported once, by name."""
+"""Detection of parameters that do not learn, in the first step, reported once by name."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from .engine import Step
 
 
 class GradientWatch:
-    """Notes which parameters of this process get a gradient, from now until `warnings` is asked."""
+    """Recorder of which parameters of this process get a gradient, from now until `warnings` is called."""
 
     def __init__(self, model: nn.Module) -> None:
         self._learns = {name: False for name, parameter in global_parameters(model) if parameter.requires_grad}
@@ -26,7 +26,7 @@ class GradientWatch:
         self._learns[name] = True
 
     def warnings(self, step: Step) -> list[str]:
-        """What to say after the first step. A collective; ends the watch."""
+        """Return warnings after the first step, and end the recording. A collective."""
         silent = self._silent()
         if silent:
             return [
@@ -40,11 +40,11 @@ class GradientWatch:
         return []
 
     def _silent(self) -> list[str]:
-        """Names of the parameters, of all pipeline stages, that got no gradient."""
+        """Return the names of parameters without a gradient, over all pipeline stages."""
         for hook in self._hooks:
             hook.remove()
         learns: dict[str, bool] = {}
-        for stage in _of_all_stages(self._learns):  # a tied weight is on several, and learns if it does on one
+        for stage in _of_all_stages(self._learns):  # a tied weight is on several stages, and learns if it does on one
             for name, value in stage.items():
                 learns[name] = learns.get(name, False) or value
         return [name for name, value in learns.items() if not value]

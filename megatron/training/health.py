@@ -1,4 +1,4 @@
-"""Whether a run learns: steps that were not applied, losses that are no numbers, losses that jump."""
+"""Health of a run: skipped steps, non-finite losses, and loss spikes."""
 
 import math
 import statistics
@@ -12,13 +12,13 @@ from torch import Tensor
 from ..checkpointing import TrainState
 from .engine import Step
 
-REMEMBERED = 64  # losses that a new one is compared with
-LEAST = 16  # of them, before anything is called a jump
+REMEMBERED = 64  # recent losses that a new one is compared with
+LEAST = 16  # recent losses needed before any loss counts as a spike
 DEVIATIONS, SHARE = 8.0, 0.05
 
 
 class Taken(NamedTuple):
-    """An iteration: its number, counted from 1, and its samples."""
+    """One iteration: its number, counted from 1, and its range of samples."""
 
     iteration: int
     first_sample: int
@@ -37,7 +37,7 @@ class Spike(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """What was read: finite losses, norms of applied steps, how many steps were not applied, and what stands out."""
+    """Summary of the steps read: finite losses, norms of applied steps, number of skipped steps, and loss spikes."""
 
     losses: list[float]
     norms: list[float]
@@ -46,19 +46,27 @@ class Interval(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why a run cannot go on: at least `streak` steps up to and with `taken` were not applied, or its loss is none."""
+    """Reason why a run cannot continue: skipped steps up to `taken`, or a non-finite loss there.
+
+    Skipped steps are a reason if too many occur in a row, or if fp16's loss scale is at its minimum.
+
+    streak: skipped steps in a row, without those of fp16's initial search for a loss scale.
+    """
 
     taken: Taken
     streak: int
     loss: float
-    scale: float | None  # the loss scale, where it cannot fall any more
+    scale: float | None  # the loss scale, if it is at its minimum
 
 
 class Health:
-    """Steps are added unread; `read` reads all of them at once, so that no iteration waits for the device.
+    """Monitor of losses and gradient norms that never makes an iteration wait for the device.
 
-    state: where the run begins. most: steps in a row that may be left out. scale, least_scale: fp16's loss scale and
-    where it cannot fall any more, None where nothing is searched for. All ranks see the same numbers and conclude the same.
+    `add` only stores the tensors of a step; `read` copies all stored ones at once. All ranks see the same
+    numbers and draw the same conclusions.
+    state: where the run begins.
+    most: number of skipped steps in a row that ends the run.
+    scale, least_scale: fp16's loss scale and its minimum; None without a dynamic loss scale.
     """
 
     def __init__(
@@ -71,24 +79,27 @@ class Health:
         self.fault: Fault | None = None
 
     def add(self, step: Step, taken: Taken, state: TrainState) -> None:
-        """A step was made; state: of the run after it."""
+        """Add a step.
+
+        state: state of the run after the step.
+        """
         self._unread.append((step, taken, replace(state)))
 
     def passed_over(self, state: TrainState) -> None:
-        """An iteration was left out as asked for: what was good stays so."""
+        """Record an iteration that was skipped on request; the state stays good if it was good."""
         self.read()
         if not self._streak:
             self._good = replace(state)
 
     def worth_saving(self, state: TrainState) -> TrainState:
-        """The state that the weights belong to: that of the last applied step. What is asked after `read`.
+        """Return the state that belongs to the weights, i.e. after the last applied step. Call `read` first.
 
-        Where fp16 searches for its loss scale, steps that are not applied are part of it, and the state is that of now.
+        With a dynamic loss scale it is the current state, as skipped steps change the scale.
         """
         return state if self._least is not None else self._good
 
     def read(self) -> Interval:
-        """What was added since this was last called. If the run cannot go on, `fault` says why from here on."""
+        """Return a summary of the steps added since the last call, and set `fault` if the run cannot continue."""
         unread, self._unread = self._unread, []
         values = [value for step, _, _ in unread for value in (step.loss, step.grad_norm)]
         tensors = [value.double() for value in values if isinstance(value, Tensor)]
@@ -113,15 +124,15 @@ class Health:
         self._scale = step.loss_scale
         if applied:
             self._starts, self._streak = False, 0
-        elif not self._starts:  # at first fp16's scale is far too high, and falls with each step that is left out
+        elif not self._starts:  # fp16's initial scale is far too high, and each skipped step lowers it
             self._streak += 1
         if self.fault is None and (at_the_end or self._streak >= self._most or (applied and not math.isfinite(loss))):
             self.fault = Fault(taken, self._streak, loss, self._least if at_the_end else None)
 
     def _spikes(self, taken: Taken, loss: float) -> list[Spike]:
-        """A loss that lies farther above the median of the last ones than their noise explains.
+        """Return the loss as a spike if it exceeds the median of recent losses by more than their noise explains.
 
-        Noise is measured by the median absolute deviation (Hampel 1974), which single jumps do not move.
+        Noise is measured by the median absolute deviation (Hampel 1974), which single spikes do not affect.
         """
         found = []
         if len(self._before) >= LEAST:

@@ -1,4 +1,4 @@
-"""Whether what a run reads is there: all that is missing in one message, before ranks meet and a model is built."""
+"""Check that a run's input files exist: all missing ones are reported at once, before the ranks connect."""
 
 import os
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from .task import Task
 
 
 class MissingInputs(ConfigError):
-    """Files and folders that the settings name, or leave out, are not there."""
+    """Files and folders that the settings require do not exist."""
 
 
 def refuse_missing(task: Task, config: Config) -> None:
-    """Raise MissingInputs with a line for each tokenizer, corpus, checkpoint or JSON that is not there.
+    """Raise MissingInputs with a line for each tokenizer, corpus, checkpoint or JSON file that does not exist.
 
-    Ranks of other machines may have no corpora of their own; rank 0 always reads.
+    Only rank 0 checks the corpora: it always reads data, but ranks on other machines may have none.
     """
     problems = [*_tokenizer(config)]
     if os.environ.get("RANK", "0") == "0":
@@ -33,7 +33,7 @@ def refuse_missing(task: Task, config: Config) -> None:
         problems.append(f"--load {load} holds no checkpoint: there is no such folder")
     if (
         json is not None and not Path(json).exists() and problems
-    ):  # alone it is a mistake of the command line, and said there
+    ):  # if only this file is missing, the command line's own check reports it
         problems.append(f"there is no {json}, which --deepspeed-config names")
     if problems:
         many = f"{len(problems)} things are missing:"
@@ -41,7 +41,7 @@ def refuse_missing(task: Task, config: Config) -> None:
 
 
 def _has_begun(config: Config) -> bool:
-    """Whether the run goes on from a checkpoint of its own, so that --load is not used, and may be gone; a note says so later."""
+    """Return whether the run resumes from its own checkpoint. Then --load is not used, and need not exist."""
     run_dir = config.log.run_dir
     return (run_dir or config.checkpoint.save) is not None and bool(
         latest_name(save_dir_of(config, Path(run_dir or "runs")))
@@ -59,7 +59,7 @@ def _tokenizer(config: Config) -> Iterator[str]:
 
 
 def _corpora(task: Task, config: Config) -> Iterator[str]:
-    """Pairs that are not there, of tasks that read pairs: datasets of a user's own may want anything."""
+    """Yield a message for each missing .bin/.idx pair; only for tasks of ours, as others may read any format."""
     if not type(task).datasets.__module__.startswith("megatron.tasks."):
         return
     try:
@@ -75,7 +75,7 @@ def _corpora(task: Task, config: Config) -> Iterator[str]:
 
 
 def _beside(prefix: str) -> str:
-    """A pair whose name goes on where this one ends: `data/zh` for `data/zh_text_document`."""
+    """Return a suggestion if exactly one pair's name starts with `prefix`: `data/zh_text_document` for `data/zh`."""
     path = Path(prefix)
     found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
     return f"; did you mean {found[0].with_suffix('')}?" if len(found) == 1 else ""

@@ -1,4 +1,4 @@
-"""The training loop: iterations from the resumed one to the last, with lines, evaluations and saves on the way."""
+"""The training loop: iterations from the resumed one to the last, with log lines, evaluations and saves."""
 
 import math
 import time
@@ -58,25 +58,25 @@ class Run:
     metrics: MetricsWriter
     tokenizer: Tokenizer
     run_dir: Path
-    parameters: int  # of the whole model, tied ones once
-    locks: list[RunLock]  # on rank 0
+    parameters: int  # size of the whole model, with tied parameters counted once
+    locks: list[RunLock]  # empty on ranks other than 0
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close its files, and let another run have its directory."""
+        """Close the run's files and unlock its directory."""
         self.metrics.close()
         release(self.locks)
 
     @property
     def sample_shape(self) -> tuple[int, int]:
-        """Tokens of a sample: (of the encoder or of the whole, of the decoder)."""
+        """Tokens of a sample: (encoder or whole sequence, decoder)."""
         return lengths_of(self.datasets[0]) or (self.config.data.seq_length, 0)
 
     @property
     def global_batch(self) -> int:
-        """Samples of an iteration."""
+        """Samples of an iteration, over all replicas."""
         return self.config.train_batch_size(dist.get_world_size())
 
 
@@ -87,7 +87,7 @@ DONE = (
 
 
 def train(run: Run) -> None:
-    """Train up to --train-iters, evaluating and saving on the way and at the end. Raises RunError where a run cannot go on."""
+    """Train up to --train-iters, with evaluations and saves. Raises RunError if the run cannot continue."""
     state, config = run.state, run.config
     last = config.train.train_iters
     if state.iteration >= last:
@@ -95,7 +95,7 @@ def train(run: Run) -> None:
     passed_over = _passed_over(run)
     batches = read(run.datasets[0], config, state.consumed_samples, passed_over) if state.iteration < last else None
     window = _Window(run)
-    saved = began = state.iteration  # of the newest save; when the newest one began
+    saved = began = state.iteration  # iteration of the newest saved state, and iteration at which its save began
     watch: GradientWatch | None = GradientWatch(run.engine.deepspeed.module)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
@@ -133,7 +133,7 @@ def train(run: Run) -> None:
             asked, written = signals.agree(run.saver.pending and not run.saver.busy)
             if due(state.iteration, config.checkpoint.exit_interval or 0):
                 asked = StopSignal.SAVE_AND_STOP
-            if run.saver.pending and written and state.iteration > began + 1:  # or it was said of the save before
+            if run.saver.pending and written and state.iteration > began + 1:  # `written` may be of the previous save
                 run.saver.finish()
             if due(state.iteration, config.checkpoint.save_interval) or asked is not StopSignal.NOTHING:
                 began, saved = state.iteration, window.save(saved, must=asked is StopSignal.SAVE_AND_STOP)
@@ -149,7 +149,7 @@ def train(run: Run) -> None:
 
 
 def _evaluate_once(run: Run, part: str) -> None:
-    """Evaluate, unless metrics.jsonl has that already, as of a finished run that is started again; alike on all ranks."""
+    """Evaluate unless metrics.jsonl holds the result, as after restarting a finished run; alike on all ranks."""
     held = [run.metrics.holds(part, run.state.iteration)]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(held)
@@ -162,11 +162,11 @@ def _evaluate_once(run: Run, part: str) -> None:
 
 
 def _advance(run: Run) -> Taken:
-    """Count an iteration and its samples, which were learned from or passed over."""
+    """Count an iteration and its samples, whether trained on or skipped."""
     state, count = run.state, run.global_batch
     state.iteration += 1
     taken = Taken(state.iteration, state.consumed_samples, count)
-    if is_rank_0():  # which writes the index of checkpoints
+    if is_rank_0():  # only rank 0 writes the index of checkpoints
         state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
     state.consumed_samples += count
     state.consumed_tokens += count * sum(run.sample_shape)
@@ -174,14 +174,14 @@ def _advance(run: Run) -> Taken:
 
 
 def _first_step(run: Run, watch: GradientWatch, step: Step) -> None:
-    if run.config.train.keep_freed_memory:  # now that moments have their place and each step asks for the same
+    if run.config.train.keep_freed_memory:  # moments are allocated by now, and each step allocates the same
         device_module.keep_freed_memory(run.device)
     for warning in watch.warnings(step):
         print_rank_0(warning)
 
 
 def _passed_over(run: Run) -> Callable[[int], bool] | None:
-    """By the first sample of an iteration, whether --skip-iterations or --skip-samples leaves it out; None without them."""
+    """Return a predicate on an iteration's first sample: whether a --skip-* flag skips it; None without these flags."""
     t, count = run.config.train, run.global_batch
     skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
     iteration, consumed = run.state.iteration, run.state.consumed_samples
@@ -191,14 +191,14 @@ def _passed_over(run: Run) -> Callable[[int], bool] | None:
 
 
 def due(iteration: int, interval: int) -> bool:
-    """Whether something that happens at intervals happens now; an interval of 0 is never."""
+    """Return whether an event that recurs every `interval` iterations is due; an interval of 0 means never."""
     return interval > 0 and iteration % interval == 0
 
 
 def evaluate(run: Run, part: str) -> float | None:
-    """Mean loss per target token over --eval-iters global batches, always the same ones. None where the part is empty.
+    """Return the mean loss per target token over --eval-iters global batches, always the same ones; None without data.
 
-    Where the model tells them apart, loss and share of right guesses of text tokens are reported, too.
+    If the model distinguishes text tokens, their loss and accuracy are reported too.
     """
     dataset = run.datasets[("train", "valid", "test").index(part)]
     iterations = run.config.train.eval_iters
@@ -221,7 +221,7 @@ def evaluate(run: Run, part: str) -> float | None:
 
 
 class _Window:
-    """The iterations since the last line: mean loss, speed, and whether the run may go on."""
+    """The iterations since the last log line: mean loss, speed, and whether the run may continue."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -233,13 +233,13 @@ class _Window:
         self.restart()
 
     def restart(self) -> None:
-        """Leave what happened between two lines (an evaluation, a save) out of the speed, and out of where the time went."""
+        """Restart the timing, so that an evaluation or a save does not count in the speed and the time breakdown."""
         self.begin, self.timed = time.perf_counter(), 0
         self.run.engine.busy(self.run.timers.take())
         self.run.engine.times()
 
     def forget(self) -> None:
-        """What follows belongs to the next line."""
+        """Reset the statistics for the next log line."""
         self.losses: list[float] = []
         self.grad_norm, self.skipped, self.left_out = math.nan, 0, 0
         self.loss_scale: float | None = None
@@ -253,14 +253,14 @@ class _Window:
         self.timed += 1
 
     def pass_over(self, taken: Taken) -> None:
-        """Say that an iteration was left out as it was asked for."""
+        """Record and report an iteration that was skipped on request."""
         self.check()
         self.health.passed_over(self.run.state)
         self.left_out += 1
         print_rank_0(f"{taken} is passed over, as --skip-iterations or --skip-samples says")
 
     def check(self) -> None:
-        """Read losses and norms since this was last called, with one wait for the device. Raises RunError if the run cannot go on."""
+        """Read the losses and norms since the last call in one transfer. Raises RunError if the run must end."""
         found = self.health.read()
         self.losses += found.losses
         self.skipped += found.skipped
@@ -270,15 +270,17 @@ class _Window:
             print_rank_0(f"warning: the loss jumped to {loss:.4f} at {taken}; the median before is {median:.4f}")
             self.spikes.append({**taken._asdict(), "lm_loss": loss, "median": median})
         if self.health.fault:
-            if self.run.saver.pending:  # of an iteration before
+            # The pending save is of an earlier, healthy iteration.
+            if self.run.saver.pending:
                 self.run.saver.finish()
             raise RunError(_sentence(self.run, self.health.fault))
 
     def save(self, saved: int, must: bool = False) -> int:
-        """Save what the last applied step left, unless iteration `saved` was that; returns the iteration of the newest save.
+        """Save the state after the last applied step unless it is iteration `saved`; return the newest saved iteration.
 
-        must: see PatientSaver.save; it is so before a stop, and what came since the last line gets a line, so that each iteration is in one.
-        So nothing is saved, and nothing pruned, for steps that were not applied.
+        Skipped steps therefore neither save nor prune anything.
+        must: see PatientSaver.save. It is set before the run stops, when iterations since the last log line
+        still get one.
         """
         self.check()
         if must and (self.losses or self.skipped or self.left_out):
@@ -340,7 +342,7 @@ GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, as a 
 
 
 def _sentence(run: Run, fault: Fault) -> str:
-    """Why the run ends, and what can be done. Computes the iteration once more, so that a rank and a parameter can be named."""
+    """Return why the run ends and what the user can do; recomputes the iteration to name a rank and a parameter."""
     taken, t = fault.taken, run.config.train
 
     def again() -> None:

@@ -1,4 +1,4 @@
-"""What a run measures: timers, floating-point operations, and `metrics.jsonl`."""
+"""Measurements of a run: timers, floating-point operations, and `metrics.jsonl`."""
 
 import errno
 import json
@@ -23,9 +23,10 @@ from .writers import Writer
 
 
 class Timer:
-    """One named part: `with timer: ...`, or `timer.start()` and `timer.stop()`. Raises RuntimeError out of turn.
+    """Timer of one named part: `with timer: ...`, or `timer.start()` and `timer.stop()`.
 
-    device: see `Timers`; None for the process's own time.
+    Raises RuntimeError if it is started twice or stopped without a start.
+    device: see `Timers`; None for host time.
     """
 
     def __init__(self, name: str, device: torch.device | None) -> None:
@@ -42,13 +43,13 @@ class Timer:
         return event
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         if self._begun is not None:
             raise RuntimeError(f"the timer {self.name!r} runs already; stop() it before it starts again")
         self._begun, self._mark = self._now(), trace.begin()
 
     def stop(self) -> None:
-        """End what `start` began."""
+        """Stop measuring."""
         if self._begun is None:
             raise RuntimeError(f"the timer {self.name!r} does not run; start() it before it stops")
         self._marks.append((self._begun, self._now()))
@@ -67,7 +68,7 @@ class Timer:
         self._marks.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Seconds since the last reset; a timer that runs goes on running."""
+        """Return the seconds since the last reset; a running timer keeps running."""
         runs = self._begun is not None
         if runs:
             self.stop()
@@ -80,7 +81,7 @@ class Timer:
         return spent
 
     def reset(self) -> None:
-        """Forget what was measured, and a start() without its stop()."""
+        """Discard the measured time, and a start() without its stop()."""
         self._begun = None
         self._spent, self.used = 0.0, False
         self._marks: list[tuple[float | torch.Event, float | torch.Event]] = []
@@ -93,10 +94,10 @@ class Timer:
 
 
 class Timers:
-    """Seconds spent in named parts: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
+    """Timers of named parts: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
 
-    device: where they are spent. An accelerator computes after the call that asked for it, so there it is the device that
-    notes when it begins and ends a part, and nobody waits for it before `take`.
+    device: where the time is spent. Accelerators run asynchronously, so timers record events there, and the
+    host waits for them only when times are read.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -109,24 +110,24 @@ class Timers:
         return self._timers[name]
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since this was last asked for."""
+        """Return the seconds of each part since the last call."""
         return {name: timer.elapsed() for name, timer in self._timers.items() if timer.used}
 
     def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """A line on rank 0 with the milliseconds of these parts, each divided by `normalizer`."""
+        """Print a line on rank 0 with the milliseconds of these parts, each divided by `normalizer`."""
         spent = {name: self(name).elapsed(reset) * 1e3 / normalizer for name in names}
         if not dist.is_initialized() or dist.get_rank() == 0:
             tqdm.write("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in spent.items()))
 
 
 def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:
-    """Floating-point operations of one training step per token of a sample of `encoder` (+ `decoder`) tokens.
+    """Return the FLOPs of a training step per token, for samples of `encoder` (+ `decoder`) tokens.
 
-    6 per parameter that multiplies a token (2 forward, 4 backward; Kaplan et al. 2020) and the
-    attention products, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups do
-    not multiply. GPT-2 and Llama: 6 N + 12 L s (heads x head size), N all parameters less positions and an
-    embedding of its own; a tied word matrix counts as logits. T5: the encoder's tokens pass its layers and the keys
-    and values of cross-attention, the decoder's the rest.
+    They are 6 per parameter that multiplies a token (2 forward, 4 backward; Kaplan et al. 2020), plus the
+    attention matmuls, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups count nothing.
+    GPT-2 and Llama: 6 N + 12 L s (heads x head size). N excludes position embeddings and an untied word
+    embedding; a tied word matrix counts as the output layer.
+    T5: encoder tokens pass the encoder layers and the keys and values of cross-attention, decoder tokens the rest.
     """
     m = config.model
     if not decoder:
@@ -144,7 +145,7 @@ MOST_WAITING = 100_000  # lines kept in memory until they can be written
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
+    """Replace NaN and infinities by None, as JSON has neither."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -153,23 +154,22 @@ def _plain(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl`, and tells `others` of their numbers, on rank 0; does nothing elsewhere.
+    """Writer that appends rows to `metrics.jsonl` and forwards their numbers to `others`; active on rank 0 only.
 
-    A resumed run first drops the rows that lie after the iteration it resumes from, so that
-    every iteration stands in the file once.
+    A resumed run first drops the rows after the iteration it resumes from, so that each iteration occurs once.
     """
 
     def __init__(self, run_dir: str, iteration: int, active: bool, others: Sequence[Writer] = ()) -> None:
         self._path: Path | None = None
         self._others = list(others)
         self._waiting: list[str] = []  # lines that could not be written yet
-        self._held: set[tuple[str, int]] = set()  # part and iteration of the lines that were there
+        self._held: set[tuple[str, int]] = set()  # split and iteration of the rows that were already in the file
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
             self._forget_after(self._path, iteration)
 
     def holds(self, part: str, iteration: int) -> bool:
-        """Whether a run before this one has written the line of a part at an iteration; known on rank 0."""
+        """Return whether metrics.jsonl held this row of `part` when the run started; known only on rank 0."""
         return (part, iteration) in self._held
 
     def _forget_after(self, path: Path, iteration: int) -> None:
@@ -188,9 +188,10 @@ class MetricsWriter:
         write_text(path, "".join(kept))
 
     def write(self, row: dict[str, Any]) -> None:
-        """A row of numbers, texts, and lists and dicts of such; of a number that is not finite, null is written.
+        """Append a row of numbers, texts, and lists and dicts of these; NaN and infinities become null.
 
-        What cannot be written, for want of space or so, is written with a later one. A note says so.
+        If the file cannot be written, e.g. on a full disk, it prints a note and writes the row
+        together with a later one.
         """
         if self._path is not None:
             self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
@@ -201,7 +202,7 @@ class MetricsWriter:
         for other in list(self._others):
             try:
                 other.write(row.get("split", "train"), row["iteration"], numbers)
-            except Exception as error:  # whatever a thread or a server of its own met
+            except Exception as error:  # services with their own threads and servers may raise anything
                 self._others.remove(other)
                 tqdm.write(
                     f"note: nothing is written to {other.name} any more from iteration {row['iteration']} on: {error}"
@@ -223,7 +224,7 @@ class MetricsWriter:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close the files."""
+        """Write the rows that are still waiting, and close the other writers."""
         if self._path is not None and self._waiting:
             self._append(self._path)
         if self._waiting:
@@ -231,12 +232,12 @@ class MetricsWriter:
         for other in self._others:
             try:
                 other.close()
-            except Exception as error:  # as above
+            except Exception as error:  # may be of any type, as in `write`
                 tqdm.write(f"note: {other.name} could not be closed: {error}")
 
 
 def append_whole(path: Path, text: str) -> None:
-    """All of `text`, or nothing of it. Raises OSError."""
+    """Append all of `text`, or nothing if that fails. Raises OSError."""
     with open(path, "ab", buffering=0) as file:
         size, data = file.tell(), text.encode()
         try:

@@ -1,7 +1,7 @@
-"""`--profile`: a few iterations as torch's profiler sees them, of all ranks, in one Chrome trace.
+"""`--profile`: torch's profiler for a few iterations of all ranks, in one Chrome trace.
 
-`--trace` says what the ranks did: passes, messages, collectives, for hundreds of nanoseconds each, so it can stay on. This says
-what they computed: every operator and every kernel, which slows a run and fills a disk. The timeline of `--trace` is in it, too.
+`--trace` records passes, messages and collectives at hundreds of nanoseconds each, so it can stay on. This profile
+records every operator and kernel, which slows a run and fills a disk. It contains the timeline of `--trace` as well.
 """
 
 import gzip
@@ -23,15 +23,16 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
 MOST_MERGED = 64  # ranks
-AFTER, COUNT = 5, 3  # without --profile-iterations: so many iterations of a start are not looked at, so many are
-CLOCK = "perf_counter "  # begins the name of the event that says what our clock is at that time of the profiler's
-MARKS = 10  # such events before and after: a core that is taken away between the two readings makes one of them late
+AFTER, COUNT = 5, 3  # without --profile-iterations: iterations skipped after the start, iterations profiled
+CLOCK = "perf_counter "  # prefix of an event name; our clock's reading at that moment follows it
+MARKS = 10  # such events before and after; one is late if its thread is preempted between the two clock readings
 
 
 class Profile:
-    """The profiler of one rank, told of every iteration before it begins. All that starts, ends or writes is collective.
+    """Profiler of one rank. Calls that start, stop or write it are collective.
 
-    first, last: the iterations. about: see `tds.trace.Tracer`.
+    about: see `tds.trace.Tracer`.
+    first, last: the profiled iterations.
     """
 
     def __init__(self, device: torch.device, folder: Path, about: dict[str, Any], first: int, last: int) -> None:
@@ -42,7 +43,7 @@ class Profile:
         self.done = False
 
     def iteration(self, number: int) -> bool:
-        """What follows belongs to this one. True if something was started or written, which is no part of its time."""
+        """Announce the next iteration; return True if that started or wrote the profile, to exclude its time."""
         if self._profiler is None and not self.done and self._first <= number <= self._last:
             self._start()
         elif self._profiler is not None and number > self._last:
@@ -74,7 +75,7 @@ class Profile:
                 pass
 
     def finish(self) -> None:
-        """Stop, write, and let rank 0 merge. Nothing that goes wrong with files ends a run."""
+        """Stop profiling, write this rank's files and merge all on rank 0. File errors do not end the run."""
         if self._profiler is None or self._tracer is None:
             return
         self._tell_clock()
@@ -97,7 +98,7 @@ class Profile:
                 print_rank_0(f"warning: the profiles cannot be merged: {error}")
 
     def stop(self) -> None:
-        """Look no more; what was seen is there until `finish`."""
+        """Stop recording; the recorded events are kept for `finish`."""
         if self._profiler and not self.done:
             self.done = True
             self._profiler.stop()
@@ -109,9 +110,9 @@ def _name_of(rank: int) -> str:
 
 
 def merge(folder: Path) -> Path:
-    """One file of all ranks on the clock of rank 0: torch's events, one rank after the other, and above them what the ranks did.
+    """Merge all ranks into one file on rank 0's clock: for each rank its timeline, and below it torch's events.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is nothing to merge.
     """
     ranks = timeline.read(folder)
     zero = min((e["ts"] for rank in ranks for e in rank.events), default=0.0)
@@ -128,7 +129,7 @@ def merge(folder: Path) -> Path:
 
 
 def _events(folder: Path, rank: timeline.RankTrace, zero: float) -> Iterator[dict[str, Any]]:
-    """Of one rank. Its processes get numbers of their own, as the profiler calls the first GPU of any rank process 0."""
+    """Yield one rank's events, with new process ids, as the profiler numbers the first GPU of every rank process 0."""
     number = rank.about["rank"]
     base = 1000 * number
     yield {"ph": "M", "name": "process_name", "pid": base, "args": {"name": rank.about["name"]}}
@@ -160,10 +161,13 @@ def _labelled(event: dict[str, Any], rank: int, pid: int) -> dict[str, Any]:
 
 
 def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
-    """What to add to the profiler's times (microseconds) of a rank to have them on rank 0's clock. Raises ValueError without a mark."""
+    """Return the microseconds to add to a rank's profiler times to get rank 0's clock.
+
+    Raises ValueError if the profile has no clock event.
+    """
     marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
     if not marks:
         raise ValueError(f"the profile of rank {rank.about['rank']} has no mark of its clock")
-    # our clock is read before the profiler's, so each mark says too little, and the largest is the nearest
+    # Our clock is read before the profiler's, so every difference is too small, and the largest is the most accurate.
     own: float = max(int(e["name"].removeprefix(CLOCK)) / 1e3 - e["ts"] for e in marks)
     return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)

@@ -1,4 +1,7 @@
-"""Which ranks read the data: the first and the last stage of each replica, one of their model-parallel ranks (of each context rank). What others would read, they do not open."""
+"""Reading of data on the ranks that need it; the other ranks open no data files.
+
+In each replica, the first and the last stage read, with one model-parallel rank for each context-parallel rank.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -29,30 +32,33 @@ class Lengths(NamedTuple):
 
 
 class Elsewhere:
-    """A data set that other ranks read. plan: the lengths of its samples, where they have two."""
+    """Placeholder for a data set that other ranks read.
+
+    plan: lengths of its samples, None if they have one sequence.
+    """
 
     def __init__(self, plan: Lengths | None) -> None:
         self.plan = plan
 
 
 def lengths_of(dataset: Any) -> Lengths | None:
-    """Of a data set for T5, as its plan says; None of any other."""
+    """Return the sample lengths of a T5 data set from its plan; None for any other data set."""
     plan = getattr(dataset, "plan", None)
     encoder, decoder = getattr(plan, "encoder", None), getattr(plan, "decoder", None)
     return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
 
 
 def reads() -> bool:
-    """Whether this rank reads data."""
+    """Return whether this rank reads data."""
     mesh = mpu.get_mesh()
     return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
 
 
 def open_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> Datasets:
-    """Those of the task; on ranks that do not read, what is known of them. Raises RunError alike on every rank.
+    """Open the task's data sets; ranks that do not read get placeholders. Raises RunError alike on every rank.
 
-    Of a task that `reads_alone`, rank 0 looks through the corpora first; the others take its word, and compare the ends of
-    theirs with its.
+    For a task with `reads_alone`, rank 0 checks the corpora first. The other ranks rely on that, and compare
+    the sizes and ends of their files with rank 0's.
     """
     on_all_ranks(lambda: _check_tokenizer(config, tokenizer) if is_rank_0() else None)
     if task.reads_alone:
@@ -92,7 +98,7 @@ def _say(notes: Sequence[str]) -> None:
 def read(
     dataset: Any, config: Config, consumed_samples: int, passed_over: Callable[[int], bool] | None = None
 ) -> Batches | None:
-    """Micro-batches for this rank from a sample on; None where it gets its data from another rank or needs none.
+    """Return this rank's micro-batches from a sample on; None if other ranks send its data or it needs none.
 
     passed_over: see the sampler.
     """
@@ -104,12 +110,12 @@ def read(
 
 
 def _corpora(config: Config) -> list[str]:
-    """Prefixes of `.bin/.idx` pairs; none of a task that reads something else."""
+    """Return the prefixes of `.bin/.idx` pairs; empty for a task that reads another format."""
     return prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
 
 
 def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
-    """Raise ValueError if a corpus was made with another tokenizer, or another end of a document, as far as that is known."""
+    """Raise ValueError if a corpus is known to use another tokenizer or another end-of-document token."""
     from ..tokenizer.base import other_end
 
     for path in _corpora(config):
@@ -124,5 +130,5 @@ def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
 
 
 def _looks(config: Config) -> dict[str, str]:
-    """What tells the corpora of one node from those of another, where each has its own disk."""
+    """Return fingerprints of the corpora, to detect nodes whose own disks hold different files."""
     return {f"the look of {path}": look_of(path) for path in _corpora(config)}

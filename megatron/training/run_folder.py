@@ -1,4 +1,4 @@
-"""The directory of a run: who may write there, and what changes in it once the run is accepted."""
+"""The directory of a run: locks, and the files written once the run is accepted."""
 
 import json
 import os
@@ -19,12 +19,12 @@ BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", timeline
 
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:
-    """Where the run keeps its checkpoints."""
+    """Return the folder for the run's checkpoints."""
     return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
 
 
 def lock(config: Config, run_dir: Path) -> list[RunLock]:
-    """Hold the run directory, and the folder of checkpoints, which another run may name by --save. Raises ValueError."""
+    """Lock the run directory and, as another run may --save there, the checkpoint folder. Raises ValueError."""
     override, found = config.log.override_lock, list[RunLock]()
     try:
         found.append(RunLock(run_dir, override))
@@ -39,11 +39,11 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
         except RunLockedError:
             raise
         except ValueError:
-            if not own:  # else nobody can save there, which a run is to say when it saves
+            if not own:  # in the run's own folder, the first save will report the error
                 raise
         else:
             if own and found[0].notes:
-                found[1].notes.clear()  # of the same crash
+                found[1].notes.clear()  # the notes describe the same crash
     except ValueError:
         release(found)
         raise
@@ -51,18 +51,18 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
 
 
 def keep(locks: Sequence[RunLock]) -> None:
-    """The run has begun: its directory stays, and a folder of checkpoints if there are some."""
+    """Keep the run directory, as the run has begun; a new checkpoint folder is kept only if it has content."""
     locks[0].keep()
 
 
 def release(locks: Sequence[RunLock]) -> None:
-    """Let another run have the directories."""
+    """Unlock the directories for other runs."""
     for each in reversed(locks):
         each.release()
 
 
 def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
-    """Raise ValueError if the run before kept its checkpoints elsewhere, and this one would begin before them."""
+    """Raise ValueError if an earlier start kept its checkpoints elsewhere, and this one would begin before them."""
     try:
         saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -79,7 +79,7 @@ def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
 
 
 def _refuse_links(run_dir: Path) -> None:
-    """Raise ValueError for a by-product that is a link: a run would write over what it leads to."""
+    """Raise ValueError for an output that is a symbolic link, as the run would overwrite the link's target."""
     for name in BY_PRODUCTS:
         path = run_dir / name
         if path.is_symlink():
@@ -89,7 +89,7 @@ def _refuse_links(run_dir: Path) -> None:
 
 
 def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
-    """Write down the settings of a run that begins or goes on at `iteration`; notes on what was put aside. Raises ValueError."""
+    """Write the settings of a run that starts at `iteration`; return notes on files moved aside. Raises ValueError."""
     notes = []
     _refuse_links(run_dir)
     try:

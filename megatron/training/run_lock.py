@@ -1,8 +1,8 @@
-"""One run at a time in a directory: a file `run.lock` that says which process on which machine writes there.
+"""Lock of a directory for one run at a time: a file `run.lock` names the process and machine that write there.
 
-The file is made so that of two processes only one can make it, on shared file systems, too. A process that left one
-behind by a crash is looked up by its id and start time, if this process sees the same table of processes. An advisory
-lock on the file decides where it does not: in another container, or before the machine was restarted.
+Only one process can create the file, even on a shared file system. If a crash left the file, its process is
+looked up by id and start time, provided that this process sees the same process table. Otherwise (another
+container, or a reboot since) an advisory lock on the file decides.
 """
 
 import contextlib
@@ -25,24 +25,24 @@ PATIENCE = 5.0  # seconds that ranks may take to notice that their launcher is g
 
 
 class RunLockedError(ValueError):
-    """Another run uses the directory; the message says which."""
+    """Another run uses the directory; the message names it."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that a lock is of."""
+    """The process that holds a lock."""
 
     host: str
     pid: int
     started: str  # see tds.launched.started
-    since: str  # for people
-    job: str = ""  # of SLURM, and which of its starts
-    table: str = ""  # see tds.launched.process_table; "" in locks of older versions, too
+    since: str  # date and time, only for messages
+    job: str = ""  # SLURM job id and restart count
+    table: str = ""  # see tds.launched.process_table; also "" in locks of older versions
     advisory: bool = False  # whether the process holds an advisory lock on the file
 
     @classmethod
     def here(cls) -> "Holder":
-        """This process."""
+        """Return the holder that describes this process."""
         pid = os.getpid()
         job = os.environ.get("SLURM_JOB_ID", "")
         job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
@@ -50,7 +50,7 @@ class Holder:
         return cls(socket.gethostname(), pid, started(pid) or "", since, job, process_table())
 
     def same_process(self, other: "Holder") -> bool:
-        """Whether both are one process."""
+        """Return whether both describe the same process."""
         mine, theirs = ((h.host, h.table, h.pid, h.started) for h in (self, other))
         return mine == theirs
 
@@ -61,8 +61,8 @@ class Holder:
     def is_gone(self, me: "Holder", path: Path) -> bool:
         """Return whether `me` knows that the process, which holds `path`, has ended.
 
-        It knows if it sees the process, if that was in an earlier start of this SLURM job, or if the advisory lock is free
-        although every process that can open the file would see it.
+        That is known in three cases: `me` looks the process up, it belonged to an earlier start of this SLURM
+        job, or the advisory lock is free although `me` would see it held.
         """
         if self.is_visible(me):
             now = started(self.pid)
@@ -73,10 +73,11 @@ class Holder:
         return self.advisory and locks_are_seen and advisory.is_held(path) is False
 
     def is_alive(self, me: "Holder", path: Path) -> bool:
-        """Return whether `me` knows that the process lives, given that it does not know that it has ended (`is_gone`)."""
+        """Return whether `me` knows that the process lives; call it only if `is_gone` is False."""
         if self.is_visible(me):
             return True
-        # Not gone, so its lock was held a moment ago; it may be free by now if another process was only asking.
+        # Since `is_gone` is False, the lock was held a moment ago. It may be free now if another process only
+        # probed it.
         return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:
@@ -87,20 +88,22 @@ class Holder:
 
 
 class RunLock:
-    """Holds a directory from `take` to `release`.
+    """Lock of a directory from construction until `release`.
 
-    notes: what was found and taken over, in sentences.
+    notes: sentences on abandoned locks that were taken over.
     """
 
     def __init__(self, folder: Path, override: bool = False, what: str = "the run directory") -> None:
-        """Take it. Raises RunLockedError if another process has it, ValueError if the directory cannot be written.
+        """Take the lock.
 
-        override: do so although the process of another machine that has it may live. what: the directory is, for messages.
+        Raises RunLockedError if another process holds it, and ValueError if the directory is not writable.
+        override: take it even if its holder on another machine may still live.
+        what: name of the directory in messages.
         """
         self.path, self.notes = folder / NAME, list[str]()
         self._way_out = "another --save" if what == CHECKPOINTS else "another --run-dir"
         self._me, self._made = Holder.here(), list[Path]()
-        self._handle: int | None = None  # holds the advisory lock while it is open
+        self._handle: int | None = None  # open file that holds the advisory lock
         try:
             self._make_folders(folder)
             self._take(override, time.monotonic() + PATIENCE)
@@ -120,7 +123,8 @@ class RunLock:
         while not self._create():
             text = self._read()
             holder = _parse(text)
-            if holder is None and text is not None and time.monotonic() > deadline - PATIENCE + 1:  # not half-written
+            # After a second, an unreadable lock is damaged and not just half-written.
+            if holder is None and text is not None and time.monotonic() > deadline - PATIENCE + 1:
                 raise RunLockedError(f"{self.path} is damaged; delete it if no run uses {self.path.parent}")
             if text is None and time.monotonic() > deadline and self.path.is_symlink():
                 raise RunLockedError(f"{self.path} is a link to nothing; delete it if no run uses {self.path.parent}")
@@ -132,11 +136,11 @@ class RunLock:
             time.sleep(0.1)
 
     def _take_over(self, holder: Holder, text: str | None, override: bool, deadline: float) -> None:
-        """Remove the lock of a process that has ended. Raises RunLockedError for one that lives, or may live."""
+        """Remove the lock of a process that has ended. Raises RunLockedError if the process lives or may live."""
         gone = holder.is_gone(self._me, self.path)
         alive = not gone and holder.is_alive(self._me, self.path)
         if gone or (override and not alive):
-            late = time.monotonic() > deadline  # then a child that the process has left behind holds its advisory lock
+            late = time.monotonic() > deadline  # if so, an orphaned child of the process holds the advisory lock
             if self._remove(text, force=override or late):
                 why = "has ended without a word" if gone else "may live, as --override-lock says it does not"
                 self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
@@ -149,7 +153,7 @@ class RunLock:
         except FileExistsError:
             return False
         try:
-            # Lock first: a process that reads this holder must find the lock held.
+            # Lock before writing: a process that reads this holder must find the lock held.
             me = replace(self._me, advisory=advisory.hold(handle))
             os.write(handle, json.dumps(asdict(me)).encode())
             os.fsync(handle)
@@ -167,12 +171,13 @@ class RunLock:
             return None
 
     def _remove(self, judged: str | None, force: bool) -> bool:
-        """Remove the lock whose content was `judged`; False if by now another process has taken it over, or is doing so.
+        """Remove the lock whose content was `judged`; return False if another process has taken it over or is doing so.
 
         force: remove it even if its advisory lock is held.
         """
         with advisory.exclusive(self.path) as mine:
-            # Of several processes that found one lock, only one removes it, and none removes the lock that it makes next.
+            # Only one of several processes that found the same lock removes it, and none removes the lock
+            # created next.
             if (mine is False and not force) or (mine and self._read() != judged):
                 return False
             aside = self.path.with_name(f"{NAME}.{process_name()}.tmp")
@@ -187,11 +192,11 @@ class RunLock:
             return True
 
     def keep(self) -> None:
-        """The run has begun: what was made for it stays."""
+        """Keep the folders that were created for the lock, as the run has begun."""
         self._made = []
 
     def release(self) -> None:
-        """Let go of it, and of a directory that was made and has stayed empty; nothing if it is not ours (any more)."""
+        """Remove the lock if it is still ours, and folders that were created for it and are still empty."""
         with contextlib.suppress(OSError):
             holder = _parse(self._read())
             if holder is not None and holder.same_process(self._me):
@@ -206,7 +211,7 @@ class RunLock:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Whom the lock `path` is of; None of one that is damaged or gone."""
+    """Return the holder of the lock `path`; None if the lock is damaged or gone."""
     try:
         return _parse(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -217,7 +222,8 @@ def _parse(text: str | None) -> Holder | None:
     try:
         content: dict[str, Any] = json.loads(text or "")
         known = {each.name for each in fields(Holder)}
-        holder = Holder(**{key: value for key, value in content.items() if key in known})  # newer versions know more
+        # Newer versions may write more fields.
+        holder = Holder(**{key: value for key, value in content.items() if key in known})
         sound = isinstance(holder.pid, int) and holder.pid > 0
         return holder if sound and isinstance(holder.table, str) and isinstance(holder.job, str) else None
     except (AttributeError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""From settings to a run that is ready to train: ranks, data, model, engine, checkpoint."""
+"""Setup of a run from its settings: ranks, data, model, engine, checkpoint."""
 
 import time
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ from .watch import memory_advice, watched
 
 
 def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
-    """The run of `task` by these settings, begun or continued. Raises RunError alike on every rank if it cannot start."""
+    """Return the run of `task`, new or resumed, ready to train. Raises RunError on every rank if it cannot start."""
     device = initialize_megatron(config)
     timers = Timers(device)
-    default_run_dir = _default_run_dir(task.name)  # here, as it is a message, which no `on_all_ranks` may hold
+    default_run_dir = _default_run_dir(task.name)  # a collective, which must stay outside of `on_all_ranks`
     config, tokenizer, run_dir = on_all_ranks(lambda: _prepare(task, config, default_run_dir))
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
@@ -65,9 +65,9 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     except BaseException:
         run_folder.release(locks)
         raise
-    publish(config, tokenizer, timers)  # once more: a resumed run has its checkpoint's schedule
+    publish(config, tokenizer, timers)  # again, as a resumed run has its checkpoint's schedule
     steps_begin(config)
-    if not said:  # of a model that is not ours
+    if not said:  # without an estimate, which would include the number
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
     patient = PatientSaver(saver, config.checkpoint.failed_saves)
@@ -89,7 +89,10 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
 
 
 def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
-    """Nothing stands against the run any more: from here on it changes its directory. Raises ValueError."""
+    """Write to the run directory, now that all other checks have passed; return the metrics writer.
+
+    Raises ValueError.
+    """
     if is_rank_0():
         run_folder.refuse_to_forget(config, run_dir, iteration)
         clear(Path(save_dir))
@@ -101,7 +104,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
 
 
 def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:
-    """Load the tokenizer, settle the vocabulary size and the run directory."""
+    """Load the tokenizer and determine the vocabulary size and the run directory. Raises ValueError."""
     if config.data.vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
@@ -118,7 +121,7 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
 
 
 def _default_run_dir(name: str) -> str:
-    """runs/<name>-<time>, the same on all ranks."""
+    """Return runs/<name>-<time>, the same on all ranks."""
     stamp: list[Any] = [time.strftime("%Y%m%d-%H%M%S")]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(stamp)

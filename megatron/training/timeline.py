@@ -1,4 +1,4 @@
-"""`--trace`: from the first iteration of a run to its last, every rank keeps a timeline in the run directory."""
+"""`--trace`: a timeline of every rank in the run directory, from the first to the last iteration of a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ from ..config import Config
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from . import profile
 
-MOST_MERGED = 64  # ranks; more are a matter of hundreds of megabytes, and of tools/draw_schedule.py
+MOST_MERGED = 64  # ranks; the files of more take hundreds of megabytes: merge them with tools/draw_schedule.py
 
 
 def about(config: Config, engine: Any) -> dict[str, Any]:
-    """What a reader of this rank's timeline must know of it."""
+    """Return the metadata that a reader of this rank's timeline needs."""
     mesh, p = mpu.get_mesh(), config.parallel
     rank = dist.get_rank()
     found: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
@@ -35,15 +35,18 @@ def about(config: Config, engine: Any) -> dict[str, Any]:
 
 
 class Recorder(Protocol):
-    """What is told of every iteration before it begins."""
+    """Recorder that is notified of every iteration before it begins."""
 
     def iteration(self, number: int) -> bool | None:
-        """True if that took time which is no part of an iteration."""
+        """Announce an iteration; return True if that did work whose time belongs to no iteration."""
 
 
 @contextmanager
 def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder | None]:
-    """Around the iterations of a run that follow `iteration`: what --trace or --profile asks for. Collective where one of them does."""
+    """Record the iterations after `iteration` as --trace or --profile asks; yields None without these flags.
+
+    With one of them it is a collective.
+    """
     if not config.log.profile:
         with traced(config, run_dir, engine) as tracer:
             yield tracer
@@ -54,7 +57,7 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
         for old in [
             *folder.glob("rank_*.json"),
             *folder.glob("torch_*.json.gz"),
-        ]:  # of an earlier start, perhaps with other ranks
+        ]:  # left by an earlier start, perhaps with other ranks
             old.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     recorder = profile.Profile(engine.device, folder, about(config, engine), first, last)
@@ -70,7 +73,10 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
 
 @contextmanager
 def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer | None]:
-    """Around the iterations of a run. Collective where --trace asks for it; after an error the ranks write what they have."""
+    """Record a timeline inside the context if --trace is set.
+
+    With --trace it is a collective; after an error each rank writes what it has.
+    """
     if not config.log.trace:
         yield None
         return
@@ -78,7 +84,7 @@ def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer 
     first, last = config.log.traced or (None, None)
     path = folder / timeline.name_of(dist.get_rank())
     if is_rank_0():
-        for old in folder.glob("rank_*.json"):  # of an earlier start, perhaps with other ranks
+        for old in folder.glob("rank_*.json"):  # left by an earlier start, perhaps with other ranks
             old.unlink()
     recorder = trace.Tracer(engine.device, path, about(config, engine), first, last)
     recorder.clock.append(distance(engine.device))

@@ -1,6 +1,6 @@
-"""A run without a pipeline watched as one with it: a rank that fails or stalls ends all, and rank 0 says where each one stood.
+"""Watchdog for runs without a pipeline: if a rank fails or stalls, all end, and rank 0 reports where each one was.
 
-The pipeline engine has its own watchdog, which knows instructions; here a place is a micro-batch.
+The pipeline engine has its own watchdog, which reports instructions; this one reports micro-batches.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,9 +18,9 @@ from .engine import Batches, Engine, PlainEngine, Step
 
 
 class WatchedEngine:
-    """`PlainEngine` under the eyes of a watchdog.
+    """`PlainEngine` with a watchdog.
 
-    seconds: that a micro-batch, or what a step does after the last one, may take.
+    seconds: time limit of a micro-batch, and of the rest of a step after the last one.
     """
 
     def __init__(self, engine: PlainEngine, seconds: float) -> None:
@@ -60,7 +60,7 @@ class WatchedEngine:
         try:
             yield
         except (ValueError, OSError, RunError):
-            raise  # a sentence for the user
+            raise  # errors with a message for the user
         except BaseException as error:
             self.watchdog.fail(error)
             raise
@@ -77,12 +77,12 @@ class WatchedEngine:
 
 
 def memory_advice(parameters: int, config: Config, precision: str) -> str:
-    """What takes memory, and which flags make it less; for the sentence on an error that is for want of it."""
+    """Return what takes memory and which flags reduce it, for the message on an out-of-memory error."""
     moments = 1 if config.optim.optimizer == "sgd" else 2
     width = {"fp64": 8, "fp32": 4}.get(precision)
     each = (
         width * (2 + moments) if width else 2 + 4 * (2 + moments)
-    )  # weight, gradient, moments; below fp32 a copy for the optimizer
+    )  # weight, gradient and moments; below fp32 also a low-precision copy of the weight
     return (
         f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, shared out by --zero-stage, "
         f"--model-parallel-size and --pipe-parallel-size; activations take the rest: --batch-size {config.train.batch_size} down and "
@@ -91,7 +91,7 @@ def memory_advice(parameters: int, config: Config, precision: str) -> str:
 
 
 def watched(engine: Engine, seconds: float) -> Engine:
-    """`engine`, which ends in time and says why; one rank by itself needs nobody for that."""
+    """Return `engine` under a watchdog if it is a plain engine on several ranks, else `engine` itself."""
     if isinstance(engine, PlainEngine) and dist.get_world_size() > 1:
         return WatchedEngine(engine, seconds)
     return engine

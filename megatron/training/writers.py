@@ -1,4 +1,7 @@
-"""Where a run's metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV. Each by one flag, each imported when asked for."""
+"""Destinations of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file.
+
+Each has its own flag, and its package is imported only if it is used.
+"""
 
 import csv
 import importlib.util
@@ -12,8 +15,8 @@ from ..atomic import write_text
 from ..config import Config
 from ..config.output import LogConfig
 
-PROJECT = "pretraining"  # for Weights & Biases and MLflow, where WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME names no other
-# Of metrics.csv, in order; a split has some of them.
+PROJECT = "pretraining"  # for Weights & Biases and MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set
+# Columns of metrics.csv, in order; each split fills some of them.
 COLUMNS = (
     "split", "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm", "loss_scale",
     "skipped_steps", "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu", "memory_mb",
@@ -22,23 +25,23 @@ PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
-}  # flag -> what it needs, and pip calls it
+}  # flag -> package to import and to install with pip
 
 
 class Writer(Protocol):
-    """One place. `name` is what people call it."""
+    """One destination of metrics, with its `name` in messages."""
 
     name: str
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a line."""
+        """Write the numbers of one row."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Finish writing."""
 
 
 def check(config: LogConfig) -> None:
-    """Raise ValueError for a flag whose package is not there."""
+    """Raise ValueError for a flag whose package is not installed."""
     for name, package in PACKAGES.items():
         asked = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
         if asked and importlib.util.find_spec(package) is None:
@@ -48,7 +51,7 @@ def check(config: LogConfig) -> None:
 
 
 def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
-    """Those that the flags ask for, about to be told of what follows `iteration`. Raises ValueError where one cannot begin."""
+    """Return the writers that the flags ask for, for rows after `iteration`. Raises ValueError if one cannot start."""
     log, found = config.log, list[Writer]()
     if log.tensorboard or log.tensorboard_dir or (log.tensorboard is None and importlib.util.find_spec("tensorboard")):
         folder = Path(log.tensorboard_dir) if log.tensorboard_dir else run_dir / "tensorboard"
@@ -65,7 +68,7 @@ def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
 def _begun(name: str, begin: Callable[[], Writer]) -> Writer:
     try:
         return begin()
-    except Exception as error:  # whatever a package raises: a server that is not reached, a key that is missing
+    except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
         words = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{name} cannot begin: {words}; without --{name.lower() if name != 'Weights & Biases' else 'wandb'} the run goes on"
@@ -73,12 +76,12 @@ def _begun(name: str, begin: Callable[[], Writer]) -> Writer:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Settings by name; names are unique over the sections."""
+    """Return all settings by name; names are unique across sections."""
     return {name: value for section in config.to_dict().values() for name, value in section.items()}
 
 
 def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
-    """The name by which a service knows this run: kept in the run's folder, and another one when the run begins anew."""
+    """Return the id by which a service knows this run, kept in a file; a run that starts over gets a new one."""
     if iteration and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     name = new()
@@ -87,7 +90,7 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """Event files in `folder`. A resumed run hides what lies after the iteration it resumes from."""
+    """TensorBoard event files in `folder`. A resumed run hides what lies after the iteration it resumes from."""
 
     name = "TensorBoard"
 
@@ -97,17 +100,20 @@ class TensorBoard:
         self._board = SummaryWriter(str(folder), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """A scalar a number, such as train/lm_loss."""
+        """Write each number as a scalar, such as train/lm_loss."""
         for name, value in numbers.items():
             self._board.add_scalar(f"{split}/{name}", value, iteration)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close the event file."""
         self._board.close()  # type: ignore[no-untyped-call]
 
 
 class WeightsAndBiases:
-    """A run of wandb, continued when ours is. WANDB_MODE=offline keeps it on this disk, WANDB_PROJECT and the like are wandb's own."""
+    """A wandb run, resumed together with ours.
+
+    WANDB_MODE=offline keeps it on the local disk; wandb's other variables apply, too.
+    """
 
     name = "Weights & Biases"
 
@@ -122,21 +128,21 @@ class WeightsAndBiases:
             dir=str(run_dir),
             config=flat(config),
         )
-        # The iteration is an axis of ours: wandb's own steps never go back, and a resumed run may.
+        # The iteration is a separate axis: wandb's own step never decreases, but the iteration of a resumed run may.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """One call a line."""
+        """Log the numbers of one row in one call."""
         self._run.log({f"{split}/{name}": value for name, value in numbers.items()} | {"iteration": iteration})
 
     def close(self) -> None:
-        """Wait until all is sent."""
+        """Wait until everything is uploaded."""
         self._run.finish()
 
 
 class MLflow:
-    """A run of MLflow, continued when ours is; in mlflow/ of the run directory where MLFLOW_TRACKING_URI names no other place."""
+    """An MLflow run, resumed together with ours; kept in the run directory unless MLFLOW_TRACKING_URI is set."""
 
     name = "MLflow"
 
@@ -144,7 +150,7 @@ class MLflow:
         import mlflow
 
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer ones ask before they write plain files
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse plain files without it
             mlflow.set_tracking_uri((run_dir.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow, path = mlflow, run_dir / "mlflow_run"
@@ -153,20 +159,23 @@ class MLflow:
         if known is None:
             write_text(path, run.info.run_id + "\n")
             settings = [(name, str(value)[:500]) for name, value in flat(config).items()]
-            for begin in range(0, len(settings), 100):  # as many as it takes at once
+            for begin in range(0, len(settings), 100):  # at most 100 parameters a call
                 mlflow.log_params(dict(settings[begin : begin + 100]))
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """One call a line."""
+        """Log the numbers of one row in one call."""
         self._mlflow.log_metrics({f"{split}/{name}": value for name, value in numbers.items()}, step=iteration)
 
     def close(self) -> None:
-        """The run is over for MLflow, too."""
+        """End the MLflow run."""
         self._mlflow.end_run()
 
 
 class CSV:
-    """metrics.csv in the run directory, all lines with the same columns; a resumed run drops those after the iteration it resumes from."""
+    """The file metrics.csv in the run directory, with the same columns in all rows.
+
+    A resumed run drops rows after the iteration it resumes from.
+    """
 
     name = "CSV"
 
@@ -189,8 +198,8 @@ class CSV:
             csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n").writerow(row)
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """One row a line."""
+        """Append one row."""
         self._append({**numbers, "split": split, "iteration": iteration})
 
     def close(self) -> None:
-        """Every row is there already."""
+        """Do nothing, as every row is already written."""
