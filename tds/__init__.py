@@ -22,7 +22,7 @@ import importlib
 from typing import Any
 
 from . import _deepspeed, _submodules, optimizers, pipe
-from ._deepspeed import UnsupportedDeepSpeed, complaint
+from ._deepspeed import UnsupportedDeepSpeed, complaint, use_rng_tracker
 from ._deepspeed import deepspeed as _ds
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
@@ -110,4 +110,5 @@ __all__ = [
     "init_distributed",
     "initialize",
     "pipe",
+    "use_rng_tracker",
 ]

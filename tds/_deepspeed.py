@@ -333,3 +333,13 @@ def finish(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def use_rng_tracker(tracker: Any) -> None:
+    """Let DeepSpeed's activation checkpointing restore the streams of `tracker` before it repeats a forward pass.
+
+    tracker: has `fork()`, `get_states()` and `set_states(states)`.
+    """
+    checkpointing = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+    assert hasattr(checkpointing, "_CUDA_RNG_STATE_TRACKER"), "DeepSpeed keeps its tracker under another name"
+    checkpointing._CUDA_RNG_STATE_TRACKER = tracker

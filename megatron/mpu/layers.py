@@ -37,6 +37,17 @@ def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
     return -(-vocab_size // step) * step
 
 
+def _refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
+    """Raise ValueError for arguments of Megatron-LM's layers that cannot be honoured."""
+    if stride != 1:
+        raise ValueError(
+            f"stride={stride}: weights are split into contiguous rows here; store query, key and value head by head, "
+            f"as a view [..., heads, 3 * head size] reads them, and leave stride at 1"
+        )
+    if keep_master_weight_for_test:
+        raise ValueError("keep_master_weight_for_test: no rank holds the whole weight; leave it out")
+
+
 class VocabParallelEmbedding(nn.Module):
     """An embedding with its rows split over the model-parallel ranks.
 
@@ -50,9 +61,9 @@ class VocabParallelEmbedding(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        *,
         init_method: InitMethod = NORMAL,
-        multiple: int = 128,
+        *,
+        multiple: int = 1,
         axis: Axis | None = None,
         options: Options | None = None,
     ) -> None:
@@ -126,15 +137,18 @@ class ColumnParallelLinear(nn.Module):
         self,
         input_size: int,
         output_size: int,
-        *,
         bias: bool = True,
         gather_output: bool = True,
-        skip_bias_add: bool = False,
         init_method: InitMethod = NORMAL,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
         axis: Axis | None = None,
         options: Options | None = None,
     ) -> None:
         super().__init__()
+        _refuse_strides(stride, keep_master_weight_for_test)
         self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
@@ -165,15 +179,18 @@ class RowParallelLinear(nn.Module):
         self,
         input_size: int,
         output_size: int,
-        *,
         bias: bool = True,
         input_is_parallel: bool = False,
-        skip_bias_add: bool = False,
         init_method: InitMethod = NORMAL,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
         axis: Axis | None = None,
         options: Options | None = None,
     ) -> None:
         super().__init__()
+        _refuse_strides(stride, keep_master_weight_for_test)
         self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")

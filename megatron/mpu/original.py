@@ -79,6 +79,14 @@ class RngTracker:
         here = _mesh.surroundings()
         return here.rng.fork(name, default_device(here.mesh.replica), split=True)
 
+    def get_states(self) -> Any:
+        """Return the state of all streams, as DeepSpeed's activation checkpointing keeps it before a forward pass."""
+        return _mesh.surroundings().rng.get_state()
+
+    def set_states(self, states: Any) -> None:
+        """Continue from `states`, for the forward pass that DeepSpeed's activation checkpointing repeats."""
+        _mesh.surroundings().rng.set_state(states)
+
     def add(self, name: str, seed: int) -> None:
         """Raises RuntimeError: nothing needs to be added."""
         raise RuntimeError(

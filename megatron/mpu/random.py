@@ -104,6 +104,15 @@ class RngStreams:
         finally:
             self._draws, self.iteration = later, now
 
+    def get_state(self) -> tuple[dict[str, int], int]:
+        """Return how often each stream has been drawn from, and the iteration."""
+        return dict(self._draws), self.iteration
+
+    def set_state(self, state: tuple[dict[str, int], int]) -> None:
+        """Continue every stream from `state`, so that what is computed again draws the same masks."""
+        draws, self.iteration = state
+        self._draws = dict(draws)
+
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For torch's checkpoint: nothing around the forward pass, around its repeat the streams as they are at this moment."""
         return nullcontext(), self._replay(dict(self._draws), self.iteration)

@@ -83,6 +83,7 @@ def initialize_megatron(config: Config) -> torch.device:
         onednn=onednn,
     )
     mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, options, p.context_parallel_size)
+    tds.use_rng_tracker(mpu.get_cuda_rng_tracker())
     return device
 
 

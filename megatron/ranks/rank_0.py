@@ -9,7 +9,7 @@ def is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def print_rank_0(message: str) -> None:
+def print_rank_0(message: object) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
     if is_rank_0():
-        tqdm.write(message)
+        tqdm.write(str(message))
