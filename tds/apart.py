@@ -11,8 +11,8 @@ from torch import nn
 
 from . import _deepspeed
 
-# With any of these settings, DeepSpeed makes groups, quantizers or files for the whole model when it builds
-# its engine.
+# DeepSpeed handles these settings for the whole model when it builds its engine: it makes groups, quantizers
+# or files.
 _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 

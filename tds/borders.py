@@ -87,7 +87,7 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
     borders = Borders(stage, stages, chunks, roles)
     if stages == 1:
         return borders
-    # With several chunks, the last stage also has a boundary to the first.
+    # Several chunks add a boundary from the last stage to the first.
     count = stages if chunks > 1 else stages - 1
     colours = 1 + max(colour(b, stages) for b in range(count))
     groups = [_groups_of_pipelines(grid) for _ in range(colours if in_queues(device) else 1)]

@@ -51,7 +51,7 @@ Tensors = tuple[Boundary, ...] | None  # the declaration of one stage boundary; 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a stage declares before the first step. puts_out, takes_in: one item per chunk."""
+    """A stage's declarations before the first step. puts_out, takes_in: one item per chunk."""
 
     puts_out: tuple[Tensors, ...]
     takes_in: tuple[Tensors, ...]

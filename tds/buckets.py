@@ -102,7 +102,7 @@ class Bucket:
 
     @property
     def adds_products(self) -> bool:
-        """Whether this device accumulates a matmul into the sums in one pass.
+        """True if this device accumulates a matmul into the sums in one pass.
 
         All devices can within one dtype; from half precision to fp32 only CUDA can.
         """

@@ -47,7 +47,7 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 
 
 class Run:
-    """What both ends of a channel know of a step's layouts: micro-batches before `end` have the announced one.
+    """A step's layouts as known at both ends of a channel: micro-batches before `end` have the announced one.
 
     A word precedes message `end - 1` if the step continues after it and the run has more than one message.
     """
@@ -96,7 +96,7 @@ class Channel:
     slice_rank: int
     slice_size: int
     bytes_sent: int = 0
-    _runs: dict[int, Run] = field(default_factory=dict)  # by chunk, for the current step
+    _runs: dict[int, Run] = field(default_factory=dict)  # one run per chunk in this step
     _under_way: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     _agenda: deque[At] = field(default_factory=deque)  # messages still to be posted, in the order of sending
     _layouts: dict[At, Layout | None] = field(default_factory=dict)  # known layouts of messages to be posted

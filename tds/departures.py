@@ -73,7 +73,8 @@ class Departures:
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._usual: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
         self._seen: Counter[nn.Parameter] = Counter()  # gradients in this step's last pass
-        # Weights with user hooks in the previous step; their hooks must see the whole gradient at once
+        # Weights with user hooks in the previous step. Autograd gives their gradient once, in total, not
+        # once per matmul.
         self._watched: set[nn.Parameter] = set()
         self._armed: set[int] = set()  # chunks in their last backward pass
         self._next = 0  # next bucket to reduce
