@@ -44,9 +44,10 @@ _submodules.install()
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """Call `deepspeed.initialize`, which builds our PipelineEngine when the model is a PipelineModule.
 
-    Accepts DeepSpeed's arguments, including the older `config_params`, and returns `(engine, optimizer,
-    training_dataloader, lr_scheduler)`. Raises UnsupportedDeepSpeed, a ValueError, for a release of DeepSpeed
-    that tds does not support, unless TDS_ANY_DEEPSPEED=1 is set.
+    Accepts DeepSpeed's arguments, including the older `config_params`. Returns
+    `(engine, optimizer, training_dataloader, lr_scheduler)`.
+    Raises UnsupportedDeepSpeed, a ValueError, for a release of DeepSpeed that tds does not support, unless
+    TDS_ANY_DEEPSPEED=1 is set.
     """
     outside = _deepspeed.refuse_other_releases(_ds.__version__)
     _deepspeed.prepare()
@@ -83,7 +84,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
 
 def __getattr__(name: str) -> Any:
-    """Return DeepSpeed's `name`, a submodule included, for any name that is not defined here."""
+    """Return DeepSpeed's attribute or submodule `name`, for names that are not defined here."""
     if name in _submodules.MOVED:
         return getattr(importlib.import_module(_submodules.MOVED[name]), name)
     if not hasattr(_ds, name) and not name.startswith("_"):

@@ -51,8 +51,8 @@ def quietly() -> Iterator[None]:
 
 
 def _import() -> Any:
-    # The level must be set before the import, because the search for an accelerator logs while importing.
-    # DeepSpeed calls collectives by names that torch has just renamed; a user cannot change that.
+    # The level must be set before the import, because the search for an accelerator logs while importing. DeepSpeed
+    # calls collectives by names that torch has just renamed; a user cannot change that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logger = logging.getLogger("DeepSpeed")
     level = os.environ.get("TDS_LOG_LEVEL", "ERROR").upper()
@@ -118,8 +118,8 @@ def prepare() -> None:
     """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
     On a CPU, DeepSpeed would compile a shared-memory op (25-73 s, needs a compiler). It would also refuse fp16
-    where the CPU has no native fp16 instructions, although torch computes it. It refuses to reduce fp64
-    gradients on any device.
+    where the CPU has no native fp16 instructions, although torch computes it. It refuses to reduce fp64 gradients
+    on any device.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
@@ -147,8 +147,8 @@ def _build_no_shared_memory_op() -> None:
 def settle_local_rank() -> None:
     """Set LOCAL_RANK to 0 before ranks meet if each rank sees only its own device.
 
-    DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank
-    one device. Raises ValueError if several devices are visible and none is left for this rank.
+    DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank one
+    device. Raises ValueError if several devices are visible and none is left for this rank.
     """
     count = torch.accelerator.device_count() if not on_cpu() else 0
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -182,7 +182,7 @@ def engine_classes(pipeline: type, plain: type) -> Iterator[None]:
 
 @contextlib.contextmanager
 def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Build layer i of every PipelineModule, DeepSpeed's included, within `context(i)`."""
+    """Make every PipelineModule, DeepSpeed's included, build layer i within `context(i)`."""
     build_all = StockPipelineModule._build
 
     def one_by_one(module: Any) -> None:
@@ -231,8 +231,7 @@ def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
 def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
     """Return the fp32 tensor in which the bf16 optimizer accumulates the gradient of `weight`.
 
-    None if the optimizer does not train this weight. The gradient has the shape of `weight`, a scalar or
-    `[...]`.
+    None if the optimizer does not train this weight.
     """
     for group, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
         for each, grad in zip(group, grads, strict=True):

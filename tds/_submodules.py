@@ -27,9 +27,8 @@ MOVED = {  # names that the original TDS took from DeepSpeed, and the DeepSpeed 
 def install() -> None:
     """Let submodules of DeepSpeed be imported under the name of this package."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(
-            0, _Finder()
-        )  # must come first, or a second copy of a module would be loaded from DeepSpeed's folder
+        # This finder must come first, or a second copy of a module would be loaded from DeepSpeed's folder.
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):

@@ -17,15 +17,15 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Return whether `tensor`, a tensor `[...]` or scalar, has gradient hooks besides this package's one."""
+    """Return whether `tensor` has gradient hooks besides the one of this package."""
     return bool(tensor._backward_hooks) or len(tensor._post_accumulate_grad_hooks or ()) > 1  # type: ignore[attr-defined]
 
 
 def users(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of `tensor` (`[...]` or scalar), autograd's and itself included.
+    """Return how many tensors share the memory of `tensor`, autograd's and itself included.
 
-    Raises RuntimeError if torch lacks the count. No public function has it, and reusing a buffer too early
-    would silently corrupt numbers elsewhere.
+    Raises RuntimeError if torch lacks the count. No public function has it, and reusing a buffer too early would
+    silently corrupt numbers elsewhere.
     """
     if _use_count is None:
         raise RuntimeError(
@@ -123,7 +123,7 @@ def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """Return the raw bytes of `tensor`, `[...]` or scalar, in memory order."""
+    """Return the raw bytes of `tensor` in memory order."""
     return tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 

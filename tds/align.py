@@ -1,8 +1,9 @@
 """Offsets of the ranks' clocks from rank 0's clock, with a proven error bound.
 
-All ranks are inside a collective at one moment: when the last of them arrives. So the intervals [enter, leave]
-of all ranks, on one clock, share a moment, and the offset d of a clock from rank 0's satisfies enter - leave_0
-<= d <= leave - enter_0. Several collectives narrow the bound. This works on any backend and world size.
+All ranks are inside a collective at one moment: when the last of them arrives. So the intervals [enter, leave] of
+all ranks, on one clock, share a moment. The offset d of a clock from rank 0's therefore satisfies
+enter - leave_0 <= d <= leave - enter_0.
+Several collectives narrow the bound. This works on any backend and world size.
 """
 
 import time

@@ -11,8 +11,7 @@ from torch import nn
 
 from . import _deepspeed
 
-# DeepSpeed handles these settings for the whole model when it builds its engine: it makes groups, quantizers
-# or files.
+# DeepSpeed prepares the whole model when it builds its engine with one of these settings.
 _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 

@@ -13,10 +13,10 @@ from .nested import as_tuple, each_tensor
 
 
 class DataEnded(RuntimeError, StopIteration):
-    """The end of the data iterator, with the place where it happened.
+    """The data iterator ended; the message names the stage and how far it came.
 
-    It is a StopIteration, as users of DeepSpeed expect. everywhere: all stages learned of it before computing
-    anything, so a training loop may catch it and continue.
+    It is a StopIteration, as in DeepSpeed. everywhere: all stages learned of it before computing anything, so a
+    training loop may catch it and continue.
     """
 
     everywhere = False
@@ -28,9 +28,11 @@ Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 class Batches:
     """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
-    ahead: how many micro-batches to prefetch, so that `same_until` can look ahead. takes_inputs, takes_labels:
-    what this stage uses; the rest is dropped. The iterator may reuse its tensors for the next micro-batch
-    (pinned or numpy buffers), so each batch is copied when it is read. It moves to the device when it is used.
+    ahead: how many micro-batches to prefetch, so that `same_until` can look ahead.
+    takes_inputs, takes_labels: what this stage uses; the rest is dropped.
+
+    The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
+    when it is read. It moves to the device when it is used.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Batches:
         return len(self._layouts)
 
     def inputs(self, micro: int) -> tuple[Tensor, ...]:
-        """Return the inputs of a micro-batch, tensors `[...]`, on the device, and drop them here.
+        """Return the inputs of a micro-batch on the device, and drop them here.
 
         Raises DataEnded, and BoundaryError if an input is not a tensor.
         """

@@ -2,11 +2,11 @@
 
 NCCL runs all messages of a group in the order in which a rank posted them, and a send ends only when it is
 received. So a stage that receives and sends over one group may wait for a message queued after one of its own.
-This does happen with three stages. Therefore the two directions of a stage boundary use different groups, and
-so do the two boundaries of a stage: boundaries alternate between two colours, with a third for an odd number of
+This does happen with three stages. Therefore the two directions of a stage boundary use different groups, and so
+do the two boundaries of a stage: boundaries alternate between two colours, with a third for an odd number of
 stages in a ring. All chunks of a pipeline share one group per colour and direction, so a pipeline of any length
-needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not wait for each
-other, all boundaries share two groups.
+needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not wait for each other,
+all boundaries share two groups.
 """
 
 from collections.abc import Sequence

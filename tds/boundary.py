@@ -22,9 +22,11 @@ class BoundaryError(RuntimeError):
 class Boundary:
     """The declaration of one tensor at a stage boundary.
 
-    name: for messages. kind: `float`, `int` or `bool`. grad: whether a gradient comes back. split: the tensor
-    is equal on all tensor-parallel ranks, so each sends 1/t of it over the boundary and the receivers
-    all-gather it.
+    name: for messages.
+    kind: `float`, `int` or `bool`.
+    grad: whether a gradient comes back.
+    split: the tensor is equal on all tensor-parallel ranks, so each sends 1/t of it, and the receivers all-gather
+        it.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Boundary:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Return the kind of a tensor (`[...]` or scalar) as `Boundary` has it: `float`, `int` or `bool`."""
+    """Return the kind of a tensor as `Boundary` has it: `float`, `int` or `bool`."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return "float"
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"
@@ -61,9 +63,9 @@ class Contract:
 def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
     """Return the declarations of `model`: its `boundaries` (outputs) and `receives` (inputs).
 
-    Both are optional; with several chunks they hold one sequence per chunk. The original TDS used three
-    parallel lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. They
-    declare both ends of every boundary.
+    Both are optional; with several chunks they hold one sequence per chunk. The original TDS used three parallel
+    lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. They declare both
+    ends of every boundary.
     """
     legacy = _legacy(model)
     ends: list[tuple[Tensors, ...]] = []
@@ -143,7 +145,7 @@ def refuse_what_cannot_travel(tensors: Sequence[Any], who: str, device: torch.de
 
 
 def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.device | None = None) -> None:
-    """Raise BoundaryError if a tensor (`[...]` or scalar) of `who` cannot be sent or differs from its declaration."""
+    """Raise BoundaryError if a tensor of `who` cannot be sent or differs from its declaration."""
     refuse_what_cannot_travel(tensors, who, device)
     if declared is None:
         return

@@ -1,8 +1,8 @@
 """Weights and gradients in flat buckets, each sharded evenly over the replicas (ZeRO, Rajbhandari et al. 2020).
 
-A bucket is the unit of communication between replicas. Every replica has all of its weights and gradients and
-owns one equal share. Only the owner keeps that share's moments, and its fp32 copy if weights are in half
-precision.
+A bucket is the unit of communication between replicas. Every replica holds all weights and gradients of a bucket
+and owns one equal share of it. Only the owner keeps that share's moments, and its fp32 copy if weights are in
+half precision.
 """
 
 from collections.abc import Sequence
@@ -63,11 +63,11 @@ class Bucket:
         return begin - self.begin, max(end, begin) - self.begin
 
     def settle(self) -> None:
-        """Record how many tensors view the flat memory; any further one is the user's. Call after `attach`."""
+        """Record how many tensors view the flat memory, when all are made; any view added later is the user's."""
         self._views = users(self.weights)
 
     def place_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the view of the flat memory, in the shape of `parameter` (`[...]` or scalar), that belongs to it."""
+        """Return the view of the flat memory, in the shape of `parameter`, that belongs to it."""
         return self._place_of[parameter]
 
     def replaced(self) -> list[nn.Parameter]:
@@ -166,9 +166,9 @@ class Bucket:
             parameter.grad = None
 
     def stretches(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
-        """Return this replica's gradients in pieces `[n]`, each with whether it counts in a model-wide sum.
+        """Return pieces `[n]` of this replica's gradients, each with a flag: it counts in a model-wide sum.
 
-        counts: the same flag for each parameter.
+        counts: this flag of each parameter.
         """
         joined: list[list[Any]] = []
         for parameter in self.parameters:

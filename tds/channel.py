@@ -1,11 +1,11 @@
 """Transport of a tuple of tensors over one stage boundary: one message, no casts, and sends do not block the host.
 
 The first activation of a step is preceded by a header: shapes, dtypes, flags, and how many micro-batches share
-them. The other micro-batches of this run need no header, so the receiver posts their buffers before it
-computes. Before the last message of a run, an 8-byte word says how many more micro-batches have the same
-layout. Zero means that the next message has its own header; with data-dependent shapes every message has one.
-Gradients need no header: they have the shapes of the activations that went the other way. One end only sends,
-the other only receives, in the same order, for all chunks. borders.py describes which messages share a queue.
+them. The other micro-batches of this run need no header, so the receiver posts their buffers before it computes.
+Before the last message of a run, an 8-byte word says how many more micro-batches have the same layout. Zero means
+that the next message has its own header; with data-dependent shapes every message has one. Gradients need no
+header: they have the shapes of the activations that went the other way. One end only sends, the other only
+receives, in the same order, for all chunks. borders.py describes which messages share a queue.
 """
 
 import json
@@ -47,9 +47,10 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 
 
 class Run:
-    """A step's layouts as known at both ends of a channel: micro-batches before `end` have the announced one.
+    """Layouts of a step's messages as both ends of a channel know them.
 
-    A word precedes message `end - 1` if the step continues after it and the run has more than one message.
+    Messages before `end` have the announced layout. A word precedes message `end - 1` if the step continues after
+    it and the run has more than one message.
     """
 
     def __init__(self, total: int) -> None:
@@ -82,9 +83,10 @@ class Posted(NamedTuple):
 class Channel:
     """One direction of one stage boundary, for all chunks.
 
-    peer: global rank at the other end. ahead: how many receives are posted in advance; each holds a buffer.
-    slice_group: the tensor-parallel ranks of this stage, over which split tensors are all-gathered. slice_rank,
-    slice_size: this rank's index in that group, and its size.
+    peer: global rank at the other end.
+    ahead: how many receives are posted in advance; each holds a buffer.
+    slice_group: the tensor-parallel ranks of this stage, over which split tensors are all-gathered.
+    slice_rank, slice_size: this rank's index in that group, and its size.
     """
 
     peer: int
@@ -113,7 +115,7 @@ class Channel:
     # ------------------------------------------------- messages of known layout
 
     def send(self, tensors: Sequence[BoundaryTensor]) -> None:
-        """Start sending tensors `[...]` or scalars; returns at once.
+        """Start sending tensors; returns at once.
 
         A single tensor without other users is sent from its own memory; all others are copied.
         """
@@ -126,7 +128,7 @@ class Channel:
             self._start(payload[0])
 
     def expect(self, at: At, layout: Layout | None) -> None:
-        """Give the layout of a message of the agenda; None if it will not come."""
+        """Set the layout of an expected message, so that its receive can be posted; None if it will not come."""
         self._layouts[at] = layout
         self._post(self.ahead)
 
@@ -284,7 +286,7 @@ class Channel:
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self._part_numel(shape, flags) * dtype.itemsize]
         if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # elements of 16 bytes may start in the middle of 16
+            raw = raw.clone()  # a 16-byte dtype may start at a multiple of 8 only
         part = raw.view(dtype)
         if flags & SPLIT and self.slice_size > 1:
             parts = [torch.empty_like(part) for _ in range(self.slice_size)]

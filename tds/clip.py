@@ -15,7 +15,7 @@ from .sparse import numbers_of
 def is_split(parameter: nn.Parameter) -> bool:
     """Return whether tensor-parallel ranks hold different shards of `parameter`.
 
-    DeepSpeed reads either of these two attributes, and users set them.
+    Users set either of two attributes, which DeepSpeed reads too.
     """
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
@@ -64,8 +64,8 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
     torch's fused Adam reads a flag on the device. For any other optimizer the host reads the norm, which
-    synchronizes in every step, and drops the gradients. That includes SGD, which would keep momentum that it
-    has not filled, and apex's Adam.
+    synchronizes in every step, and drops the gradients. That includes SGD, which would keep momentum that it has
+    not filled, and apex's Adam.
     """
     if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

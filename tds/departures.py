@@ -11,7 +11,7 @@ from ._torch import has_hooks
 from .advice import ways
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients
-BYTES_A_REPLICA = 4 * 2**20  # keeps messages between ranks from shrinking as replicas increase
+BYTES_A_REPLICA = 4 * 2**20  # bytes per replica; keeps messages between ranks from shrinking as replicas increase
 
 
 class Bucket(Protocol):
@@ -42,8 +42,9 @@ def pack(
 ) -> list[list[nn.Parameter]]:
     """Group parameters into buckets, roughly in the order in which their gradients arrive: last layer first.
 
-    bucket_bytes: minimum bytes of gradients; None: depends on the number of replicas. chunk_of: see
-    `Departures`. apart: weights that get their own bucket.
+    bucket_bytes: minimum bytes of gradients; None: depends on the number of replicas.
+    chunk_of: see `Departures`.
+    apart: weights that get their own bucket.
     """
     packed: list[list[nn.Parameter]] = []
     room = bucket_bytes or max(BUCKET_BYTES, BYTES_A_REPLICA * dist.get_world_size(group))
@@ -73,8 +74,8 @@ class Departures:
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._usual: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
         self._seen: Counter[nn.Parameter] = Counter()  # gradients in this step's last pass
-        # Weights with user hooks in the previous step. Autograd gives their gradient once, in total, not
-        # once per matmul.
+        # Weights with user hooks in the previous step. Autograd gives their gradient once, in total, not once per
+        # matmul.
         self._watched: set[nn.Parameter] = set()
         self._armed: set[int] = set()  # chunks in their last backward pass
         self._next = 0  # next bucket to reduce

@@ -1,10 +1,9 @@
 """Errors instead of hangs: if one rank fails, dies or stalls, all ranks exit and rank 0 reports where each one was.
 
 A thread in every rank polls a shared store a few times a second. A rank that fails or waits too long announces
-that there. Then every rank writes its current activity and its stack, rank 0 prints them all, and all ranks
-exit with code 1. The store is torch's own, through a separate connection, so a blocked collective does not
-block it. If the process that hosts the store stalls, a second thread of each rank ends the rank without the
-store.
+that there. Then every rank writes its current activity and its stack, rank 0 prints them all, and all ranks exit
+with code 1. The store is torch's own, through a separate connection, so a blocked collective does not block it.
+If the process that hosts the store stalls, a second thread of each rank ends the rank without the store.
 """
 
 import atexit
@@ -44,7 +43,7 @@ INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
 
 
 def _print_once() -> None:
-    """Keep Python from printing an uncaught error that the report already contains."""
+    """Install an excepthook that prints an uncaught error only if no report contains it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -149,10 +148,13 @@ def _store() -> Any:
 class Watchdog:
     """Monitor of this rank's activity; ends the rank when any rank fails.
 
-    timeout: seconds allowed for one activity. describe: turns what `at` was given into words, only for a
-    report; held by weak reference. name: of what is monitored, for reports. Of several watchdogs in one
-    process, e.g. of two engines, the one whose `at` was called last is active. device: an accelerator whose
-    progress is reported. idle: text for a rank on which no other rank can be waiting.
+    timeout: seconds allowed for one activity.
+    describe: turns what `at` was given into words, only for a report; held by weak reference.
+    name: of what is monitored, for reports.
+    device: an accelerator whose progress is reported.
+    idle: text for a rank on which no other rank can be waiting.
+
+    Of several watchdogs in one process, e.g. of two engines, the one whose `at` was called last is active.
     """
 
     _latest: "Watchdog | None" = None
@@ -230,7 +232,7 @@ class Watchdog:
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _watch(self) -> None:
-        while self._describe() is not None:  # the engine is alive
+        while self._describe() is not None:  # until the engine is garbage-collected
             if self._over.wait(POLL_SECONDS):
                 return
             doing = self._doing

@@ -1,8 +1,8 @@
 """An optimizer with states sharded over the replicas and communication overlapped with computation.
 
-This is ZeRO stage 1 (Rajbhandari et al. 2020) in the manner of Megatron-LM's distributed optimizer. Gradients
-are reduced bucket by bucket during a step's last backward pass. Each replica steps its share of every bucket,
-and updated weights are gathered while the next share is stepped. DeepSpeed only starts reducing after the last
+This is ZeRO stage 1 (Rajbhandari et al. 2020) in the manner of Megatron-LM's distributed optimizer. Gradients are
+reduced bucket by bucket during a step's last backward pass. Each replica steps its share of every bucket, and
+updated weights are gathered while the next share is stepped. DeepSpeed only starts reducing after the last
 gradient.
 """
 
@@ -28,18 +28,18 @@ ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # optimizer
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wrapper that shards an optimizer over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
 
-    Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)),
-    config=...)`, with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in
-    fp32. The learning rate is in `param_groups`, as in the wrapped optimizer, whose update must be
-    element-wise, as Adam's is. A weight without a gradient gets zeros, as in DeepSpeed's ZeRO, and decays.
+    Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
+    with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
+    rate is in `param_groups`, as in the wrapped optimizer, whose update must be element-wise, as Adam's is. A
+    weight without a gradient gets zeros, as in DeepSpeed's ZeRO, and decays.
 
-    A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of
-    a step, then `finish()` and `clip()`. Gradients are summed, not averaged, so divide losses by the number of
+    A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of a
+    step, then `finish()` and `clip()`. Gradients are summed, not averaged, so divide losses by the number of
     replicas. bucket_bytes: see `tds.departures.pack`.
 
     If a weight's storage was replaced between two steps (`p.data = new`), the new values are copied into the
-    bucket. In-place changes of half-precision weights are copied too. Raises RuntimeError in a backward pass if
-    a gradient arrives after its bucket was reduced. This may happen if a weight is used by a varying number of
+    bucket. In-place changes of half-precision weights are copied too. Raises RuntimeError in a backward pass if a
+    gradient arrives after its bucket was reduced. This may happen if a weight is used by a varying number of
     re-entrant checkpoints; then use the optimizer without this wrapper.
     """
 
@@ -73,8 +73,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Move the weights of `module`, already on their device and in their dtype, into flat memory.
 
         group: the replicas. chunk_of: for a stage with several chunks, the chunk of a weight; 0 by default.
-        apart: weights that other stages also hold. Each gets its own bucket, so that all stages shard and
-        reduce it in the same way.
+        apart: weights that other stages also hold. Each gets its own bucket, so that all stages shard and reduce
+        it in the same way.
         """
         self._refuse_what_it_cannot_step(module)
         known = {p for p in module.parameters() if p.requires_grad}
@@ -86,8 +86,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.buckets.append(Bucket(parameters, group))
                 link_shares(self.buckets[-1], len(self.buckets))
             self.bf16_groups.append(mine)
-        # Buckets are reduced in the order in which their last gradients come: last chunk first, and in it
-        # last layer first.
+        # Buckets are reduced in the order in which their last gradients come: last chunk first, and in it last layer
+        # first.
         place = {p: at for at, p in enumerate(module.parameters())}
         self.buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(place[p] for p in b.parameters)))
         for settings in self.param_groups:
@@ -178,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this replica's share `[n]` of the summed gradient of an `apart` weight, after `finish()`.
 
-        parameter: `[...]` or scalar. None if the weight is not trained.
+        None if the weight is not trained.
         """
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.share_grad
@@ -197,14 +197,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ step
 
     def clip(self, norm: Tensor, limit: float) -> None:
-        """Give the global gradient norm, a scalar, and its limit (0: no clipping), before `step()`."""
+        """Set the global gradient norm, a scalar, and its limit (0: no clipping), before `step()`."""
         self.norm, self._limit = norm, limit
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the shares and all-gather the weights. No-op, step counts included, if the norm is not finite.
+        """Step the shares and all-gather the weights; skip the step if the norm is not finite.
 
-        Raises RuntimeError if weights were frozen or unfrozen since the engine was made.
+        A skipped step leaves step counts unchanged. Raises RuntimeError if weights were frozen or unfrozen since
+        the engine was made.
         """
         self._refuse_changes()
         self._take_in_replaced()
@@ -281,7 +282,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed calls it after loading weights only
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this replica's shares and states; they load only with equal replicas and layers per stage."""
+        """Return this replica's shares and optimizer states.
+
+        They load only with the same number of replicas and the same layers on each stage.
+        """
         shares = [bucket.share.detach().clone() for bucket in self.buckets]
         return {"optimizer": self.optimizer.state_dict(), "shares": shares}
 

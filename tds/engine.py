@@ -41,11 +41,10 @@ from .step import Step
 class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
-    The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)`
-    returns: a tensor, or a dict of named tensors. The sum of a dict is trained on, and `named_losses` has its
-    items. If `loss_fn` has a method `count_targets(labels)`, it returns sums. Then the loss is their total over
-    the global batch divided by the total count, so it does not depend on the split into micro-batches and
-    replicas.
+    The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
+    a tensor, or a dict of named tensors. The sum of a dict is trained on, and `named_losses` has its items. If
+    `loss_fn` has a method `count_targets(labels)`, it returns sums. Then the loss is their total over the global
+    batch divided by the total count, so it does not depend on the split into micro-batches and replicas.
     """
 
     data_iterator: Any
@@ -81,8 +80,8 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
-        By default the data come from the loader of `training_data` or `set_dataloader`. Returns the loss over
-        the global batch, a scalar in fp32 (fp64 if the loss is), equal on every rank. Raises DataEnded, a
+        By default the data come from the loader of `training_data` or `set_dataloader`. Returns the loss over the
+        global batch, a scalar in fp32 (fp64 if the loss is), equal on every rank. Raises DataEnded, a
         StopIteration, if the data end: on all stages, with nothing changed, if they end before the first
         micro-batch.
         """
@@ -142,10 +141,14 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
     ) -> Any:
         """Return the loss over `num_micro_batches` (default: as in training) without training; shapes may differ.
 
+        return_logits: return `(result, outputs of the last micro-batch)`, the latter None except on the last
+            stage.
         compute_loss: if False, the outputs are reduced and returned instead, on the last stage only (None
-        elsewhere). reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all
-        micro-batches, on the last stage. bcast_loss: if False, only the last stage gets the loss.
-        return_logits: return `(result, outputs of the last micro-batch)`, the latter None on other stages.
+            elsewhere).
+        reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all micro-batches, on
+            the last stage.
+        bcast_loss: if False, only the last stage gets the loss.
+
         Raises ValueError for another `reduce_output`.
         """
         micros = self.micro_batches if num_micro_batches is None else num_micro_batches
@@ -361,8 +364,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)
         if last:
-            # DeepSpeed averages gradients over the replicas afterwards, so the loss is multiplied by their
-            # number.
+            # DeepSpeed averages gradients over the replicas afterwards, so the loss is multiplied by their number.
             times = 1 if self._overlaps else replicas
             self._step.scale = torch.tensor(times / self.num_targets, dtype=torch.float64, device=self.device)
 

@@ -1,9 +1,9 @@
 """Process groups for large worlds: NCCL creates all groups of an axis in one split of the world's communicator.
 
-torch usually creates one group at a time, and every rank of the world takes part. With NCCL that is a
-world-wide collective for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One
-`split_group` makes all groups of an axis. On other backends groups are created one by one, but only once: the
-mesh and DeepSpeed's grid share them. The stage boundaries of a pipeline have separate groups (borders.py).
+torch usually creates one group at a time, and every rank of the world takes part. With NCCL that is a world-wide
+collective for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all
+groups of an axis. On other backends groups are created one by one, but only once: the mesh and DeepSpeed's grid
+share them. The stage boundaries of a pipeline have separate groups (borders.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence

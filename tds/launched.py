@@ -1,6 +1,7 @@
 """Exit of ranks whose launcher is gone: a killed launcher cannot end its ranks, which would train on forever.
 
-Only where a launcher identifies itself. A process started by hand, under nohup or tmux, may outlive its parent.
+This applies only if a launcher identifies itself. A process started by hand, under nohup or tmux, may outlive its
+parent.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST = 16  # most named and additional losses together
+MOST = 16  # limit on named plus additional losses
 
 
 def _check(named: Mapping[str, Any]) -> None:
@@ -29,11 +29,11 @@ class Losses:
         self.dtype = torch.float32  # dtype of the losses that users get
         self.means: dict[str, Tensor] = {}
         self.additional: dict[str, Tensor] = {}  # means of losses that are only reported, not trained on
-        # Names that all ranks know, of both kinds.
+        # Names known to all ranks: of the losses, and of the additional losses.
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())
         self._sums: dict[str, Tensor] = {}
         self._aside: dict[str, Tensor] = {}
-        # Names that all replicas know, of both kinds.
+        # Names known to all replicas: of the losses, and of the additional losses.
         self._agreed: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())
         self._own = self._micros = 1  # micro-batches of this replica, and of all replicas
         self._counted = False
@@ -129,9 +129,8 @@ class Losses:
     def tell(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> Tensor | None:
         """Broadcast the result of rank `source` to the stages. Collective over the group `stages`.
 
-        with_sum: (whether this rank contributes the result, a scalar, a group that contains `stages`). If
-        given, one all-reduce over that group carries both the result and the sum of the scalars, which is
-        returned.
+        with_sum: (whether this rank contributes the result, a scalar, a group that contains `stages`). If given,
+        one all-reduce over that group carries both the result and the sum of the scalars, which is returned.
         """
         here = dist.get_rank() == source
         names = tuple(self.means), tuple(self.additional)

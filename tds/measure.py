@@ -1,8 +1,7 @@
 """Measurement of DeepSpeed's gradient scaling: one optimizer step of a tiny model, by the same code path as a run.
 
 Engines here multiply losses by what DeepSpeed will divide gradients by: accumulation steps, replicas, and the
-fp16 loss scale. Releases and settings differ in this, and a wrong factor would silently train on wrong
-gradients.
+fp16 loss scale. Releases and settings differ in this, and a wrong factor would silently train on wrong gradients.
 """
 
 import json
@@ -89,12 +88,11 @@ class _PlainProbe(PlainEngine):
 
 
 def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
-    """Return a ds_config with those settings of `engine` that decide about the size of gradients."""
+    """Return a ds_config with the settings of `engine` that affect gradient scaling."""
     given = engine._config._param_dict
     zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
-    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only; a caller with its own reduction needs
-    # neither.
+    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only; a caller with its own reduction needs neither.
     names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
     settings = {key: given[key] for key in names if key in given}
     settings |= {
@@ -135,10 +133,10 @@ def check_factor(
 ) -> None:
     """Measure whether a loss times `factor_of(accumulation steps)` gives the intended gradient.
 
-    The intended gradient is the sum over the global batch. Under a pipeline it is the mean over replicas of
-    sums over micro-batches. Collective over all ranks; each kind of engine is measured once in a process.
-    own_reduction: the caller reduces over replicas, so only this rank is measured. Raises ValueError if
-    DeepSpeed makes the gradient larger or smaller.
+    The intended gradient is the sum over the global batch. Under a pipeline it is the mean over replicas of sums
+    over micro-batches. Collective over all ranks; each kind of engine is measured once in a process.
+    own_reduction: the caller reduces over replicas, so only this rank is measured. Raises ValueError if DeepSpeed
+    makes the gradient larger or smaller.
     """
     micros = min(engine.gradient_accumulation_steps(), 2)
     replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)

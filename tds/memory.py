@@ -14,7 +14,7 @@ from ._torch import users
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a detached tensor of the same shape (`[...]` or scalar) with its conjugate or negative bit resolved.
+    """Return a detached tensor of the same values with its conjugate or negative bit resolved.
 
     Such a bit is not in the memory, so it would be lost in a message.
     """
@@ -22,10 +22,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape (`[...]` or scalar) and memory, without history, base or gradient.
-
-    It has its own version counter.
-    """
+    """Return a tensor of the same memory and shape, with no history, base or gradient and a new version counter."""
     bare = plain(tensor)
     return bare.new_empty(0).set_(
         bare.untyped_storage(),  # type: ignore[call-overload]
@@ -46,15 +43,15 @@ class _Handed(torch.autograd.Function):
 
 
 def handed(tensor: Tensor) -> Tensor:
-    """Return a non-leaf view of a leaf of shape `[...]` or scalar, which a layer may modify in place.
+    """Return a non-leaf tensor in the memory of a leaf, which a layer may modify in place.
 
-    Like `tensor.clone()`, but in the memory of `tensor`, so such a layer overwrites its values.
+    It works like `tensor.clone()` without the copy, so an in-place layer overwrites the values of `tensor`.
     """
     return _Handed.apply(tensor) if tensor.requires_grad else alias(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def given_up_grad(tensor: Tensor) -> Tensor:
-    """Return the gradient of a tensor (`[...]` or scalar) and clear it there, so it can be sent without a copy."""
+    """Return the gradient of a tensor and clear it there, so it can be sent without a copy."""
     grad, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if grad is None else plain(grad)
 
@@ -62,8 +59,8 @@ def given_up_grad(tensor: Tensor) -> Tensor:
 class Pool:
     """Buffers by size, reused only when no tensor views them any more.
 
-    A received tensor may live on in autograd's graph, in another message or in a user's variable. So buffers
-    are not given back; torch's use count of a storage shows when one is free.
+    A received tensor may live on in autograd's graph, in another message or in a user's variable. So buffers are
+    not given back; torch's use count of a storage shows when one is free.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +69,7 @@ class Pool:
         self._wanted: set[int] = set()
 
     def take(self, size: int) -> Tensor:
-        """Return a uint8 tensor `[size]`."""
+        """Return a free uint8 buffer `[size]`."""
         self._wanted.add(size)
         buffers = self._buffers.setdefault(size, [])
         for buffer in buffers:

@@ -13,12 +13,12 @@ def as_tuple(x: Any) -> tuple[Any, ...]:
 
 
 def unwrap(x: tuple[Tensor, ...]) -> Any:
-    """Return the only tensor (`[...]` or scalar) of a tuple of one, else the tuple, as DeepSpeed gives it to layers."""
+    """Return the only element of a tuple of one, else the tuple; DeepSpeed passes inputs to layers like this."""
     return x[0] if len(x) == 1 else x
 
 
 def each_tensor(x: Any, f: Callable[[Tensor], Any]) -> Any:
-    """Return `x` with `f` applied to every tensor (`[...]` or scalar) in it."""
+    """Return `x` with `f` applied to every tensor in it."""
     if isinstance(x, (tuple, list)):
         return tuple(each_tensor(each, f) for each in x)
     if isinstance(x, dict):

@@ -43,13 +43,13 @@ def _owners(engine: Any) -> list[Tensor]:
 def local_piece(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of `parameter` in the dtype of the forward pass.
 
-    Under ZeRO-3 this is a flat shard `[n]`, else the whole parameter, `[...]` or scalar.
+    Under ZeRO-3 this is a flat shard `[n]`, else the whole parameter.
     """
     return getattr(parameter, "ds_tensor", parameter)
 
 
 def get_weight(parameter: nn.Parameter) -> Tensor:
-    """Return the fp32 master copy, in the shape of `parameter` (`[...]` or scalar); without a copy, the parameter.
+    """Return the fp32 master copy of a parameter, in its shape; without such a copy, the parameter.
 
     If a user changed or swapped the weight since the last step, the values that the forward pass reads are
     returned.
@@ -68,7 +68,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set the master copy and the weight that the forward pass reads to `value`, `[...]` or scalar."""
+    """Set the master copy, and the weight that the forward pass reads, to `value`."""
     if not _wrapped(parameter):
         parameter.copy_(value)
         return
@@ -103,7 +103,7 @@ def has_moments(engine: Any, parameter: nn.Parameter) -> bool:
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
-    """Return a moment of a parameter as the optimizer keeps it, `[...]` or scalar: whole, or this rank's share."""
+    """Return a moment of a parameter as the optimizer keeps it: whole, or this rank's share."""
     if _wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
     return _inner(engine).state[parameter][name]  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
 
 @torch.no_grad()
 def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -> None:
-    """Set a moment of a parameter, `[...]` or scalar, as `get_moment` returns it."""
+    """Set a moment of a parameter, as `get_moment` returns it."""
     if _wrapped(parameter):
         _utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
@@ -144,8 +144,7 @@ def make_moments(
     used if each parameter has separate state.
     """
     inner, of = _inner(engine), of or {}
-    # Like torch's `load_state_dict`: fused and capturable kernels read the step count on the device of the
-    # weights.
+    # Like torch's `load_state_dict`: fused and capturable kernels read the step count on the device of the weights.
     there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for owner in _owners(engine):
         own = of.get(owner, step)  # type: ignore[call-overload]
@@ -224,9 +223,8 @@ def least_loss_scale(engine: Any) -> float | None:
 def heed_copies(engine: Any) -> None:
     """Make DeepSpeed's optimizers skip a step if a replicated or tied weight's gradient is non-finite on one rank only.
 
-    Their norms count such weights on one rank, so the other ranks would take the step. ZeRO-1 and ZeRO-2 in
-    fp32, and ZeRO-3, then check all gradients, which costs one more pass over them and one more
-    synchronization.
+    Their norms count such weights on one rank, so the other ranks would take the step. ZeRO-1 and ZeRO-2 in fp32,
+    and ZeRO-3, then check all gradients, which costs one more pass over them and one more synchronization.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):

@@ -1,7 +1,7 @@
 """State of a PipelineModule that is missing in DeepSpeed's layer checkpoints.
 
-This is the state of a `loss_fn` that is a module, of the PipelineModule itself, and of tied modules that are
-only used through a `forward_fn`. Each stage writes a separate file next to DeepSpeed's.
+This is the state of a `loss_fn` that is a module, of the PipelineModule itself, and of tied modules that are only
+used through a `forward_fn`. Each stage writes a separate file next to DeepSpeed's.
 """
 
 import hashlib
@@ -60,9 +60,8 @@ class Outside:
     def load(self, folder: Path, grid: Any) -> None:
         """Load what the stages have written.
 
-        With as many stages as at the save, each stage loads its own values. Otherwise it loads those of the
-        stage that changed them. Warns of missing values, e.g. in a checkpoint that DeepSpeed itself has
-        written.
+        With as many stages as at the save, each stage loads its own values. Otherwise it loads those of the stage
+        that changed them. Warns of missing values, e.g. in a checkpoint that DeepSpeed itself has written.
         """
         here = self._state()
         if not here:

@@ -32,10 +32,13 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     """A model as a list of layers; this process builds the layers of its stage.
 
     partition_method: `uniform`, `parameters`, `type:REGEX` as in DeepSpeed; `balanced`, by the measured time of
-    each layer; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers cuts[i] to
-    cuts[i+1]-1. example: input of the first layer, for `balanced`. chunks: groups of layers per stage, for the
-    schedule `interleaved`. The cuts then define stages x chunks groups, and stage i has the groups i, stages +
-    i, ... Raises ValueError for cuts that leave a layer out or do not fit the number of stages.
+        each layer; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers cuts[i] to
+        cuts[i+1]-1.
+    example: input of the first layer, for `balanced`.
+    chunks: groups of layers per stage, for the schedule `interleaved`. The cuts then define stages x chunks
+        groups. Stage i has group i, group stages + i, and so on.
+
+    Raises ValueError for cuts that leave a layer out or do not fit the number of stages.
     """
 
     num_stages: int
@@ -174,15 +177,15 @@ def chunks(module: Any) -> dict[Any, int]:
 class SequentialModule(nn.Module):
     """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO-2 and ZeRO-3, generation).
 
-    Its parameters have the same names as in the PipelineModule of the same list, and, inside `seeded_layers`,
-    the same initial values.
+    Its parameters have the same names as in the PipelineModule of the same list, and, inside `seeded_layers`, the
+    same initial values.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, so replaced
-        # modules run.
+        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, so replaced modules
+        # run.
         self._functions: list[tuple[str | None, Any]] = []
         for index, layer in enumerate(layers):
             with _at_layer(index):

@@ -17,9 +17,11 @@ COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 class Progress:
     """Timer of the parts of a step and source of progress lines.
 
-    every: steps between two lines; None: no lines. breakdown: measure each kind of instruction. On a CPU,
-    `busy` is the seconds of computation since it was last set to 0. It includes waits for model-parallel ranks,
-    not for other stages.
+    every: steps between two lines; None: no lines.
+    breakdown: measure each kind of instruction.
+
+    On a CPU, `busy` is the seconds of computation since it was last set to 0. It includes waits for
+    model-parallel ranks, not for other stages.
     """
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:

@@ -6,8 +6,8 @@ if it was created with its device, as DeepSpeed does it. A send ends only when i
 wait for one that is queued after another. With CUDA_DEVICE_MAX_CONNECTIONS=1, the device also starts all work,
 computation and messages alike, in the order of submission.
 
-A step is then a graph. An operation starts after others. A message ends only after its other end has started
-too. If the graph has no cycle, the step ends, and the graph gives the time when it does.
+A step is then a graph. An operation starts after others. A message ends only after its other end has started too.
+If the graph has no cycle, the step ends, and the graph gives the time when it does.
 """
 
 import os
@@ -55,9 +55,9 @@ def in_queues(device: torch.device) -> bool:
 def posted_ahead(device: torch.device) -> int:
     """Return how many receives a channel posts in advance: none if the host may have to synchronize its device.
 
-    The allocator does so when it is short of memory, and CUDA when it loads a kernel. A pending receive must
-    then not depend on what this stage sends later, and even a single one may. With three stages in 1F1B, stage
-    0 posts the receive of gradient 0 before forward 1, but stage 1 sends it only after its own forward 1.
+    The allocator does so when it is short of memory, and CUDA when it loads a kernel. A pending receive must then
+    not depend on what this stage sends later, but even a single one may. With three stages in 1F1B, stage 0 posts
+    the receive of gradient 0 before forward 1, but stage 1 sends it only after its own forward 1.
     """
     return 0 if in_queues(device) else POSTED_AHEAD
 
@@ -76,11 +76,14 @@ def queue_of(border: int, stages: int, to_the_right: bool) -> Hashable:
 class Rules:
     """How messages move.
 
-    ahead: receives that a channel posts in advance. dynamic: whether each activation has a header, for which
-    the host waits; otherwise the first one has a header and, in the worst case, each other one a word. queue:
-    of a message, from its boundary, the number of stages and whether it goes to the right; None if it waits for
-    no other message. message: its duration. device_waits: the host synchronizes the device before each
-    computation, as it does when memory is short or a kernel is loaded.
+    ahead: receives that a channel posts in advance.
+    dynamic: each activation has a header, for which the host waits. Otherwise the first one has a header and, in
+        the worst case, each other one a word.
+    queue: key of a message's queue, from its boundary, the number of stages and whether it goes to the right;
+        None if the message waits for no other.
+    message: duration of a message.
+    device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
+        loaded.
     """
 
     ahead: int = POSTED_AHEAD
@@ -92,7 +95,7 @@ class Rules:
 
 
 class Graph:
-    """A graph of events, each some time after the last of those that it waits for."""
+    """A dependency graph of events; each happens at its cost after the last event that it waits for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -195,7 +198,7 @@ class StageGraph:
         self._computed = self._ask(name, COST[type(each)] / self.chunks, self._computed)[1]
 
     def _ask(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
-        """Submit an operation that starts after the computation submitted before it."""
+        """Submit an operation that starts after the computation submitted before it; return its start and end."""
         first = self._asked if self.rules.one_hardware_queue else None
         start = self.graph.moment(name, 0.0, *after, self._computed, self._host, first)
         self._asked = start

@@ -22,7 +22,8 @@ class _Sum:
         self.parameters, self.group, self.left = list(parameters), group, False
         self._present: Tensor | None = None  # a one for each parameter
         self._work: dist.Work | None = None
-        self._missing: list[tuple[nn.Parameter, Tensor]] = []  # each with the number of replicas that have its gradient
+        # Weights without a gradient here, each with the number of replicas that have one.
+        self._missing: list[tuple[nn.Parameter, Tensor]] = []
 
     def add(self, parameter: nn.Parameter) -> None:
         """Do nothing: the sum is computed from `.grad`."""

@@ -32,7 +32,7 @@ def _somewhere(grads: Sequence[Tensor | None], group: Any) -> list[bool]:
 
 @contextmanager
 def no_zeros_for_nothing(module: nn.Module, replicas: Any) -> Iterator[None]:
-    """Remove the zeros that a reduction fills in for gradients that no replica has."""
+    """Run a reduction, then remove the zeros that it filled in for gradients that no replica has."""
     weights = [p for p in module.parameters() if p.requires_grad]
     there = _somewhere([p.grad for p in weights], replicas) if weights else []
     for weight in sparse_weights(module):

@@ -14,7 +14,7 @@ ADVICE = (
 
 
 class ReplacedWeightError(ValueError):
-    """An optimizer that would never step a replaced weight; the message names the weight."""
+    """A replaced weight that the optimizer would never step; the message names it."""
 
 
 class KnownModel:

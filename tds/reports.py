@@ -10,7 +10,7 @@ from .diagnose import describe
 
 
 class Reports:
-    """Mixin of the pipeline engine."""
+    """Mixin of the pipeline engine for its watchdog and monitors."""
 
     @contextmanager
     def _watched(self: Any) -> Iterator[None]:

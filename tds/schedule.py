@@ -1,11 +1,11 @@
 """Pipeline schedules as plain sequences of instructions: when each stage computes and communicates.
 
-A schedule gives a stage's order of computation. `with_messages` puts a receive before and a send after every
-pass that needs one. This file knows nothing of tensors, ranks or DeepSpeed, so a whole schedule can be printed,
-drawn and checked on a laptop.
+A schedule gives a stage's order of computation. `with_messages` puts a receive before and a send after every pass
+that needs one. This file knows nothing of tensors, ranks or DeepSpeed, so a whole schedule can be printed, drawn
+and checked on a laptop.
 
-A stage may hold several chunks of the model. A micro-batch goes through virtual stages in order; chunk c of
-stage s is virtual stage c x stages + s.
+A stage may hold several chunks of the model. A micro-batch goes through virtual stages in order; chunk c of stage
+s is virtual stage c x stages + s.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,11 +82,12 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
         stage 1 |    F0 F1    B0 F2 B1 F3 B2    B3
         stage 2 |       F0 B0 F1 B1 F2 B2 F3 B3
 
-    A stage runs `stages - 1 - stage` forward passes before its first backward pass, then alternates.
-    extra_warmup n multiplies this lead by 1 + n ("eager" 1F1B for n = 1, Zhuang et al. 2023). In classic 1F1B
-    every stage waits for a message that has only just been sent. With more micro-batches in flight, the next
-    message has already arrived. The price is the activations of those micro-batches: stage s keeps (stages - 1
-    - s)(1 + n) + 1 of them.
+    A stage runs `stages - 1 - stage` forward passes before its first backward pass, then alternates. extra_warmup
+    n multiplies this lead by 1 + n ("eager" 1F1B for n = 1, Zhuang et al. 2023). In classic 1F1B every stage
+    waits for a message that has only just been sent. With more micro-batches in flight, the next message has
+    already arrived. The price is the activations of those micro-batches. Stage s keeps
+    (stages - 1 - s)(1 + n) + 1
+    of them.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -110,10 +111,9 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterator[Instruction]:
     """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): 1/chunks of the bubble, chunks x the messages.
 
-    Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through
-    chunk 1 ..., then the next group. A pass takes 1/chunks of the time that it takes in 1F1B, and so does the
-    wait at either end. If `stages` does not divide the number of micro-batches, groups are larger, and so is
-    the memory.
+    Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
+    1 ..., then the next group. A pass takes 1/chunks of the time that it takes in 1F1B, and so does the wait at
+    either end. If `stages` does not divide the number of micro-batches, groups are larger, and so is the memory.
     """
     forward, backward = _through_chunks(stages, micros, chunks)
     group = -(-micros // max(micros // stages, 1))

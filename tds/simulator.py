@@ -33,10 +33,12 @@ Cost = float | Callable[[int, int], float]  # seconds, or a function of (stage, 
 class Costs:
     """Costs in seconds for a rank with all its cores to itself.
 
-    forward, backward: of a pass over one chunk. weight: the part of `backward` that zb-h1 defers, by default
-    half. halves: overhead of splitting a backward pass. message: bytes of an activation that leaves a chunk;
-    its gradient has the same size. hands: time that the sender and the receiver each spend on a message. begin,
-    reduce, optimizer: before the first pass, over replicas after the last pass, and at the end of a step.
+    forward, backward: of a pass over one chunk.
+    weight: the part of `backward` that zb-h1 defers, by default half.
+    halves: overhead of splitting a backward pass.
+    message: bytes of an activation that leaves a chunk; its gradient has the same size.
+    hands: time that the sender and the receiver each spend on a message.
+    begin, reduce, optimizer: before the first pass, over replicas after the last one, and at the end of a step.
     """
 
     forward: Cost = 1.0
@@ -74,12 +76,15 @@ def by_itself(border: int, stages: int, to_the_right: bool) -> Hashable:
 class Machine:
     """The hardware that the ranks share.
 
-    latency, bandwidth: seconds and bytes per second of a link; messages on one link take turns. link: key of a
-    message's link, from its boundary, the number of stages and whether it goes to the right; the replica is
-    added. rates: speed of each of n ranks that compute at once on one host, by n, relative to a lone rank;
-    empty: ranks do not share cores. ranks_per_host: neighbours, replica after replica; None: all ranks are on
-    one host. rules: how messages move; None: as on gloo with unlimited receives posted in advance. slow: by
-    stage, a factor on its times. jitter: 0.1 draws a factor from 0.9 to 1.1 for each pass, by `seed`.
+    latency, bandwidth: seconds and bytes per second of a link; messages on one link take turns.
+    link: key of a message's link, from its boundary, the number of stages and whether it goes to the right. The
+        replica is added to the key.
+    rates: speed of each of n ranks that compute at once on one host, by n, relative to a lone rank; empty: ranks
+        do not share cores.
+    ranks_per_host: neighbours, replica after replica; None: all ranks are on one host.
+    rules: how messages move; None: as on gloo with unlimited receives posted in advance.
+    slow: by stage, a factor on its times.
+    jitter: 0.1 draws a factor from 0.9 to 1.1 for each pass, by `seed`.
     """
 
     latency: float = 0.0
@@ -101,10 +106,9 @@ class Machine:
 
 
 class Message(NamedTuple):
-    """A message that crossed a stage boundary.
+    """A message that crossed a stage boundary; stage, micro, chunk are those of the sender.
 
-    stage, micro, chunk: of the sender. asked, begin, end: times when it was posted, started on its link, and
-    arrived.
+    asked, begin, end: times when it was posted, started on its link, and arrived.
     """
 
     stage: int
@@ -121,9 +125,9 @@ class Message(NamedTuple):
 class Result:
     """The last simulated step of the first replica, with times from its start.
 
-    seconds: duration of the step. idle: by stage, seconds without computation by reason: `first input` (before
-    its first pass), `input` and `gradient` (not yet computed by another stage), `message` (in transit), `end`
-    (after its last pass).
+    seconds: duration of the step.
+    idle: by stage, seconds without computation by reason: `first input` (before its first pass), `input` and
+        `gradient` (not yet computed by another stage), `message` (in transit), `end` (after its last pass).
     """
 
     seconds: float
@@ -133,7 +137,7 @@ class Result:
 
     @property
     def bubble(self) -> float:
-        """Share of idle time between the first and the last pass of all stages, measured as in timelines."""
+        """Idle share of all stages' time between the first and the last pass, measured as in timelines."""
         zero = min(span.begin for span in self.spans)
         return bubble([Span(s.stage, s.micro, s.chunk, s.kind, s.begin - zero, s.end - zero) for s in self.spans])
 
@@ -193,7 +197,7 @@ class _Stage(StageGraph):
         self._computed = self.work.moment(f"stage {self.stage} goes on", 0.0, *moments, self._computed)
 
 
-FREE = Rules(ahead=10**9, queue=lambda border, stages, right: None, message=0.0)  # for the queue see `_Work`
+FREE = Rules(ahead=10**9, queue=lambda border, stages, right: None, message=0.0)  # no queues; links order the messages
 
 
 class _Work(Graph):
@@ -203,9 +207,8 @@ class _Work(Graph):
         super().__init__()
         self.machine, self.dice = machine, random.Random(machine.seed)
         self.tasks: dict[int, _Task] = {}
-        self.sent: dict[
-            int, tuple[int, int, int, At, bool]
-        ] = {}  # arrival -> (event on its link, posting, stage, micro-batch and chunk, to the right)
+        # Arrival -> (event on its link, posting, stage, micro-batch and chunk, to the right).
+        self.sent: dict[int, tuple[int, int, int, At, bool]] = {}
         self.begun, self.ended = dict[int, float](), list[float]()
 
     def task(self, name: str, task: _Task, *after: int | None) -> int:
@@ -236,11 +239,9 @@ class _Clock:
         self.now, self.begun, self.ended = 0.0, dict[int, float](), [0.0] * len(self.left)
         self.ready = deque(i for i, n in enumerate(self.left) if not n)
         self._hosts: defaultdict[Hashable, dict[int, float]] = defaultdict(dict)  # remaining work by event
-        self._lines: defaultdict[Hashable, deque[int]] = defaultdict(
-            deque
-        )  # messages of each link; the first one is in transit
-        # (time, order, event, whether it releases its link rather than arrives)
-        self._events: list[tuple[float, int, int, bool]] = []
+        # Messages of each link; the first one is in transit.
+        self._lines: defaultdict[Hashable, deque[int]] = defaultdict(deque)
+        self._events: list[tuple[float, int, int, bool]] = []  # (time, order, event, whether it only leaves its link)
         self._order = count()
 
     def run(self) -> None:

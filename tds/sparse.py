@@ -31,7 +31,7 @@ def refuse_sparse(module: nn.Module, optimizer: object) -> None:
 
 
 def numbers_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of `parameter` (`[...]` or scalar), or the values `[rows, ...]` of a sparse one.
+    """Return the gradient of `parameter`, or the values `[rows, ...]` of a sparse one.
 
     Changes in place reach the gradient.
     """

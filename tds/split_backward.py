@@ -1,14 +1,14 @@
 """Split backward pass: gradients of the inputs now, gradients of the weights later (Qi et al. 2023).
 
 Autograd's graph consists of operations whose edges lead back to inputs and weights. An operation is a fork if
-some of its edges lead to an input and others only to weights, as in a matmul. The first pass follows the paths
-to the inputs and records the gradients that arrive at each fork. The second pass starts from these and follows
-the remaining edges.
+some of its edges lead to an input and others only to weights, as in a matmul. The first pass follows the paths to
+the inputs and records the gradients that arrive at each fork. The second pass starts from these and follows the
+remaining edges.
 
 Nothing is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
-activations run in both passes. A compiled layer computes all its gradients at once, so its weights get theirs
-in the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only in an unsplit
-one; then nothing is deferred.
+activations run in both passes. A compiled layer computes all its gradients at once, so its weights get theirs in
+the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only in an unsplit one;
+then nothing is deferred.
 """
 
 import warnings
@@ -61,9 +61,12 @@ def backward_input(
 ) -> DeferredWeightGrads:
     """Accumulate the gradients of `inputs` into their `.grad`, and return the deferred weight gradients.
 
-    outputs: tensors (`[...]` or scalar), or graph edges that lead to them. grads: as for
-    `torch.autograd.backward`. inputs: leaves. A weight that is used more than once gets its gradient here,
-    because its uses cannot be separated later. So does a weight that is not below any path to an input.
+    outputs: tensors, or graph edges that lead to them.
+    grads: as for `torch.autograd.backward`.
+    inputs: leaves.
+
+    A weight that is used more than once gets its gradient here, because its uses cannot be separated later. So
+    does a weight that is not below any path to an input.
     """
     deferred = DeferredWeightGrads()
     if not inputs:

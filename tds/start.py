@@ -88,8 +88,8 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
 def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: Any = None, **_: Any) -> None:
     """Raise ValueError, on all ranks, if a stage has nothing to train under ZeRO or half precision.
 
-    Also if ZeRO would hang because stages differ in parameter groups: it sums the norm group by group over the
-    stages. Call it before an engine is made.
+    It also raises if stages differ in their number of parameter groups. ZeRO sums the norm group by group over
+    the stages and would hang. Call it before an engine is made.
     """
     half = (
         getattr(getattr(config_class, f"{kind}_config", None), "enabled", False) for kind in ("float16", "bfloat16")

@@ -6,7 +6,10 @@ from .diagnose import Watchdog
 
 
 class _Start:
-    """The target of a watchdog until an engine has one; kept here, because a watchdog keeps only weak references."""
+    """Describer for the watchdog until an engine has its own.
+
+    It is kept alive here, because a watchdog holds it by weak reference.
+    """
 
     watchdog: Watchdog | None = None
 

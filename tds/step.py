@@ -15,11 +15,13 @@ from .split_backward import DeferredWeightGrads
 class Microbatch:
     """One micro-batch on one chunk of this stage; each field is emptied by the instruction that uses it.
 
-    received: the inputs, from RecvActivation to SendGrad (in evaluation to Forward). to_send: the outputs, from
-    Forward to SendActivation; afterwards their memory is free unless autograd needs it. edges: graph edges of
-    the outputs, from Forward to the backward pass. grads: gradients of the outputs, from RecvGrad to the
-    backward pass. loss: a scalar to train on, on the last virtual stage. deferred: from BackwardInput to
-    BackwardWeight.
+    received: the inputs, from RecvActivation to SendGrad (in evaluation to Forward).
+    to_send: the outputs, from Forward to SendActivation; afterwards their memory is free unless autograd needs
+        it.
+    edges: graph edges of the outputs, from Forward to the backward pass.
+    grads: gradients of the outputs, from RecvGrad to the backward pass.
+    loss: a scalar to train on, on the last virtual stage.
+    deferred: weight gradients, from BackwardInput to BackwardWeight.
     """
 
     received: list[BoundaryTensor] = field(default_factory=list)

@@ -18,10 +18,8 @@ from .timetable import Span, bubble
 
 FOLDER, MERGED = "trace", "merged.json"
 LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeight": "W"}
-PAIRS = {
-    "SendActivation": ("RecvActivation", 1),
-    "SendGrad": ("RecvGrad", -1),
-}  # receive of each send, and how many virtual stages away
+# The receive of each send, and how many virtual stages further it is.
+PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 
 
 def name_of(rank: int) -> str:
@@ -30,7 +28,7 @@ def name_of(rank: int) -> str:
 
 
 class Merged(NamedTuple):
-    """The result of `merge`. error_us: bound on the clock difference of a rank to rank 0, in microseconds."""
+    """The result of `merge`. error_us: bound on the remaining clock error against rank 0, in microseconds."""
 
     path: Path
     ranks: int
@@ -121,8 +119,9 @@ def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[A
 class Iteration(NamedTuple):
     """The timeline of one iteration of one replica.
 
-    seconds: from the first stage's start of the step to the last stage's end. begin: seconds from the start of
-    the step to the first pass. spans: its passes, with times from the first one.
+    seconds: from the first stage's start of the step to the last stage's end.
+    begin: seconds from the start of the step to the first pass.
+    spans: its passes, with times from the first one.
     """
 
     number: int
@@ -132,7 +131,7 @@ class Iteration(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of idle time between the first and the last pass of all stages."""
+        """Idle share of all stages' time between the first and the last pass."""
         return bubble(self.spans)
 
 

@@ -41,7 +41,7 @@ def _chunks(plan: Plan) -> int:
 
 
 def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
-    """Raise ScheduleError unless all micro-batches pass once each way, messages match, and no stage deadlocks.
+    """Raise ScheduleError unless each chunk runs every micro-batch once each way, messages match and no stage hangs.
 
     It also checks that each chunk takes the micro-batches in rising order. `times` finds deadlocks that do not
     depend on the transport. `queues.finish` finds those from message queues, under `rules`.
@@ -88,10 +88,10 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Co
 def times(
     plan: Plan, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
 ) -> list[Span]:
-    """Return when each pass runs if sends never block. Raises ScheduleError for a deadlock.
+    """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
-    forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of
-    weights, by default half. message: time in transit.
+    forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
+    by default half. message: time in transit.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight
@@ -134,7 +134,7 @@ def most_in_flight(instructions: Sequence[Instruction]) -> int:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """Return the share of the time of all stages in which they are idle."""
+    """Return the idle share of all stages' time."""
     stages = 1 + max(span.stage for span in spans)
     busy = sum(span.end - span.begin for span in spans)
     return 1 - busy / (stages * max(span.end for span in spans))

@@ -1,9 +1,9 @@
 """Recorded timeline of this rank, kept in memory until it is written as a Chrome trace (for Perfetto).
 
-A span is a tuple of two clock readings and its description. It costs a few hundred nanoseconds, so a recorder
-can stay on. On an accelerator, events replace the clock, so the host never synchronizes. On a CPU, the thread's
-CPU time is recorded too: the cost of a span, however many ranks share the cores. align.py compares the clocks
-of the ranks; timeline.py reads the files.
+A span is a tuple of two clock readings and its description. It costs a few hundred nanoseconds, so a recorder can
+stay on. On an accelerator, events replace the clock, so recording never synchronizes the device. On a CPU, the
+thread's CPU time is recorded too: the cost of a span, however many ranks share the cores. align.py compares the
+clocks of the ranks; timeline.py reads the files.
 """
 
 import functools
@@ -72,7 +72,8 @@ class Tracer:
         self._first, self._last = first, last
         self._kept: deque[tuple[int, list[Piece]]] = deque(maxlen=LAST if last is None else None)
         self._now, self._since_write, self.size = list[Piece](), 0, 0
-        self.on = first is None  # work before the first iteration, e.g. loading a checkpoint, opening data
+        # Also record what comes before the first iteration: loading a checkpoint, opening data.
+        self.on = first is None
         self._zero = None if self._on_cpu else self._meet_device()
 
     def _meet_device(self) -> tuple[Any, int]:
