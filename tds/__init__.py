@@ -1,20 +1,22 @@
-"""DeepSpeed with its pipeline engine replaced: `import tds as deepspeed`, and all else is still there.
+"""A drop-in for DeepSpeed with its own pipeline engine: `import tds as deepspeed`.
 
-schedule.py   when each stage computes and talks, as data
-boundary.py   which tensors cross from one stage to the next
-channel.py    how they travel
-borders.py    to whom, over which process groups
-groups.py     how these are made in a large world
-queues.py     that no message waits for ever
-batches.py    the micro-batches of a step, read when they are due
+Names that are not defined here are DeepSpeed's.
+
+schedule.py   order of computation and communication of each stage, as data
+boundary.py   tensors that cross from one stage to the next
+channel.py    point-to-point transport of these tensors
+borders.py    neighbours of a stage and their process groups
+groups.py     cheap creation of process groups in a large world
+queues.py     proof that a schedule cannot deadlock
+batches.py    micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
-step.py       what a stage keeps while a step lasts
+step.py       what a stage keeps during a step
 buckets.py    weights and gradients in flat memory; distributed_optimizer.py steps them, plain.py without a pipeline
-apart.py      ZeRO 3: layers cut over the replicas while a model is built
-trace.py      a timeline of what really happened; align.py compares clocks, timeline.py reads it
-simulator.py  a timeline of what would happen
-launched.py   that no rank outlives its launcher
-measure.py    whether DeepSpeed scales gradients as engines here believe
+apart.py      ZeRO-3: layers sharded over the replicas while a model is built
+trace.py      recorded timeline; align.py compares clocks, timeline.py reads it
+simulator.py  predicted timeline
+launched.py   ends ranks whose launcher died
+measure.py    check of how DeepSpeed scales gradients
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
@@ -40,11 +42,12 @@ _submodules.install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize`, which builds our PipelineEngine when the model is a PipelineModule.
+    """Call `deepspeed.initialize`, which builds our PipelineEngine when the model is a PipelineModule.
 
-    Takes what DeepSpeed's takes (`config_params` of old included) and returns
-    `(engine, optimizer, training_dataloader, lr_scheduler)`. Raises UnsupportedDeepSpeed, a ValueError, for a release of
-    DeepSpeed that tds does not support, unless TDS_ANY_DEEPSPEED=1 is set.
+    Accepts DeepSpeed's arguments, including the older `config_params`. Returns
+    `(engine, optimizer, training_dataloader, lr_scheduler)`.
+    Raises UnsupportedDeepSpeed, a ValueError, for a release of DeepSpeed that tds does not support, unless
+    TDS_ANY_DEEPSPEED=1 is set.
     """
     outside = _deepspeed.refuse_other_releases(_ds.__version__)
     _deepspeed.prepare()
@@ -66,7 +69,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """`deepspeed.init_distributed` with the backend of the device at hand (gloo on a CPU)."""
+    """Call `deepspeed.init_distributed` with the backend of the available device (gloo on a CPU)."""
     _deepspeed.refuse_other_releases(_ds.__version__)
     refuse_impossible_ranks()
     end_with_launcher()
@@ -81,7 +84,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
 
 def __getattr__(name: str) -> Any:
-    """Return DeepSpeed's `name`, a submodule included, for any name that is not defined here."""
+    """Return DeepSpeed's attribute or submodule `name`, for names that are not defined here."""
     if name in _submodules.MOVED:
         return getattr(importlib.import_module(_submodules.MOVED[name]), name)
     if not hasattr(_ds, name) and not name.startswith("_"):

@@ -1,7 +1,7 @@
-"""Every name inside DeepSpeed that this plugin uses, and the releases that it may be used with.
+"""Every DeepSpeed internal that this package uses, and the supported range of releases.
 
-Public names are delegated in `__init__`. DeepSpeed does not promise the names here, so they are
-reviewed for each release; an absent one raises an error.
+DeepSpeed does not promise these names, so they are reviewed for each release; an absent one raises an error.
+Public names are delegated in `__init__`.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ import torch
 
 from .advice import ways
 
-SUPPORTED = (0, 19), (0, 20)  # the first release, and the first that is too new; pyproject.toml has the same range
+SUPPORTED = (0, 19), (0, 20)  # first supported release, first unsupported one; pyproject.toml has the same range
 INSIST = "TDS_ANY_DEEPSPEED"
 
 
 class UnsupportedDeepSpeed(ValueError, ImportError):
-    """A release of DeepSpeed that this plugin was never tested with, or whose numbers are known to be wrong."""
+    """A release of DeepSpeed that is untested with this package or known to compute wrong numbers."""
 
 
 def refuse_other_releases(version: str) -> str | None:
@@ -43,7 +43,7 @@ def refuse_other_releases(version: str) -> str | None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Run the block without the library's own lines on standard output; what fails still raises."""
+    """Suppress the library's output on standard output, and warnings, in this block; errors still raise."""
     held = io.StringIO()
     with contextlib.redirect_stdout(held), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,14 +51,14 @@ def quietly() -> Iterator[None]:
 
 
 def _import() -> Any:
-    # The level must be set before the import: looking for an accelerator logs while importing.
-    # DeepSpeed calls collectives by names that torch has just renamed; nothing that a user could change.
+    # The level must be set before the import, because the search for an accelerator logs while importing. DeepSpeed
+    # calls collectives by names that torch has just renamed; a user cannot change that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logger = logging.getLogger("DeepSpeed")
     level = os.environ.get("TDS_LOG_LEVEL", "ERROR").upper()
     os.environ.setdefault("DS_LOG_LEVEL", level.lower())
     if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it warns when it has to find that out itself
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns if it has to detect this
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
@@ -110,23 +110,23 @@ def absent(name: str) -> RuntimeError:
 
 
 def on_cpu() -> bool:
-    """Whether DeepSpeed's accelerator is a CPU."""
+    """Return whether DeepSpeed's accelerator is a CPU."""
     return bool(deepspeed.accelerator.get_accelerator().device_name() == "cpu")
 
 
 def prepare() -> None:
-    """Set DeepSpeed right about what this device can do; before `init_distributed` and `initialize`.
+    """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
-    On a CPU it would compile a shared-memory op (25-73 s, needs a compiler), and refuse fp16
-    where the CPU has no instructions of its own for it, though torch computes it. It refuses to
-    reduce fp64 gradients anywhere.
+    On a CPU, DeepSpeed would compile a shared-memory op (25-73 s, needs a compiler). It would also refuse fp16
+    where the CPU has no native fp16 instructions, although torch computes it. It refuses to reduce fp64 gradients
+    on any device.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
         _build_no_shared_memory_op()
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
-    if not hasattr(tie, "__wrapped__"):  # it broadcasts with gradients on, which gives tied weights a history
+    if not hasattr(tie, "__wrapped__"):  # broadcasting with gradients on would give tied weights a history
         StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
@@ -134,7 +134,10 @@ def prepare() -> None:
 
 
 def _build_no_shared_memory_op() -> None:
-    """Without a look at which ops could be built here, for which DeepSpeed 0.19 imports setuptools and runs compilers in every rank."""
+    """Disable the shared-memory op of DeepSpeed 0.19.
+
+    Its check for buildable ops imports setuptools and runs compilers in every rank.
+    """
     comm: Any = importlib.import_module("deepspeed.comm.torch")  # the package hides the name of this module
     if not hasattr(comm, "build_shm_op"):
         raise absent("deepspeed.comm.torch.build_shm_op")
@@ -142,9 +145,10 @@ def _build_no_shared_memory_op() -> None:
 
 
 def settle_local_rank() -> None:
-    """Before ranks meet: LOCAL_RANK, by which DeepSpeed takes its device, where each rank is shown a device of its own.
+    """Set LOCAL_RANK to 0 before ranks meet if each rank sees only its own device.
 
-    So do `srun --gpus-per-task=1` and schedulers of containers. Raises ValueError where a rank has no device.
+    DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank one
+    device. Raises ValueError if several devices are visible and none is left for this rank.
     """
     count = torch.accelerator.device_count() if not on_cpu() else 0
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -159,14 +163,14 @@ def settle_local_rank() -> None:
 
 
 def this_device() -> torch.device:
-    """The device that DeepSpeed puts this rank's layers on."""
+    """Return the device on which DeepSpeed places this rank's layers."""
     name = deepspeed.accelerator.get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device(name)
 
 
 @contextlib.contextmanager
 def engine_classes(pipeline: type, plain: type) -> Iterator[None]:
-    """While inside, `deepspeed.initialize` builds `pipeline` for a PipelineModule and `plain` for another model."""
+    """Make `deepspeed.initialize` build `pipeline` for a PipelineModule and `plain` for any other model."""
     module: Any = sys.modules["deepspeed"]
     before = module.PipelineEngine, module.DeepSpeedEngine
     module.PipelineEngine, module.DeepSpeedEngine = pipeline, plain
@@ -178,7 +182,7 @@ def engine_classes(pipeline: type, plain: type) -> Iterator[None]:
 
 @contextlib.contextmanager
 def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """While inside, every PipelineModule, DeepSpeed's too, builds layer i within `context(i)`."""
+    """Make every PipelineModule, DeepSpeed's included, build layer i within `context(i)`."""
     build_all = StockPipelineModule._build
 
     def one_by_one(module: Any) -> None:
@@ -197,10 +201,10 @@ def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager
 
 
 def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: Any) -> None:
-    """Before an engine is made: recompute activations the way that works whatever the inputs are.
+    """Make non-reentrant activation checkpointing the default, before an engine is built.
 
-    DeepSpeed's default is re-entrant, through which a stage that begins with an embedding learns
-    nothing. `"pipeline": {"use_reentrant": true}`, or a function given to the PipelineModule, stays.
+    DeepSpeed's default is re-entrant and gives no gradients to a stage that begins with an embedding.
+    `"pipeline": {"use_reentrant": true}`, or a function given to the PipelineModule, overrides this default.
     """
     default = deepspeed.checkpointing.checkpoint
     if config_class is None or model.activation_checkpoint_func is not default:
@@ -210,13 +214,13 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
 
 
 def time_without_waiting(engine: Any) -> None:
-    """Let DeepSpeed's throughput timer not wait for the device in every micro-batch, unless the ds_config says how it is to measure."""
+    """Stop DeepSpeed's throughput timer from synchronizing in every micro-batch, unless the ds_config has `timers`."""
     if "timers" not in engine._config._param_dict:
         engine.tput_timer.config.synchronized = False
 
 
 def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
-    """What `"torch_autocast"` of the ds_config asks for, around a forward pass."""
+    """Return the autocast context for a forward pass that `"torch_autocast"` in the ds_config requests."""
     if not engine._config.torch_autocast_enabled:
         return contextlib.nullcontext()
     from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -225,7 +229,10 @@ def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
-    """Where DeepSpeed's bf16 optimizer adds up the fp32 gradient of `weight`; None if it does not learn it."""
+    """Return the fp32 tensor in which the bf16 optimizer accumulates the gradient of `weight`.
+
+    None if the optimizer does not train this weight.
+    """
     for group, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
         for each, grad in zip(group, grads, strict=True):
             if each is weight:
@@ -234,7 +241,11 @@ def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def share_has_gradient(optimizer: Any, weights: Sequence[torch.Tensor], group: Any) -> None:
-    """Of weights whose fp32 gradients were added up over `group`: let the bf16 optimizer count and clip each that has one on any rank of it."""
+    """All-reduce the bf16 optimizer's has-gradient flags of `weights` over `group`.
+
+    The fp32 gradients of these weights were already summed over `group`. A weight with a gradient on any of its
+    ranks must be counted and clipped on all of them.
+    """
     places = {
         weight: (flags, at)
         for weights_there, flags in zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
@@ -249,11 +260,11 @@ def share_has_gradient(optimizer: Any, weights: Sequence[torch.Tensor], group: A
 
 
 def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-    """The weights of each parameter group of a DeepSpeed optimizer, and the flat tensor that they are views of.
+    """Return, for each parameter group of a DeepSpeed optimizer, its weights and the flat tensor that they view.
 
-    Empty for an optimizer that keeps no such views: the user's own, ZeRO 3, DistributedOptimizer.
+    Empty for an optimizer without such views: a user-defined one, ZeRO-3, DistributedOptimizer.
     """
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO 1 and 2; bf16; fp16
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO-1 and ZeRO-2; bf16; fp16
         flat = getattr(optimizer, f"{name}_flat", None)
         if flat is not None:
             return list(zip(getattr(optimizer, name), flat, strict=True))
@@ -261,7 +272,7 @@ def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tens
 
 
 def link_shares(bucket: Any, number: int) -> None:
-    """Let `deepspeed.utils.safe_get_full_fp32_param` and its like find the fp32 weights and gradients of bucket `number`."""
+    """Make fp32 weights and gradients of bucket `number` visible to `deepspeed.utils.safe_get_full_fp32_param` etc."""
     from deepspeed.utils import link_hp_params
 
     link_hp_params(
@@ -278,26 +289,29 @@ def link_shares(bucket: Any, number: int) -> None:
 
 
 def is_tested(optimizer: Any) -> bool:
-    """Whether DeepSpeed says of an optimizer that it may step stretches of weights: each number by itself."""
+    """Return whether DeepSpeed accepts this optimizer for ZeRO: its update must be element-wise."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     return bool(is_zero_supported_optimizer(optimizer))
 
 
 def link_states(bucket: Any, states: Any) -> None:
-    """The same for the optimizer's states of a `Bucket`, which come with its first step."""
+    """Make the optimizer states of a `Bucket` visible to DeepSpeed's utilities; they exist after the first step."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
-FLOPS_PROFILER = {  # which DeepSpeed itself does not check
+FLOPS_PROFILER = {  # DeepSpeed does not check this section
     "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
 }  # fmt: skip
 
 
 def complaint(section: str, content: dict[str, Any]) -> str | None:
-    """What DeepSpeed has against a section of a ds_config, the key first; None if nothing, or if it checks none of it."""
+    """Return DeepSpeed's complaint about a section of a ds_config, the key first.
+
+    None if DeepSpeed accepts the section or does not check it.
+    """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -320,7 +334,7 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     try:
         with quietly():
             model(**{key: value for key, value in content.items() if value != "auto"})
-    except ValueError as error:  # pydantic's
+    except ValueError as error:  # raised by pydantic
         if not hasattr(error, "errors"):
             raise
         first = error.errors()[0]
@@ -330,7 +344,7 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

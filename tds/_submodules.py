@@ -1,4 +1,4 @@
-"""`import tds.runtime.engine` and the like: submodules that tds does not define are those of DeepSpeed."""
+"""Imports of DeepSpeed's submodules under the name of this package: `import tds.runtime.engine`."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ GONE = {  # modules that the original TDS had or imported
     "pt": f"its modules are {PACKAGE}.runtime.utils, {PACKAGE}.runtime.config and {PACKAGE}.runtime.fp16.loss_scaler",
     "utils.distributed": f"{PACKAGE}.init_distributed",
 }
-MOVED = {  # names that the original TDS took from DeepSpeed, and the modules of DeepSpeed that have them now
+MOVED = {  # names that the original TDS took from DeepSpeed, and the DeepSpeed modules that have them now
     "ADAM_OPTIMIZER": "deepspeed.runtime.engine",
     "LAMB_OPTIMIZER": "deepspeed.runtime.engine",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
@@ -27,13 +27,12 @@ MOVED = {  # names that the original TDS took from DeepSpeed, and the modules of
 def install() -> None:
     """Let submodules of DeepSpeed be imported under the name of this package."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(
-            0, _Finder()
-        )  # first, or a second copy of a module would be loaded from DeepSpeed's folder
+        # This finder must come first, or a second copy of a module would be loaded from DeepSpeed's folder.
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of this package that have no file here."""
+    """Finder of modules of this package that have no file here."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
@@ -48,7 +47,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Gives a module that is imported under another name already."""
+    """Loader that returns a module already imported under another name."""
 
     def __init__(self, theirs: str) -> None:
         self._theirs = theirs
@@ -59,4 +58,4 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # import has put its own in the place
+        module.__spec__ = self._spec  # import has set its own spec

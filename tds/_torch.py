@@ -1,6 +1,6 @@
-"""Every name inside torch that this package uses without torch's promise (tested with the versions of pyproject.toml).
+"""Every private torch name that this package uses, tested with the versions in pyproject.toml.
 
-What has another way goes that way where the name is missing; what has none says so in a sentence.
+If a name is missing, the code falls back where it can and otherwise raises an error that says so.
 """
 
 import contextlib
@@ -17,14 +17,15 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody else wants to see or change the gradient of `tensor`, on which this package has one hook."""
+    """Return whether `tensor` has gradient hooks besides the one of this package."""
     return bool(tensor._backward_hooks) or len(tensor._post_accumulate_grad_hooks or ()) > 1  # type: ignore[attr-defined]
 
 
 def users(tensor: Tensor) -> int:
-    """How many tensors look into the memory of `tensor`, autograd's own and this one included. Raises RuntimeError if torch does not tell.
+    """Return how many tensors share the memory of `tensor`, autograd's and itself included.
 
-    Nothing public counts them, and a buffer that is handed out too early is a wrong number somewhere else.
+    Raises RuntimeError if torch lacks the count. No public function has it, and reusing a buffer too early would
+    silently corrupt numbers elsewhere.
     """
     if _use_count is None:
         raise RuntimeError(
@@ -34,9 +35,9 @@ def users(tensor: Tensor) -> int:
 
 
 def default_store() -> Any:
-    """The store that the ranks met at. Raises RuntimeError if torch does not give it.
+    """Return the store at which the ranks met. Raises RuntimeError if torch does not give it.
 
-    A store of our own would need a port of its own, which no launcher hands out.
+    A separate store would need another port, and launchers do not provide one.
     """
     found = getattr(dist.distributed_c10d, "_get_default_store", None)
     if found is None:
@@ -52,16 +53,16 @@ def can_split(group: Any, device: torch.device) -> bool:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorder holds, the oldest first; nothing where it is off or torch does not tell.
+    """Return the entries of torch's flight recorder, oldest first; empty if it is off or unreadable.
 
-    The public way is a file that a process writes as it dies.
+    The public alternative is a file that a process writes when it dies.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     found: list[dict[str, Any]] = []
     for name in (
         "_dump_nccl_trace_json",
         "_dump_fr_trace_json",
-    ):  # NCCL has a recorder of its own, the others share one
+    ):  # NCCL has its own recorder, the other backends share one
         dump = getattr(module, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
@@ -69,11 +70,11 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return found
 
 
-ROW = 4096  # elements; torch's norm on a CPU is a plain fp32 sum, wrong by 5e-4 for 10 million elements
+ROW = 4096  # elements; torch's norm on a CPU is a plain fp32 sum, off by 5e-4 for 10 million elements
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each tensor, scalars: in one kernel on accelerators, and accurate to fp32 on CPUs, too."""
+    """Return the 2-norm of each tensor as scalars, in one kernel on accelerators and accurate to fp32 on CPUs."""
     if all(t.device.type == "cpu" for t in tensors):
         return [_norm_by_rows(t) for t in tensors]
     at_once = getattr(torch, "_foreach_norm", None)
@@ -81,7 +82,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norm_by_rows(tensor: Tensor) -> Tensor:
-    """Return the 2-norm in fp64 from the norms of rows of `ROW` elements."""
+    """Return the 2-norm as a scalar in fp64, computed from the norms of rows of `ROW` elements."""
     flat = tensor.reshape(-1)
     whole = flat.numel() // ROW * ROW
     squares: Tensor = torch.linalg.vector_norm(flat[whole:]).double().square()
@@ -91,7 +92,7 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
 
 
 def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each by a scalar, in place; in one kernel for all where torch has it."""
+    """Multiply each tensor in place by `factor`, a scalar; in a single kernel if torch has one."""
     at_once = getattr(torch, "_foreach_mul_", None)
     if at_once:
         at_once(tensors, factor)
@@ -105,9 +106,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
-    """Begin to add `whole` up over the group; `share`, this rank's part of its memory, then holds the sums, the rest anything.
+    """Start a reduce-scatter of `whole` `[replicas * n]` over the group and return its handle.
 
-    gloo's reduce-scatter takes four times as long as its all-reduce over four ranks.
+    `share` `[n]` is this rank's slice of `whole` and receives the sums; the rest of `whole` is undefined
+    afterwards. On gloo this is an all-reduce, because its reduce-scatter takes four times as long over four
+    ranks.
     """
     if dist.get_backend(group) == "gloo":
         return dist.all_reduce(whole, group=group, async_op=True)
@@ -115,19 +118,20 @@ def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
 
 
 def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
-    """Begin to fill `whole` with the shares of all ranks of the group; `share` lies in it."""
+    """Start an all-gather of every rank's `share` `[n]` into `whole` `[replicas * n]`; `share` is a slice of it."""
     return _all_gather(whole, share, group=group, async_op=True)
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """The numbers of `tensor` as they lie in memory."""
+    """Return the raw bytes of `tensor` in memory order."""
     return tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def keep_saved_tensors() -> None:
-    """Let compiled backward passes keep what their forward pass saved, as a backward pass in two halves reads it twice.
+    """Disable donated buffers, so compiled backward passes keep the tensors that their forward pass saved.
 
-    What was compiled before would not: it is compiled again at its next call.
+    A backward pass in two halves reads them twice. Resets torch.compile, so functions compiled before are
+    compiled again.
     """
     from torch._functorch import config
 

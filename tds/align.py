@@ -1,8 +1,9 @@
-"""How far the clock of each rank is from that of rank 0, with a bound that is proven, not guessed.
+"""Offsets of the ranks' clocks from rank 0's clock, with a proven error bound.
 
-All ranks are inside a collective at one moment: the one at which the last of them came. So the intervals [enter, leave]
-of all ranks, on one clock, have a moment in common, and the distance d of a clock from rank 0's satisfies
-enter - leave_0 <= d <= leave - enter_0. Several collectives narrow it down. Any backend will do, and any number of ranks.
+All ranks are inside a collective at one moment: when the last of them arrives. So the intervals [enter, leave] of
+all ranks, on one clock, share a moment. The offset d of a clock from rank 0's therefore satisfies
+enter - leave_0 <= d <= leave - enter_0.
+Several collectives narrow the bound. This works on any backend and world size.
 """
 
 import time
@@ -15,14 +16,14 @@ ROUNDS = 12
 
 
 def narrow(mine: Sequence[Sequence[int]], zeros: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """(distance, how far it may be off) in ns. mine, zeros: (enter, leave) of each collective, here and on rank 0."""
+    """Return (offset, error bound) in ns. mine, zeros: (enter, leave) of each collective, here and on rank 0."""
     low = max(enter - leave for (enter, _), (_, leave) in zip(mine, zeros, strict=True))
     high = min(leave - enter for (_, leave), (enter, _) in zip(mine, zeros, strict=True))
     return (low + high) / 2, (high - low) / 2
 
 
 def distance(device: torch.device) -> tuple[int, float, float]:
-    """(when, distance, how far it may be off) of this rank's clock in ns. Collective."""
+    """Return (time of measurement, offset, error bound) of this rank's clock in ns. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return time.perf_counter_ns(), 0.0, 0.0
     times = []
@@ -30,7 +31,7 @@ def distance(device: torch.device) -> tuple[int, float, float]:
     for _ in range(ROUNDS):
         enter = time.perf_counter_ns()
         dist.all_reduce(one)
-        one.fill_(1.0).item()  # on an accelerator the host waits for it here
+        one.fill_(1.0).item()  # makes the host wait for an accelerator
         times.append((enter, time.perf_counter_ns()))
     mine = torch.tensor(times, dtype=torch.int64, device=device)
     zeros = mine.clone()

@@ -1,4 +1,7 @@
-"""A model that no rank ever holds whole: each layer is cut over the replicas as soon as it is built (ZeRO-3, Rajbhandari et al. 2020)."""
+"""Sharding of each layer over the replicas as soon as it is built, so no rank holds the whole model.
+
+This is ZeRO-3 (Rajbhandari et al. 2020).
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,15 +11,15 @@ from torch import nn
 
 from . import _deepspeed
 
-# Where a ds_config asks for one of these, DeepSpeed makes groups, quantizers or files for the whole model, when its engine is made.
+# DeepSpeed prepares the whole model when it builds its engine with one of these settings.
 _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def taken_apart(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
-    """What takes a layer apart that has its first values; None where the engine is to do it with the whole model.
+    """Return a callable that ZeRO-3-partitions an initialised layer; None if DeepSpeed partitions the whole model.
 
-    As `deepspeed.zero.Init`, which would also draw the values in half precision, and so draw others than without ZeRO.
-    config, mpu: as `deepspeed.initialize` takes them. dtype: of the forward pass.
+    `deepspeed.zero.Init` as a context would initialise in half precision, with other values than without ZeRO.
+    config, mpu: as for `deepspeed.initialize`. dtype: of the forward pass.
     """
     zero = config.get("zero_optimization", {})
     offloaded = (zero.get("offload_param") or {}).get("device")
@@ -38,6 +41,6 @@ def taken_apart(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Call
                 config_dict_or_path=dict(config),
                 mpu=mpu,
             )
-        layer.to(_deepspeed.this_device())  # its buffers
+        layer.to(_deepspeed.this_device())  # moves its buffers
 
     return take_apart

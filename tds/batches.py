@@ -1,4 +1,4 @@
-"""The micro-batches of a step: read when the schedule wants them, and kept in memory of their own."""
+"""The micro-batches of a step, read when the schedule needs them and copied into separate memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +13,10 @@ from .nested import as_tuple, each_tensor
 
 
 class DataEnded(RuntimeError, StopIteration):
-    """The data iterator ended, as DeepSpeed's users know it (StopIteration), with the place where it did.
+    """The data iterator ended; the message names the stage and how far it came.
 
-    everywhere: all stages have heard of it before anything was computed, so a loop may catch it and go on.
+    It is a StopIteration, as in DeepSpeed. everywhere: all stages learned of it before computing anything, so a
+    training loop may catch it and continue.
     """
 
     everywhere = False
@@ -25,12 +26,13 @@ Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 class Batches:
-    """Reads `total` micro-batches through `read`, which raises StopIteration at the end of the data.
+    """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
-    ahead: how many it reads before they are asked for, so that `same_until` can look ahead. takes_inputs,
-    takes_labels: what this stage has a use for; nothing else is kept. The iterator may fill the same tensors
-    again for the next micro-batch (pinned or numpy buffers), so each is copied when it is read; it goes to the
-    device when it is asked for.
+    ahead: how many micro-batches to prefetch, so that `same_until` can look ahead.
+    takes_inputs, takes_labels: what this stage uses; the rest is dropped.
+
+    The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
+    when it is read. It moves to the device when it is used.
     """
 
     def __init__(
@@ -48,39 +50,43 @@ class Batches:
         self._ended = False
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._labels: dict[int, Any] = {}
-        self._layouts: list[Layout] = []  # of the inputs of all that were read
+        self._layouts: list[Layout] = []  # input layouts of all micro-batches read so far
 
     @property
     def count(self) -> int:
-        """How many micro-batches were read."""
+        """Number of micro-batches read so far."""
         return len(self._layouts)
 
     def inputs(self, micro: int) -> tuple[Tensor, ...]:
-        """The inputs of a micro-batch on the device; once. Raises DataEnded, BoundaryError for what is no tensor."""
+        """Return the inputs of a micro-batch on the device, and drop them here.
+
+        Raises DataEnded, and BoundaryError if an input is not a tensor.
+        """
         self.read_to(micro + 1, micro + 1 + self._ahead)
         return tuple(t.to(self._device, non_blocking=True) for t in self._inputs.pop(micro))
 
     def labels(self, micro: int) -> Any:
-        """The labels of a micro-batch on the device; once."""
+        """Return the labels of a micro-batch on the device, and drop them here."""
         self.read_to(micro + 1)
         return each_tensor(self._labels.pop(micro), lambda t: t.to(self._device, non_blocking=True))
 
     def all_labels(self) -> Sequence[Any]:
-        """The labels of the whole step, where they were read to; for a loss that counts its targets first."""
+        """Return all labels of the step, for a loss that counts its targets first. Reads to the end of the step."""
         self.read_to(self._total)
         return list(self._labels.values())
 
     def same_until(self, micro: int) -> int:
-        """The first micro-batch after `micro` whose inputs have another layout, or that was not read yet."""
+        """Return the first micro-batch after `micro` whose inputs have another layout or are not read yet."""
         until = micro + 1
         while until < self.count and self._layouts[until] == self._layouts[micro]:
             until += 1
         return until
 
     def end_of_any(self, replicas: Any) -> DataEnded | None:
-        """None if there are data for this step, else what to raise. replicas: a group that asks together.
+        """Return a DataEnded to raise if any replica's data have ended, else None.
 
-        If the data of one replica have ended, all leave this step out, so a loop may go on with the next epoch.
+        All replicas then skip this step, so a loop may continue with the next epoch. replicas: process group of
+        this collective.
         """
         end = None
         try:
@@ -98,13 +104,13 @@ class Batches:
         )
 
     def read_to(self, needed: int, wanted: int = 0) -> None:
-        """Read until there are `wanted` micro-batches, at least `needed`, or the data end; raises DataEnded."""
+        """Read until `wanted` micro-batches, or the end of the data. Raises DataEnded if fewer than `needed` exist."""
         while not self._ended and self.count < min(max(needed, wanted), self._total):
             try:
                 with trace.span("Read"):
                     batch = self._read()
             except StopIteration:
-                self._ended = True  # ahead of time, which is no fault yet
+                self._ended = True  # only prefetching, so not an error yet
             else:
                 self._keep(self.count, batch)
         if self.count < needed:

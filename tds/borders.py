@@ -1,12 +1,12 @@
-"""Which ranks a stage talks to, and the process groups that they talk over.
+"""The neighbours of a pipeline stage and the process groups that connect them.
 
-NCCL runs all messages of a group one after the other, in the order in which a rank asked for them, and a
-send ends only when it was received. So a stage that receives and sends over the same group may wait for a
-message that stands after one of its own, and with three stages does. Here neither the two directions of a
-border share a group, nor any two borders of one stage: borders take turns with two colours, and with a third
-where an odd number of stages stands in a ring. All chunks of a pipeline share one group of a colour each
-way, so a pipeline of any length needs 2 to 6. queues.py proves that nobody waits for ever. On gloo, where
-messages do not wait for each other, all borders share the two groups.
+NCCL runs all messages of a group in the order in which a rank posted them, and a send ends only when it is
+received. So a stage that receives and sends over one group may wait for a message queued after one of its own.
+This does happen with three stages. Therefore the two directions of a stage boundary use different groups, and so
+do the two boundaries of a stage: boundaries alternate between two colours, with a third for an odd number of
+stages in a ring. All chunks of a pipeline share one group per colour and direction, so a pipeline of any length
+needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not wait for each other,
+all boundaries share two groups.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from .schedule import At, Instruction, RecvActivation, RecvGrad
 
 @dataclass(frozen=True)
 class Borders:
-    """The channels of this rank, which lead to the same two neighbours for every chunk, by role.
+    """The channels of this rank by role; every chunk uses the same two neighbours.
 
-    from_previous: activations; to_previous: their gradients. to_next: activations; from_next: their gradients. A stage
-    has no roles of a side where there is never a neighbour.
+    from_previous: activations; to_previous: their gradients. to_next: activations; from_next: their gradients.
+    The roles of a side are absent if the stage never has a neighbour there.
     """
 
     stage: int
@@ -38,31 +38,31 @@ class Borders:
 
     @property
     def from_previous(self) -> Channel:
-        """The channel of activations that come in."""
+        """The channel of incoming activations."""
         return self.roles["from_previous"]
 
     @property
     def to_previous(self) -> Channel:
-        """The channel of gradients that go out."""
+        """The channel of outgoing gradients."""
         return self.roles["to_previous"]
 
     @property
     def to_next(self) -> Channel:
-        """The channel of activations that go out."""
+        """The channel of outgoing activations."""
         return self.roles["to_next"]
 
     @property
     def from_next(self) -> Channel:
-        """The channel of gradients that come in."""
+        """The channel of incoming gradients."""
         return self.roles["from_next"]
 
     @property
     def channels(self) -> list[Channel]:
-        """All of this stage."""
+        """All channels of this stage."""
         return list(self.roles.values())
 
     def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:
-        """Let the channels know what comes, in the order of these instructions."""
+        """Announce the receives of a step to the channels, in the order of these instructions."""
 
         def agenda(kind: type[Instruction]) -> list[At]:
             return [each.at for each in instructions if type(each) is kind]
@@ -72,22 +72,23 @@ class Borders:
             channel.begin_step(micros, agenda(receives[role]) if role in receives else ())
 
     def has_previous(self, chunk: int) -> bool:
-        """Whether the inputs of this chunk come from another stage."""
+        """Return whether the inputs of this chunk come from another stage."""
         return self.stage > 0 or chunk > 0
 
     def has_next(self, chunk: int) -> bool:
-        """Whether the outputs of this chunk go to another stage."""
+        """Return whether the outputs of this chunk go to another stage."""
         return self.stage < self.stages - 1 or chunk < self.chunks - 1
 
 
 def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
-    """Make the groups and channels. Collective: every rank must call it."""
+    """Create the groups and channels. Collective over all ranks."""
     stages, stage = grid.pipe_parallel_size, grid.get_stage_id()
     roles: dict[str, Channel] = {}
     borders = Borders(stage, stages, chunks, roles)
     if stages == 1:
         return borders
-    count = stages if chunks > 1 else stages - 1  # between the chunks, a border leads from the last stage to the first
+    # Several chunks add a boundary from the last stage to the first.
+    count = stages if chunks > 1 else stages - 1
     colours = 1 + max(colour(b, stages) for b in range(count))
     groups = [_groups_of_pipelines(grid) for _ in range(colours if in_queues(device) else 1)]
     pool, ahead = Pool(device), posted_ahead(device)
@@ -104,16 +105,16 @@ def open_borders(grid: Any, device: torch.device, chunks: int) -> Borders:
 
 
 def _groups_of_pipelines(grid: Any) -> list[Any]:
-    """Two groups over the ranks of this rank's pipeline, one for each direction."""
+    """Create two groups over the ranks of this rank's pipeline, one for each direction."""
     pipes = grid._topo.get_axis_comm_lists("pipe")
     return [of_lines(pipes) for _ in range(2)]
 
 
 def _meet(borders: Borders, device: torch.device, colours: int) -> None:
-    """Send a byte each way over every border, one colour after the other; a stage has at most one border of each.
+    """Send one byte each way over every stage boundary, one colour after the other.
 
-    Where a library connects two ranks at their first message, it blocks them both until the other comes:
-    so they come here, in an order without circles, and not in the middle of a step.
+    A stage has at most one boundary of each colour. Some libraries connect two ranks at their first message and
+    block both until the other arrives. Connecting here, in an order without cycles, keeps that out of the step.
     """
     stage, stages = borders.stage, borders.stages
     for each in range(colours):

@@ -1,7 +1,7 @@
-"""What crosses from one stage to the next: a tuple of tensors, each declared by name.
+"""The tensors that cross from one stage to the next: a tuple, each declared by name.
 
-Declaring is optional: dtypes, shapes and gradients are read off the tensors themselves and
-travel with them. A declaration adds a check, and `split` saves bytes.
+A declaration is optional: dtypes, shapes and gradient flags are read from the tensors and sent with them. A
+declaration adds a check, and `split` saves bandwidth.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,18 @@ KINDS = ("float", "int", "bool")
 
 
 class BoundaryError(RuntimeError):
-    """What a stage puts out is not what was declared or can be carried; the message names stage and tensor."""
+    """A stage output that cannot be sent or differs from its declaration; the message names stage and tensor."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """One tensor of the tuple.
+    """The declaration of one tensor at a stage boundary.
 
-    name: for messages. kind: `float`, `int` or `bool`. grad: a gradient comes back for it.
-    split: it is the same on all tensor-parallel ranks, so each carries 1/t of it over the
-    boundary and they gather it on arrival.
+    name: for messages.
+    kind: `float`, `int` or `bool`.
+    grad: whether a gradient comes back.
+    split: the tensor is equal on all tensor-parallel ranks, so each sends 1/t of it, and the receivers all-gather
+        it.
     """
 
     name: str
@@ -40,18 +42,18 @@ class Boundary:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """`float`, `int` or `bool`, as a `Boundary` says it."""
+    """Return the kind of a tensor as `Boundary` has it: `float`, `int` or `bool`."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return "float"
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"
 
 
-Tensors = tuple[Boundary, ...] | None  # the declaration of one border; None: nothing is declared
+Tensors = tuple[Boundary, ...] | None  # the declaration of one stage boundary; None: not declared
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a stage says of itself before the first step. puts_out, takes_in: one item a chunk."""
+    """A stage's declarations before the first step. puts_out, takes_in: one item per chunk."""
 
     puts_out: tuple[Tensors, ...]
     takes_in: tuple[Tensors, ...]
@@ -59,11 +61,11 @@ class Contract:
 
 
 def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
-    """The declarations of `model`: its `boundaries` (what it puts out) and `receives` (what it takes in).
+    """Return the declarations of `model`: its `boundaries` (outputs) and `receives` (inputs).
 
-    Both are optional; with several chunks they hold one sequence a chunk. The three lists of the
-    original TDS, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, are parallel, with
-    one item a tensor, and declare both ends of every border.
+    Both are optional; with several chunks they hold one sequence per chunk. The original TDS used three parallel
+    lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. They declare both
+    ends of every boundary.
     """
     legacy = _legacy(model)
     ends: list[tuple[Tensors, ...]] = []
@@ -98,7 +100,7 @@ def _legacy(model: Any) -> Tensors:
 
 
 def agree(contracts: Sequence[Contract]) -> None:
-    """Raise BoundaryError, on every stage alike, unless the stages fit together. contracts: by stage."""
+    """Raise BoundaryError, on every stage alike, unless the stages' declarations match. contracts: by stage."""
     stages = len(contracts)
     for stage, contract in enumerate(contracts):
         for key, value in contract.settings.items():
@@ -126,7 +128,7 @@ def agree(contracts: Sequence[Contract]) -> None:
 
 
 def refuse_what_cannot_travel(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
-    """Raise BoundaryError for what is no tensor, or one that is not a plain block of memory (on `device`, if given)."""
+    """Raise BoundaryError for a non-tensor, or a tensor that is not dense or not on `device` (if given)."""
     if not tensors:
         raise BoundaryError(f"{who}: no tensor at all, so there is nothing to pass on")
     for i, tensor in enumerate(tensors):
@@ -143,7 +145,7 @@ def refuse_what_cannot_travel(tensors: Sequence[Any], who: str, device: torch.de
 
 
 def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.device | None = None) -> None:
-    """Raise BoundaryError if what `who` puts out or is given cannot travel, or differs from the declaration."""
+    """Raise BoundaryError if a tensor of `who` cannot be sent or differs from its declaration."""
     refuse_what_cannot_travel(tensors, who, device)
     if declared is None:
         return

@@ -1,7 +1,8 @@
-"""Weights and gradients in flat memory, by the bucket, each cut evenly over the replicas (ZeRO, Rajbhandari et al. 2020).
+"""Weights and gradients in flat buckets, each sharded evenly over the replicas (ZeRO, Rajbhandari et al. 2020).
 
-A bucket is what replicas send each other at once. Every replica has all of its weights and gradients, and owns one
-of as many equal shares: it alone keeps the moments of that share, and the fp32 copy of weights in half precision.
+A bucket is the unit of communication between replicas. Every replica holds all weights and gradients of a bucket
+and owns one equal share of it. Only the owner keeps that share's moments, and its fp32 copy if weights are in
+half precision.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 
 from ._torch import gather_shares, scatter_sum, users
 
-ALIGNMENT = 64  # elements: a share then begins where every device copies fast
-LONGEST_STRETCH = 2**20  # of which one norm is taken in fp32; more of them are added up in fp64
+ALIGNMENT = 64  # elements; lets a share begin where every device copies fast
+LONGEST_STRETCH = 2**20  # elements whose norm is taken in fp32; the squares of several such norms are summed in fp64
 
 
 class Bucket:
-    """parameters: of one dtype and device, which look into the flat memory from now on. group: of the replicas."""
+    """Flat memory of some parameters and their gradients; the parameters become views of it.
+
+    parameters: of one dtype and device. group: the replicas.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         self.parameters, self.group = list(parameters), group
@@ -32,7 +36,7 @@ class Bucket:
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
         self._grad_of: dict[nn.Parameter, Tensor] = {}
-        self._place_of: dict[nn.Parameter, Tensor] = {}  # in `weights`
+        self._place_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`
         self._at: dict[nn.Parameter, int] = {}
         at = 0
         for parameter in self.parameters:
@@ -45,35 +49,36 @@ class Bucket:
             at = end
         mine = self.weights[self.begin : self.end]
         self.copies = exact is not first.dtype
-        # What the optimizer steps: this replica's share, in fp32 at least.
+        # The optimizer steps this replica's share, in fp32 or wider.
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
-        self._arrived: set[nn.Parameter] = set()  # in this step
-        self.left = False  # whether gradients of this step are on their way, or summed
+        self._arrived: set[nn.Parameter] = set()  # gradients accumulated in this step
+        self.left = False  # whether this step's gradients are being reduced or already are
         self.work: dist.Work | None = None
 
     def stretch(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """From where to where in this replica's share `parameter` lies; empty if it lies in others'."""
+        """Return (begin, end) of `parameter` within this replica's share; empty if other replicas own it."""
         at = self._at[parameter]
         begin, end = max(at, self.begin), min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
 
     def settle(self) -> None:
-        """Note how many tensors look into the flat memory: from now on one more is a user's. Call it when `attach` is done."""
+        """Record how many tensors view the flat memory, when all are made; any view added later is the user's."""
         self._views = users(self.weights)
 
     def place_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the part of the flat memory, in the shape of `parameter`, that belongs to it."""
+        """Return the view of the flat memory, in the shape of `parameter`, that belongs to it."""
         return self._place_of[parameter]
 
     def replaced(self) -> list[nn.Parameter]:
-        """Weights that no longer lie in the flat memory, or lie in it differently."""
+        """Return the weights that no longer view their place in the flat memory."""
         return [p for p, place in self._place_of.items() if not _is_same_view(p, place)]
 
     def take_in(self, replaced: Sequence[nn.Parameter]) -> bool:
-        """Copy these weights into the flat memory and let them lie there again. False, and nothing done, if that could be seen.
+        """Copy these weights into the flat memory and make them views of it again.
 
-        It could where somebody else looks into the flat memory, e.g. keeps what was swapped out to put it back later.
+        Returns False, and does nothing, if another tensor views the flat memory: a user may have kept the
+        swapped-out data to restore it later.
         """
         if users(self.weights) != self._views - len(replaced):
             return False
@@ -83,34 +88,40 @@ class Bucket:
         return True
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Take over what autograd has found, and let go of its memory."""
+        """Accumulate the gradient that autograd found into the bucket, and free it."""
         assert parameter.grad is not None
         total, grad = self._grad_of[parameter], parameter.grad
         if parameter in self._arrived:
             total.add_(grad.to(total.dtype) if grad.is_sparse else grad)
         elif grad.is_sparse:
             total.zero_().add_(grad.to(total.dtype))
-        else:  # not one pass more, to fill in zeros first
+        else:  # copying saves the pass that would zero the memory first
             total.copy_(grad)
         self._arrived.add(parameter)
         parameter.grad = None
 
     @property
     def adds_products(self) -> bool:
-        """Whether this device multiplies and adds to the sums in one pass: in their own dtype all do, from half precision only CUDA does."""
+        """True if this device accumulates a matmul into the sums in one pass.
+
+        All devices can within one dtype; from half precision to fp32 only CUDA can.
+        """
         return not self.copies or widens(self.weights.device, self.weights.dtype)
 
     def add_product(self, left: Tensor, right: Tensor, parameter: nn.Parameter) -> None:
-        """The gradient of `parameter` [o, i] is left [o, n] times right [n, i]: add it, without a copy in half precision."""
+        """Accumulate `left` `[o, n]` @ `right` `[n, i]` into the gradient of `parameter` `[o, i]`.
+
+        No half-precision copy of the product is made.
+        """
         total = self._grad_of[parameter]
         add: Any = torch.addmm if left.dtype is total.dtype else partial(torch.addmm, out_dtype=total.dtype)
         add(total, left, right, beta=int(parameter in self._arrived), out=total)
         self._arrived.add(parameter)
 
     def reduce(self) -> None:
-        """Begin to add up gradients over the replicas; zeros where there is none. Afterwards `share_grad` holds the sums."""
+        """Start reducing gradients over the replicas, with zeros for missing ones; `share_grad` then holds the sums."""
         for parameter in self.parameters:
-            if parameter.grad is not None:  # set by hand, so no hook of autograd has seen it
+            if parameter.grad is not None:  # set by hand, so no autograd hook has seen it
                 self.add(parameter)
             if parameter not in self._arrived:
                 self._grad_of[parameter].zero_()
@@ -118,19 +129,19 @@ class Bucket:
             self.work = scatter_sum(self.share_grad, self.grads, self.group)
 
     def gather(self) -> None:
-        """Begin to bring the new weights of all shares together."""
+        """Start the all-gather of the updated weights."""
         if self.copies:
             self.weights[self.begin : self.end].copy_(self.share.detach())
         if self.replicas > 1:
             self.work = gather_shares(self.weights, self.weights[self.begin : self.end], self.group)
 
     def take_weights(self) -> None:
-        """Into this replica's share, from the weights of the model."""
+        """Copy the model's weights into this replica's share."""
         if self.copies:
             self.share.data.copy_(self.weights[self.begin : self.end])
 
     def take_changes(self) -> None:
-        """Into this replica's fp32 share, from weights in half precision that a user changed in place since the last step."""
+        """Copy half-precision weights that a user changed since the last step into this replica's fp32 share."""
         if not self.copies:
             return
         for at in range(0, self.share.numel(), LONGEST_STRETCH):
@@ -138,24 +149,27 @@ class Bucket:
             exact.copy_(torch.where(exact.to(seen.dtype) == seen, exact, seen))
 
     def wait(self) -> None:
-        """Until what was begun is done."""
+        """Wait for the collective that was started."""
         work, self.work = self.work, None
         if work is not None:
             work.wait()
 
     def shares_of_grads(self) -> list[Tensor]:
-        """Of each parameter of which this replica owns something, that part of the summed gradient, 1-D."""
+        """Return this replica's part `[n]` of each parameter's summed gradient, without empty parts."""
         stretches = [self.stretch(parameter) for parameter in self.parameters]
         return [self.share_grad[begin:end] for begin, end in stretches if begin < end]
 
     def forget_grads(self) -> None:
-        """A new step begins."""
+        """Drop all gradients at the start of a step."""
         self._arrived.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
     def stretches(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
-        """This replica's share of the gradients in pieces, and whether each counts in a sum over the model; `counts` says of which parameters."""
+        """Return pieces `[n]` of this replica's gradients, each with a flag: it counts in a model-wide sum.
+
+        counts: this flag of each parameter.
+        """
         joined: list[list[Any]] = []
         for parameter in self.parameters:
             begin, end = self.stretch(parameter)
@@ -178,10 +192,10 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 
 @cache
 def widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `device` adds a product of matrices of `dtype` to an fp32 sum, found out by a small one."""
+    """Return whether `device` accumulates a matmul of `dtype` into an fp32 sum, found by trying a small one."""
     total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):  # NotImplementedError is one
+    except (RuntimeError, TypeError):  # includes NotImplementedError
         return False
     return bool((total == 16).all())

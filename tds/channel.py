@@ -1,12 +1,11 @@
-"""How a tuple of tensors travels over one border between two stages: one message, nothing cast, the host waits for no send.
+"""Transport of a tuple of tensors over one stage boundary: one message, no casts, and sends do not block the host.
 
-The first activation of a step is preceded by a header: shapes, dtypes and flags, and how many
-micro-batches have them. The others of this run come without, so the receiver can have their buffers
-posted before it computes. Before the last message of a run goes a word of 8 bytes: how many more
-micro-batches have the same layout; none means that the next message has a header of its own, and so
-has every message where shapes depend on the data. Gradients need no header: they look like the
-activations that went the other way. One end only sends, the other only receives, in the same order,
-whichever chunk a message belongs to; which messages stand in one queue is said in borders.py.
+The first activation of a step is preceded by a header: shapes, dtypes, flags, and how many micro-batches share
+them. The other micro-batches of this run need no header, so the receiver posts their buffers before it computes.
+Before the last message of a run, an 8-byte word says how many more micro-batches have the same layout. Zero means
+that the next message has its own header; with data-dependent shapes every message has one. Gradients need no
+header: they have the shapes of the activations that went the other way. One end only sends, the other only
+receives, in the same order, for all chunks. borders.py describes which messages share a queue.
 """
 
 import json
@@ -26,7 +25,7 @@ from .boundary import BoundaryError
 from .memory import Pool, alias
 from .schedule import At
 
-HEADER_SIZE = 1536  # bytes: room for about 60 tensors of 4 dimensions
+HEADER_SIZE = 1536  # bytes; room for about 60 tensors of 4 dimensions
 WORD_SIZE = 8
 ALIGN = 8  # bytes; each tensor of a message is padded to a multiple
 GRAD, SPLIT = 1, 2
@@ -35,7 +34,7 @@ Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and sha
 
 
 class BoundaryTensor(NamedTuple):
-    """One tensor on its way, and whether a gradient comes back and whether it is split."""
+    """One tensor in transit, with its `grad` and `split` flags."""
 
     tensor: Tensor
     grad: bool = False
@@ -43,14 +42,15 @@ class BoundaryTensor(NamedTuple):
 
 
 def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
-    """What a receiver must know to make room: dtypes and shapes."""
+    """Return the dtypes, flags and shapes that a receiver needs to allocate buffers."""
     return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in tensors)
 
 
 class Run:
-    """What both ends of a channel know of the micro-batches of a step: those before `end` have the layout announced last.
+    """Layouts of a step's messages as both ends of a channel know them.
 
-    A word is due before the message `end - 1` if the step goes on after it and the run was longer than that one.
+    Messages before `end` have the announced layout. A word precedes message `end - 1` if the step continues after
+    it and the run has more than one message.
     """
 
     def __init__(self, total: int) -> None:
@@ -58,20 +58,20 @@ class Run:
         self.layout: Layout = ()
 
     def begin(self, layout: Layout, first: int, count: int) -> None:
-        """A header came: `count` messages from number `first` on look like this."""
+        """Start a run of `count` messages of this layout, from number `first`, after a header."""
         self.layout, self.end, self._long = layout, first + count, count > 1
 
     def go_on(self, count: int) -> None:
-        """A word came."""
+        """Extend the run by `count` messages, after a word."""
         self.end, self._long = self.end + count, count > 0
 
     def word_is_due(self, index: int) -> bool:
-        """Whether the sender says now that the shapes change."""
+        """Return whether a word precedes message `index`."""
         return self._long and index == self.end - 1 and self.end < self.total
 
 
 class Posted(NamedTuple):
-    """A receive that is under way; without a layout it is of a word."""
+    """A posted receive; `layout` is None if it is of a word."""
 
     at: At
     work: Any
@@ -81,11 +81,12 @@ class Posted(NamedTuple):
 
 @dataclass(eq=False)
 class Channel:
-    """One direction of one border, for all chunks.
+    """One direction of one stage boundary, for all chunks.
 
-    peer: global rank at the other end. ahead: how many messages are received in the background before they are
-    asked for; each holds a buffer. slice_group: the tensor-parallel ranks of this stage, over which split tensors
-    are gathered; slice_rank and slice_size: this rank's place among them.
+    peer: global rank at the other end.
+    ahead: how many receives are posted in advance; each holds a buffer.
+    slice_group: the tensor-parallel ranks of this stage, over which split tensors are all-gathered.
+    slice_rank, slice_size: this rank's index in that group, and its size.
     """
 
     peer: int
@@ -97,15 +98,15 @@ class Channel:
     slice_rank: int
     slice_size: int
     bytes_sent: int = 0
-    _runs: dict[int, Run] = field(default_factory=dict)  # by chunk, of the step under way
+    _runs: dict[int, Run] = field(default_factory=dict)  # one run per chunk in this step
     _under_way: deque[tuple[Any, Tensor]] = field(default_factory=deque)
-    _agenda: deque[At] = field(default_factory=deque)  # what is still to be posted, in the order in which it is sent
-    _layouts: dict[At, Layout | None] = field(default_factory=dict)  # of what is to be posted, as far as they are known
-    _words: set[At] = field(default_factory=set)  # messages before which a word comes
+    _agenda: deque[At] = field(default_factory=deque)  # messages still to be posted, in the order of sending
+    _layouts: dict[At, Layout | None] = field(default_factory=dict)  # known layouts of messages to be posted
+    _words: set[At] = field(default_factory=set)  # messages preceded by a word
     _posted: deque[Posted] = field(default_factory=deque)
 
     def begin_step(self, total: int, agenda: Iterable[At] = ()) -> None:
-        """`total` micro-batches of each chunk will cross; agenda: in which order, for the end that receives."""
+        """Prepare for `total` micro-batches of each chunk. agenda: the receiver's order of messages."""
         self._runs = defaultdict(lambda: Run(total))
         self._agenda = deque(agenda)
         self._layouts, self._words = {}, set()
@@ -114,7 +115,10 @@ class Channel:
     # ------------------------------------------------- messages of known layout
 
     def send(self, tensors: Sequence[BoundaryTensor]) -> None:
-        """Start sending; returns at once. A tensor that nobody else looks at is sent from where it lies, others are copied."""
+        """Start sending tensors; returns at once.
+
+        A single tensor without other users is sent from its own memory; all others are copied.
+        """
         full = [p.tensor for p in tensors if p.tensor.numel()]
         lent = len(full) == 1 and users(full[0]) > 1
         payload = [self._bytes(self._part(p)) for p in tensors if p.tensor.numel()]
@@ -124,12 +128,12 @@ class Channel:
             self._start(payload[0])
 
     def expect(self, at: At, layout: Layout | None) -> None:
-        """This message of the agenda has this layout; None: it does not come."""
+        """Set the layout of an expected message, so that its receive can be posted; None if it will not come."""
         self._layouts[at] = layout
         self._post(self.ahead)
 
     def take(self, at: At) -> list[BoundaryTensor]:
-        """Wait for this message, the first of those that are expected."""
+        """Wait for this message, which must be the next expected one."""
         self._post(1)
         found = self._next()
         if found.layout is None:
@@ -143,9 +147,10 @@ class Channel:
     # ------------------------------------------------ messages that announce others
 
     def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
-        """Send the activations of a micro-batch, with header and word as they are due.
+        """Send the activations of a micro-batch, with a header or word if one is due.
 
-        same_until: the first micro-batch whose layout may be another. Raises BoundaryError where this was promised wrongly.
+        same_until: the first micro-batch whose layout may differ. Raises BoundaryError if the layout changes
+        earlier.
         """
         (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
@@ -164,7 +169,7 @@ class Channel:
         self.send(tensors)
 
     def send_end(self) -> None:
-        """Say that the data have ended, instead of the first message of a step."""
+        """Send the end of the data instead of the first message of a step."""
         self._start(self._header([0], "the end of the data"))
 
     def take_next(self, at: At) -> list[BoundaryTensor]:
@@ -183,7 +188,7 @@ class Channel:
         return self.take(at)
 
     def same_until(self, at: At) -> int:
-        """The first micro-batch after `at` that may look different, as far as the other end has said."""
+        """Return the first micro-batch after `at` whose layout may differ, as announced by the sender."""
         return self._runs[at.chunk].end
 
     def _go_on(self, at: At, count: int) -> None:
@@ -203,19 +208,19 @@ class Channel:
     # ------------------------------------------------------------------- inside
 
     def waiting_for(self) -> str:
-        """The tensors of the next message that is expected, in words."""
+        """Describe the tensors of the next expected message."""
         layout = next((posted.layout for posted in self._posted if posted.layout), None)
         if layout is None:
             return ""
         return ": " + ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, _, shape in layout)
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have finished."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
     def _next(self) -> Posted:
-        """Wait for what was posted first."""
+        """Wait for the oldest posted receive."""
         first = self._posted[0]
         if first.work is not None:
             first.work.wait()
@@ -224,7 +229,7 @@ class Channel:
         return first
 
     def _post(self, messages: int) -> None:
-        """Have up to `messages` under way, as far as it is known what they look like."""
+        """Post receives of known layout until `messages` are pending."""
         while self._agenda and self._agenda[0] in self._layouts:
             if sum(posted.layout is not None for posted in self._posted) >= messages:
                 return
@@ -281,7 +286,7 @@ class Channel:
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self._part_numel(shape, flags) * dtype.itemsize]
         if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # of 16 bytes an element, after one that ends in the middle of 16
+            raw = raw.clone()  # a 16-byte dtype may start at a multiple of 8 only
         part = raw.view(dtype)
         if flags & SPLIT and self.slice_size > 1:
             parts = [torch.empty_like(part) for _ in range(self.slice_size)]

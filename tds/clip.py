@@ -1,4 +1,7 @@
-"""Gradient clipping by the norm over all stages and tensor-parallel ranks, each parameter counted once (Pascanu et al. 2013)."""
+"""Gradient clipping by the norm over all stages and tensor-parallel ranks, each parameter counted once.
+
+Pascanu et al. 2013.
+"""
 
 from collections.abc import Iterable
 
@@ -10,15 +13,18 @@ from .sparse import numbers_of
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """Whether tensor-parallel ranks hold other parts, as `parameter` says by either name that DeepSpeed reads and users set."""
+    """Return whether tensor-parallel ranks hold different shards of `parameter`.
+
+    Users set either of two attributes, which DeepSpeed reads too.
+    """
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
 
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
-    """Whether this rank answers for `parameter` in a sum over all parameters of the model.
+    """Return whether this rank counts `parameter` in a sum over all parameters of the model.
 
-    A parameter split over the tensor-parallel ranks counts on each (each holds another part);
-    a copied one on the first only; a tied one on the first stage that has it only.
+    A parameter sharded over the tensor-parallel ranks counts on each of them. A replicated one counts on the
+    first rank only, and a tied one on the first stage that has it.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -26,39 +32,40 @@ def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
 
 
 def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, device: torch.device) -> Tensor:
-    """This rank's part of the square of the gradients' norm over all stages and tensor-parallel ranks, a scalar in fp64.
+    """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-    It is not finite if any gradient on this rank is not, that of a copy which does not count included.
+    It is NaN or Inf if any gradient on this rank is, including those of copies that do not count.
     """
     there = [(numbers_of(p), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
     return squared_norm_of(there, device)
 
 
 def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
-    """The square of the norm of those gradients that count, a scalar in fp64; not finite if any of the others is not."""
+    """Return the squared norm of the gradients that count, a scalar in fp64; not finite if any gradient is not."""
     total, there = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
     for counted in (True, False):
         grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
         if grads:
             squares = torch.stack(norms(grads)).double().square().sum()
-            total += squares if counted else 0 * squares  # which is nan unless all are finite
+            total += squares if counted else 0 * squares  # NaN unless all are finite
     return total
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale the gradients of these parameters, of which and of other ranks' this is the norm, to at most `limit` (0: leave them)."""
+    """Clip the gradients to the global norm `limit` (0: no clipping). norm: the current global norm, a scalar."""
     grads = [numbers_of(p) for p in parameters if p.grad is not None]
     if limit > 0 and grads:
-        # A product with a clamped factor, so that no value is read back from the device.
+        # Multiplying by a clamped factor avoids reading a value back from the device.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         scale_all(grads, factor.to(grads[0].device, grads[0].dtype))
 
 
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Before `optimizer.step()`: let it change nothing, neither weights nor moments nor step counts, if `norm` is not finite.
+    """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
-    torch's fused Adam takes that from a flag on the device. Any other (SGD, which would keep momentum that it has not filled,
-    apex's Adam) is asked for by the host, which waits for the device in every step: it gets no gradients.
+    torch's fused Adam reads a flag on the device. For any other optimizer the host reads the norm, which
+    synchronizes in every step, and drops the gradients. That includes SGD, which would keep momentum that it has
+    not filled, and apex's Adam.
     """
     if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""When gradients leave for the other replicas: by the bucket, while the last backward pass of a step runs (Li et al. 2020)."""
+"""Overlap of the gradient reduction with the last backward pass of a step, by bucket (Li et al. 2020)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,26 +10,26 @@ from torch import nn
 from ._torch import has_hooks
 from .advice import ways
 
-BUCKET_BYTES = 25 * 2**20  # of gradients, at least
-BYTES_A_REPLICA = 4 * 2**20  # so that what one rank sends to another does not shrink as replicas become more
+BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients
+BYTES_A_REPLICA = 4 * 2**20  # bytes per replica; keeps messages between ranks from shrinking as replicas increase
 
 
 class Bucket(Protocol):
-    """Gradients that travel together, in an order that is the same on all replicas."""
+    """Gradients that are reduced together, in an order that is equal on all replicas."""
 
     parameters: list[nn.Parameter]
-    left: bool  # whether gradients of this step are on their way, or summed
+    left: bool  # whether this step's gradients are being reduced or already are
 
     def add(self, parameter: nn.Parameter) -> None:
-        """A gradient has been added to its `.grad`."""
+        """Take over the gradient in `parameter.grad`."""
         ...
 
     def reduce(self) -> None:
-        """Begin to add up over the replicas, zeros where there is no gradient."""
+        """Start the reduction over the replicas, with zeros for missing gradients."""
         ...
 
     def wait(self) -> None:
-        """Until that is done."""
+        """Wait until the reduction is done."""
         ...
 
 
@@ -40,9 +40,11 @@ def pack(
     chunk_of: Mapping[nn.Parameter, int] | None = None,
     apart: Iterable[nn.Parameter] = (),
 ) -> list[list[nn.Parameter]]:
-    """Those that share a bucket, each list in about the order in which gradients come: the last layer's first.
+    """Group parameters into buckets, roughly in the order in which their gradients arrive: last layer first.
 
-    bucket_bytes: of gradients, at least; None: as many as suit so many replicas. chunk_of: see `Departures`. apart: weights that get a bucket of their own.
+    bucket_bytes: minimum bytes of gradients; None: depends on the number of replicas.
+    chunk_of: see `Departures`.
+    apart: weights that get their own bucket.
     """
     packed: list[list[nn.Parameter]] = []
     room = bucket_bytes or max(BUCKET_BYTES, BYTES_A_REPLICA * dist.get_world_size(group))
@@ -60,33 +62,35 @@ def pack(
 
 
 class Departures:
-    """`arm()` before the last backward pass of a step, `finish()` after it: then all buckets have travelled.
+    """Scheduler of bucket reductions: `arm()` before a step's last backward pass, `finish()` after it.
 
-    A bucket leaves when its gradients have come as often as in the last pass of the step before, and all before it have left.
-    chunk_of: of a pipeline stage with several chunks of layers, by whose backward pass a weight gets its last gradient;
-    0 where nothing is said.
+    A bucket is reduced once each of its gradients has arrived as often as in the previous step's last pass and
+    all buckets before it are on their way. chunk_of: for a stage with several chunks of layers, the chunk whose
+    backward pass gives a weight its last gradient; 0 by default.
     """
 
     def __init__(self, buckets: Sequence[Bucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
         self._buckets, self._chunk_of = buckets, dict(chunk_of or {})
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._usual: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the step before
-        self._seen: Counter[nn.Parameter] = Counter()  # in this one
-        self._watched: set[nn.Parameter] = set()  # in the step before; who is watched takes all of autograd's at once
+        self._usual: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
+        self._seen: Counter[nn.Parameter] = Counter()  # gradients in this step's last pass
+        # Weights with user hooks in the previous step. Autograd gives their gradient once, in total, not once per
+        # matmul.
+        self._watched: set[nn.Parameter] = set()
         self._armed: set[int] = set()  # chunks in their last backward pass
-        self._next = 0  # bucket to leave
+        self._next = 0  # next bucket to reduce
         self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
             for parameter in self._bucket_of
         ]
 
     def close(self) -> None:
-        """Look at no gradient any more."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def reset(self) -> None:
-        """A new step begins, also where an error ended the one before."""
+        """Start a new step, also after an error in the previous one."""
         for bucket in self._buckets:
             bucket.left = False
         self._seen = Counter()
@@ -94,11 +98,11 @@ class Departures:
         self._next = 0
 
     def arm(self, chunk: int = 0) -> None:
-        """The next backward pass gives the weights of this chunk their last gradients of this step."""
+        """Mark the next backward pass as the one that gives this chunk's weights their last gradients of the step."""
         self._armed.add(chunk)
 
     def finish(self) -> None:
-        """Send what is left, and wait for all of it."""
+        """Reduce the remaining buckets and wait for all."""
         while self._next < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
@@ -108,12 +112,12 @@ class Departures:
         self.reset()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """A hook of autograd, which may have found nothing."""
+        """Take a gradient; autograd may call the hook without one."""
         if parameter.grad is not None:
             self.take(parameter, self._bucket_of[parameter].add)
 
     def take(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
-        """A gradient is there, which `add` adds to its bucket. Raises RuntimeError if that has left."""
+        """Add a gradient to its bucket with `add`. Raises RuntimeError if the bucket is already being reduced."""
         bucket = self._bucket_of[parameter]
         if bucket.left:
             raise RuntimeError(
@@ -128,7 +132,11 @@ class Departures:
                 self._send_next()
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        """As far as the step before tells; a weight that had no gradient then may still get one."""
+        """Return whether the bucket has all its expected gradients.
+
+        The expectation is the previous step's; a weight that had no gradient then may still get one, so its
+        bucket waits.
+        """
         if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed:
             return False
         return all(

@@ -1,10 +1,9 @@
-"""Errors instead of hangs: when one rank fails, dies or stalls, all of them end, and rank 0 says where each one stood.
+"""Errors instead of hangs: if one rank fails, dies or stalls, all ranks exit and rank 0 reports where each one was.
 
-Every rank has a thread that looks at a shared store a few times a second. Whoever fails or waits
-too long writes so there; then each rank writes what it is doing and its stack, rank 0 prints all
-of it, and everybody leaves with code 1. The store is torch's own, used through a connection of
-its own, so that a blocked collective does not block it. If the process that keeps the store is the
-one that stalls, a second thread of each rank, which asks nobody, ends it.
+A thread in every rank polls a shared store a few times a second. A rank that fails or waits too long announces
+that there. Then every rank writes its current activity and its stack, rank 0 prints them all, and all ranks exit
+with code 1. The store is torch's own, through a separate connection, so a blocked collective does not block it.
+If the process that hosts the store stalls, a second thread of each rank ends the rank without the store.
 """
 
 import atexit
@@ -32,7 +31,7 @@ from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the others
-SILENCE_SECONDS = 4 * COLLECT_SECONDS  # in which the store answers, and a report is written
+SILENCE_SECONDS = 4 * COLLECT_SECONDS  # time limit for the store to answer and for a report to be written
 FAULT, PRINTED = "tds/fault", "tds/printed"
 _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
@@ -40,17 +39,17 @@ _LOST = re.compile(
 _CPP = re.compile(
     r"\n?(Exception raised from [^\n]*|C\+\+ CapturedTraceback:)\n((frame )?#\d+[:\s][^\n]*(\n|$)|\n(?=(frame )?#\d+[:\s]))*"
 )
-INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
+INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
 
 
 def _print_once() -> None:
-    """Let Python's last words on an error that ends the process be the report, where there was one."""
+    """Install an excepthook that prints an uncaught error only if no report contains it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         latest = Watchdog._latest
         if latest and (isinstance(error, KeyboardInterrupt) or latest.reports_all_errors):
-            latest.fail(error)  # between two steps
+            latest.fail(error)  # an error between two steps
         if not getattr(error, "tds_reported", False):
             before(kind, error, trace)
 
@@ -68,7 +67,7 @@ PEERS = {
 
 
 def describe(what: Any, stage: int, borders: Any) -> str:
-    """What a rank is doing, an instruction or what else there is to do, in words."""
+    """Describe what a rank is doing: a schedule instruction, or a text for anything else."""
     where = f"stage {stage}"
     if not isinstance(what, schedule.Instruction):
         return f"{where}, {what}"
@@ -83,7 +82,7 @@ def describe(what: Any, stage: int, borders: Any) -> str:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """One sentence on an error that is for want of memory; None for any other."""
+    """Return a sentence about an out-of-memory error, or None for any other error."""
     text = " ".join(str(error).split())
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
         return None
@@ -91,18 +90,18 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def without_cpp(text: str) -> str:
-    """`text` without the stacks of C++ that torch puts into the messages of its errors."""
+    """Return `text` without the C++ stacks that torch puts into its error messages."""
     return _CPP.sub("", text)
 
 
 def _callers(error: BaseException) -> list[str]:
-    """The lines of the stack above the place where `error` was caught: the user's own script."""
+    """Return the stack lines above the place where `error` was caught: the user's own script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
 
 def _who_is_to_blame(fault: str, dead: list[int]) -> str:
-    """The fault, or where it is a lost connection and some ranks are `dead`, these, in words that need no knowledge of the library."""
+    """Return the fault, or the `dead` ranks if the fault is only a connection lost to them."""
     lost = _LOST.search(fault)
     if not dead or not lost:
         return fault
@@ -112,9 +111,9 @@ def _who_is_to_blame(fault: str, dead: list[int]) -> str:
 
 
 def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
-    """Lines of a report: all ranks, those with one stack together, and that once.
+    """Return the lines of a report: all ranks, grouped by equal stacks, each stack printed once.
 
-    reports: by rank; one that is not there has not answered.
+    reports: by rank; a rank that did not answer is absent.
     """
     alike: dict[str, list[int]] = {}
     for rank in range(world):
@@ -133,7 +132,7 @@ def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[st
 
 
 def _exit(code: int) -> None:
-    """Leave at once: what C++ would do on the way out may fail for want of the other ranks, and say so."""
+    """Exit at once: C++ destructors may fail and print errors when other ranks are gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -141,22 +140,25 @@ def _exit(code: int) -> None:
 
 
 def _store() -> Any:
-    """A connection of our own to the store that the ranks met at."""
+    """Return a separate connection to the store at which the ranks met."""
     store = default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 
 class Watchdog:
-    """Knows what this rank is doing, and ends it when any rank is in trouble.
+    """Monitor of this rank's activity; ends the rank when any rank fails.
 
-    timeout: seconds that one thing may take. describe: turns what was given to `at` into words,
-    called only for a report; it is not kept alive. name: of what is watched and its timeout, for reports. Of several in one process, e.g. of two engines,
-    the one that was told something last is the one that looks out. device: an accelerator, of which a report says how far it is.
-    idle: where a rank is while it does nothing that others could wait for.
+    timeout: seconds allowed for one activity.
+    describe: turns what `at` was given into words, only for a report; held by weak reference.
+    name: of what is monitored, for reports.
+    device: an accelerator whose progress is reported.
+    idle: text for a rank on which no other rank can be waiting.
+
+    Of several watchdogs in one process, e.g. of two engines, the one whose `at` was called last is active.
     """
 
     _latest: "Watchdog | None" = None
-    reports_all_errors = False  # also errors outside of steps, if they end the process
+    reports_all_errors = False  # also report errors outside steps, if they end the process
     advice = (
         "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations (activation_checkpoint_interval), more "
         "stages or tensor-parallel ranks need less"
@@ -189,22 +191,23 @@ class Watchdog:
 
     @classmethod
     def latest(cls) -> "Watchdog | None":
-        """The watchdog of this process that looks out, if there is one."""
+        """The active watchdog of this process, or None."""
         return cls._latest
 
     def at(self, what: Any) -> None:
-        """From now on this rank does `what`; None: nothing that others could wait for."""
+        """Record that this rank now does `what`; None: nothing that other ranks could wait for."""
         if self._finished and self._doing:
-            with contextlib.suppress(RuntimeError):  # of a device that has failed: who waits for it next will say so
+            with contextlib.suppress(RuntimeError):  # the device has failed; the next synchronization will report it
                 self._finished.asked(self._doing[0])
         self._doing = None if what is None else (what, time.monotonic())
         if what is not None:
             Watchdog._latest = self
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one failed; returns when rank 0 has printed the report, which then is all that is printed.
+        """Announce to all ranks that this one failed; returns when rank 0 has printed the report.
 
-        Ctrl-C and want of memory are no faults to look into: one line, no stacks, and the process ends here.
+        Ctrl-C and lack of memory need no investigation: they give one line without stacks, and the process ends
+        here.
         """
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * COLLECT_SECONDS)  # the thread is about to end this process
@@ -222,14 +225,14 @@ class Watchdog:
             what = f"{memory} {self._where()}; {self.advice}"
         try:
             self._announce(f"rank {self.rank} {what}", code)
-        except Exception:  # rank 0, which keeps the store, is gone
+        except Exception:  # rank 0, which hosts the store, is gone
             self._leave(f"rank {self.rank} lost the connection to the other ranks", "" if interrupted else text)
         if code := self._report(text):
             _exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _watch(self) -> None:
-        while self._describe() is not None:  # as long as there is an engine
+        while self._describe() is not None:  # until the engine is garbage-collected
             if self._over.wait(POLL_SECONDS):
                 return
             doing = self._doing
@@ -240,7 +243,7 @@ class Watchdog:
                 self._answered = time.monotonic()
             except Exception:
                 if doing is None:
-                    return  # the run is over, or as good as over
+                    return  # the run has ended or is about to
                 self._leave(f"rank {self.rank} lost the connection to the other ranks")
                 return
             if doing is not None and time.monotonic() - doing[1] > self.timeout:
@@ -252,7 +255,7 @@ class Watchdog:
                 _exit(self._report(self._stack()) or 1)
 
     def _watch_the_store(self) -> None:
-        """End this rank when it has waited too long and the one that would have to be asked does not answer."""
+        """End this rank after it has waited too long while the store does not answer."""
         while self._describe() is not None:
             if self._over.wait(POLL_SECONDS):
                 return
@@ -267,13 +270,16 @@ class Watchdog:
                 )
 
     def _stop(self) -> None:
-        """Before the interpreter ends, which would end a thread in the middle of C++ and the process with it."""
+        """Stop the threads before the interpreter ends; ending inside C++ would crash the process."""
         self._over.set()
         for thread in self._threads:
             thread.join(2.0)
 
     def _announce(self, fault: str, code: int = 0) -> None:
-        """code: that all ranks end with after this line; 0 for a report of where each of them stands."""
+        """Publish the fault, unless another rank has already done so.
+
+        code: exit code of all ranks, without a detailed report; 0 for a report of where each rank is.
+        """
         if not self._store.check([FAULT]):
             self._store.set(FAULT, json.dumps([fault, code]))
 
@@ -282,7 +288,7 @@ class Watchdog:
         return self._idle if doing is None or describe is None else describe(doing[0])
 
     def _more(self) -> list[str]:
-        """What else there is to say of this rank, a line each; nothing of it is worth the report."""
+        """Return further lines about this rank. Errors are ignored, because the report matters more."""
         lines = []
         with contextlib.suppress(Exception):
             done = self._finished and self._finished.last()
@@ -293,7 +299,7 @@ class Watchdog:
         return lines
 
     def _in_short(self, what: Any) -> str:
-        """Without what a message would be waited for now."""
+        """Describe an instruction without the message that the rank is waiting for."""
         if isinstance(what, schedule.Instruction):
             return f"{type(what).__name__} of micro-batch {what.micro}, chunk {what.chunk}"
         describe = self._describe()
@@ -304,7 +310,10 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
 
     def _report(self, stack: str) -> int:
-        """Write where this rank stands; rank 0 prints what all have written, the others wait for it. See `_announce` for the code."""
+        """Write this rank's report; rank 0 prints all reports, and the others wait for it.
+
+        Returns the exit code that `_announce` published.
+        """
         doing, what, code = self._doing, self._where(), 0
         since = 0.0 if doing is None else time.monotonic() - doing[1]
         try:
@@ -329,10 +338,10 @@ class Watchdog:
             lines += where_ranks_stand(found, self.world)
         say("\n".join(lines), error=True)
         self._store.set(PRINTED, "1")
-        self._collect("tds/left", answered - {0})  # the store may live in this process, and others still read it
+        self._collect("tds/left", answered - {0})  # the store may be in this process, and other ranks still read it
 
     def _collect(self, key: str, ranks: set[int]) -> set[int]:
-        """Wait until all `ranks` have written under `key`, or for as long as is fair; those that have."""
+        """Wait until all `ranks` have written under `key`, or for COLLECT_SECONDS; return those that have."""
         end, there = time.monotonic() + COLLECT_SECONDS, set[int]()
         while there != ranks and time.monotonic() < end:
             there |= {rank for rank in ranks - there if self._store.check([f"{key}/{rank}"])}

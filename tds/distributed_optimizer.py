@@ -1,8 +1,9 @@
-"""An optimizer whose states are cut over the replicas, and whose messages leave while passes still run.
+"""An optimizer with states sharded over the replicas and communication overlapped with computation.
 
-ZeRO's first stage (Rajbhandari et al. 2020) as Megatron-LM's distributed optimizer does it: gradients are added up
-bucket by bucket during the last backward pass of a step, each replica steps its share of every bucket, and new
-weights are on their way while the next share is stepped. DeepSpeed's begin when the last gradient of all is there.
+This is ZeRO stage 1 (Rajbhandari et al. 2020) in the manner of Megatron-LM's distributed optimizer. Gradients are
+reduced bucket by bucket during a step's last backward pass. Each replica steps its share of every bucket, and
+updated weights are gathered while the next share is stepped. DeepSpeed only starts reducing after the last
+gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,21 +22,25 @@ from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .departures import Departures, pack
 from .replaced import ADVICE, ReplacedWeightError
 
-ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # keep a step count for each tensor, or none
+ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # optimizers with a step count per tensor, or none
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """`tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`.
+    """Wrapper that shards an optimizer over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
 
-    For fp32 and bf16 with ZeRO stage 1 in the ds_config, with a pipeline and without. In bf16 gradients are added up and weights
-    are stepped in fp32. The learning rate is in `param_groups`, as with the optimizer inside, which must step each
-    number by itself, as Adam does. A weight without any gradient gets one of zeros, as with DeepSpeed's ZeRO, and decays.
-    The engine of a pipeline does the rest. Without one, call `arm()` before the last `backward()` of a step, `finish()` and `clip()` after it;
-    gradients are added up, not averaged, so divide losses by the number of replicas.
-    bucket_bytes: see `tds.departures.pack`.
-    A weight whose storage was replaced between two steps (`p.data = new`) is taken in, values in half precision that were changed in place as well.
-    Raises RuntimeError in a backward pass if a gradient arrives after its bucket has left, as may happen where a weight is used by a
-    changing number of re-entrant checkpoints: take the optimizer without this wrapper.
+    Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
+    with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
+    rate is in `param_groups`, as in the wrapped optimizer, whose update must be element-wise, as Adam's is. A
+    weight without a gradient gets zeros, as in DeepSpeed's ZeRO, and decays.
+
+    A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of a
+    step, then `finish()` and `clip()`. Gradients are summed, not averaged, so divide losses by the number of
+    replicas. bucket_bytes: see `tds.departures.pack`.
+
+    If a weight's storage was replaced between two steps (`p.data = new`), the new values are copied into the
+    bucket. In-place changes of half-precision weights are copied too. Raises RuntimeError in a backward pass if a
+    gradient arrives after its bucket was reduced. This may happen if a weight is used by a varying number of
+    re-entrant checkpoints; then use the optimizer without this wrapper.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, bucket_bytes: int | None = None) -> None:
@@ -54,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._counted: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
         self._limit = 0.0
-        self._global_grad_norm: Tensor | None = None  # as DeepSpeed's engine asks for it
+        self._global_grad_norm: Tensor | None = None  # DeepSpeed's engine reads it
 
     # ------------------------------------------------------------- beginning
 
@@ -65,10 +70,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         chunk_of: Mapping[nn.Parameter, int] | None = None,
         apart: Iterable[nn.Parameter] = (),
     ) -> None:
-        """Move the weights of `module`, which are on their device and in their dtype, into flat memory. group: of the replicas.
+        """Move the weights of `module`, already on their device and in their dtype, into flat memory.
 
-        chunk_of: for a pipeline stage with several, 0 where nothing is said. apart: weights that other stages
-        hold, too: each gets a bucket of its own, so that it is cut and added up in the same way everywhere.
+        group: the replicas. chunk_of: for a stage with several chunks, the chunk of a weight; 0 by default.
+        apart: weights that other stages also hold. Each gets its own bucket, so that all stages shard and reduce
+        it in the same way.
         """
         self._refuse_what_it_cannot_step(module)
         known = {p for p in module.parameters() if p.requires_grad}
@@ -80,7 +86,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.buckets.append(Bucket(parameters, group))
                 link_shares(self.buckets[-1], len(self.buckets))
             self.bf16_groups.append(mine)
-        # They leave in the order in which their last gradients come: the last chunk's first, and in it the last layer's.
+        # Buckets are reduced in the order in which their last gradients come: last chunk first, and in it last layer
+        # first.
         place = {p: at for at, p in enumerate(module.parameters())}
         self.buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(place[p] for p in b.parameters)))
         for settings in self.param_groups:
@@ -95,9 +102,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 p.take_product = partial(self._take_product, p)  # type: ignore[attr-defined]
 
     def _take_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
-        """For a layer that multiplies: the gradient of `parameter` [o, i] is left [o, n] times right [n, i], and autograd gets none.
+        """Take the gradient of `parameter` `[o, i]` from a layer, as `left` `[o, n]` @ `right` `[n, i]`, past autograd.
 
-        False if autograd must get it, as a hook is to see it.
+        Returns False if autograd must handle it, because a hook has to see the gradient.
         """
         if has_hooks(parameter):
             return False
@@ -106,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return True
 
     def _refuse_what_it_cannot_step(self, module: nn.Module) -> None:
-        """Raise ValueError for weights that would silently not learn."""
+        """Raise ValueError for weights that would silently not be trained."""
         within = set(module.parameters())
         given = [p for settings in self.param_groups for p in settings["params"]]
         if self.state:
@@ -116,11 +123,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
             problem = "is given weights that are not in the model: make them part of it"
         else:
-            return  # a stage without weights has one that is nobody's
+            return  # a stage without weights has a placeholder that belongs to no module
         raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
     def _refuse_changes(self) -> None:
-        """Raise RuntimeError where weights were frozen or set free since `attach`: what is cut over replicas is decided there."""
+        """Raise RuntimeError if weights were frozen or unfrozen since `attach`, which fixed the sharding."""
         for verb, weights, learn in (
             ("frozen", self._bucket_of, False),
             ("set free", self._frozen, True),
@@ -133,7 +140,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
 
     def _take_in_replaced(self) -> None:
-        """Take in weights whose storage a user replaced since the last step. Raises ReplacedWeightError where that cannot be right."""
+        """Copy in weights whose storage a user replaced since the last step.
+
+        Raises ReplacedWeightError if that cannot be correct.
+        """
         ours = {bucket.weights.untyped_storage().data_ptr() for bucket in self.buckets}
         for bucket in self.buckets:
             replaced = bucket.replaced()
@@ -155,25 +165,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
-        """See `Departures`."""
+        """Mark the next backward pass as a chunk's last one of this step, see `Departures`."""
         assert self._departures, "tds.initialize() comes first"
         self._departures.arm(chunk)
 
     def finish(self) -> None:
-        """See `Departures`. Afterwards each replica has the sums of its shares."""
+        """Finish the reductions, see `Departures`; each replica then has the sums of its shares."""
         assert self._departures, "tds.initialize() comes first"
         self._departures.finish()
         self._summed = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
-        """After `finish()`: this replica's share of the summed gradient of a weight that is `apart`, 1-D; None of one that does not learn."""
+        """Return this replica's share `[n]` of the summed gradient of an `apart` weight, after `finish()`.
+
+        None if the weight is not trained.
+        """
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.share_grad
 
     def squared_norm(self, model_rank: int, device: torch.device) -> Tensor:
-        """What this rank's shares give to the square of the gradients' norm over the model and the replicas, a scalar in fp64.
+        """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-        Not finite if any gradient in them is not, that of a copy included. model_rank: among the tensor-parallel ranks.
+        Not finite if any gradient in this rank's shares is not, including those of copies. model_rank:
+        tensor-parallel rank.
         """
         if self._counted is None:
             counts = {p: counts_here(p, model_rank) for p in self._bucket_of}
@@ -183,14 +197,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ step
 
     def clip(self, norm: Tensor, limit: float) -> None:
-        """Before `step()`: the norm of all gradients of the model, a scalar, and what it is to be at most (0: anything)."""
+        """Set the global gradient norm, a scalar, and its limit (0: no clipping), before `step()`."""
         self.norm, self._limit = norm, limit
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the shares and bring the weights together. Nothing changes, step counts included, if the norm is not finite.
+        """Step the shares and all-gather the weights; skip the step if the norm is not finite.
 
-        Raises RuntimeError if weights were frozen or set free since the engine was made.
+        A skipped step leaves step counts unchanged. Raises RuntimeError if weights were frozen or unfrozen since
+        the engine was made.
         """
         self._refuse_changes()
         self._take_in_replaced()
@@ -207,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.share.grad = bucket.share_grad
         self._scale_and_guard(self.norm)
         self._global_grad_norm, self.norm = self.norm, None
-        first_first = self.buckets[::-1]  # whose weights the next forward pass uses first
+        first_first = self.buckets[::-1]  # the next forward pass uses these weights first
         if type(self.optimizer) not in ONE_BY_ONE:
             self.optimizer.step()
             for bucket in first_first:
@@ -227,7 +242,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._lazy_init_hp_params_optimizer_state()
 
     def _scale_and_guard(self, norm: Tensor) -> None:
-        """Within the optimizer's own pass over memory where it can."""
+        """Clip and skip within the optimizer's own kernel where possible."""
         leave_out_unless_finite(self.optimizer, norm)
         if not self._limit:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -240,7 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.share_grad.div_(too_long.to(bucket.share_grad.dtype))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """A new step begins."""
+        """Drop all gradients at the start of a step."""
         self._summed = False
         if self._departures:
             self._departures.reset()
@@ -250,31 +265,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --------------------------------------------------- as DeepSpeed asks it
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Nothing: `arm` says it."""
+        """Do nothing: `arm` has this information."""
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        """Let parameters find their moments."""
+        """Link parameters to their moments."""
         for bucket in self.buckets:
             if bucket.share in self.state:
                 link_states(bucket, self.state)
                 self._linked = True
 
     def refresh_fp32_params(self) -> None:
-        """Take the fp32 weights from those of the model, into which others were loaded."""
+        """Copy the model's weights, after loading, into the fp32 weights."""
         for bucket in self.buckets:
             bucket.take_weights()
 
-    _restore_from_bit16_weights = refresh_fp32_params  # as DeepSpeed calls it when it has loaded weights only
+    _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed calls it after loading weights only
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this replica's shares: what `load_state_dict` takes with as many replicas and the same layers on each stage."""
+        """Return this replica's shares and optimizer states.
+
+        They load only with the same number of replicas and the same layers on each stage.
+        """
         shares = [bucket.share.detach().clone() for bucket in self.buckets]
         return {"optimizer": self.optimizer.state_dict(), "shares": shares}
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict_list: Any, load_optimizer_states: bool = True, **_: Any
     ) -> None:
-        """state_dict_list: those of all replicas, in order. Raises ValueError if they were other ones."""
+        """Load the states of all replicas, in order. Raises ValueError if the shares differ in number or size."""
         mine = self._mine(state_dict_list)
         if mine is None:
             raise ValueError(
@@ -290,12 +308,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._lazy_init_hp_params_optimizer_state()
 
     def _show_inside(self) -> None:
-        """One learning rate and one state, whoever looks."""
+        """Expose the wrapped optimizer's param_groups, state and defaults as this optimizer's own."""
         inside = self.optimizer
         self.param_groups, self.state, self.defaults = inside.param_groups, inside.state, inside.defaults
 
     def _mine(self, states: Any) -> Any:
-        """This replica's; None if they do not fit. DeepSpeed may give only these, and None for the others."""
+        """Return this replica's state, or None if it does not fit; DeepSpeed may give None for the other replicas."""
         rank = dist.get_rank(self.dp_process_group)
         mine = states[rank] if len(states) == dist.get_world_size(self.dp_process_group) else None
         shapes = [tuple(share.shape) for share in (mine or {}).get("shares", ())]

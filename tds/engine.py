@@ -1,6 +1,7 @@
-"""The pipeline engine: it interprets a schedule; every instruction is one short method.
+"""The pipeline engine: an interpreter of schedules with one short method per instruction.
 
-Optimizer wrappers, gradient reduction, checkpoints and monitors are those of DeepSpeed's engine; the step is replaced.
+Optimizer wrappers, gradient reduction, checkpoints and monitors are those of DeepSpeed's engine; the step is
+replaced.
 """
 
 from collections.abc import Iterator
@@ -38,23 +39,23 @@ from .step import Step
 
 
 class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
-    """Trains a `PipelineModule`; made by `tds.initialize`.
+    """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
-    a tensor, or a dict of named ones, whose sum is learned from and which `named_losses` keeps apart. If `loss_fn` has
-    a method `count_targets(labels)`, then it returns sums, and the loss is their total over the whole global batch
-    divided by the total of the counts: the number is the same however the batch is cut into micro-batches and replicas.
+    a tensor, or a dict of named tensors. The sum of a dict is trained on, and `named_losses` has its items. If
+    `loss_fn` has a method `count_targets(labels)`, it returns sums. Then the loss is their total over the global
+    batch divided by the total count, so it does not depend on the split into micro-batches and replicas.
     """
 
     data_iterator: Any
     outputs: Any
-    _step: Step  # the one that runs, or the last one
+    _step: Step  # the current or the last step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         default_to_non_reentrant(**kwargs)
         refuse_idle_stages(**kwargs)
         super().__init__(*args, **kwargs)
-        # What stays as it is; DeepSpeed finds it out again each time that it is asked.
+        # Cached, because DeepSpeed computes these again at each call.
         self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
         self._wrapped = self._is_wrapped()
         self._overlaps = self.distributed
@@ -77,11 +78,12 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
     # ---------------------------------------------------------------- public
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
+        """Run one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
-        Without one, of the loader of `training_data` or `set_dataloader`. Returns the loss over the global batch, a
-        scalar in fp32 (fp64 if the loss is), the same on every rank. Raises DataEnded, which is a StopIteration,
-        if the data end: on all stages, with nothing changed, if they end before the first micro-batch.
+        By default the data come from the loader of `training_data` or `set_dataloader`. Returns the loss over the
+        global batch, a scalar in fp32 (fp64 if the loss is), equal on every rank. Raises DataEnded, a
+        StopIteration, if the data end: on all stages, with nothing changed, if they end before the first
+        micro-batch.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients; use eval_batch() under no_grad()")
@@ -89,7 +91,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # where no line is due, nobody asks for them
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # without progress lines, the timers are never read
             timer.reset()
         timer.start()
         try:
@@ -137,12 +139,17 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The loss over `num_micro_batches` (default: as in training) without learning from them; shapes may differ.
+        """Return the loss over `num_micro_batches` (default: as in training) without training; shapes may differ.
 
-        compute_loss: without it, what is reduced and returned are the outputs, only on the last stage, None on the
-        others. reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all micro-batches, on
-        the last stage. bcast_loss: without it, only the last stage gets the loss. return_logits: return `(that,
-        outputs of the last micro-batch)`, the latter None on other stages. Raises ValueError for another `reduce_output`.
+        return_logits: return `(result, outputs of the last micro-batch)`, the latter None except on the last
+            stage.
+        compute_loss: if False, the outputs are reduced and returned instead, on the last stage only (None
+            elsewhere).
+        reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all micro-batches, on
+            the last stage.
+        bcast_loss: if False, only the last stage gets the loss.
+
+        Raises ValueError for another `reduce_output`.
         """
         micros = self.micro_batches if num_micro_batches is None else num_micro_batches
         evaluation.check_arguments(reduce_output, micros)
@@ -164,22 +171,22 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
 
     @property
     def named_losses(self) -> dict[str, Tensor]:
-        """The named losses of the last batch in fp64, over the global batch, the same on every rank."""
+        """The named losses of the last batch, scalars in fp64 over the global batch, equal on every rank."""
         return self._losses.means
 
     @property
     def additional_losses(self) -> dict[str, Tensor]:
-        """Means over the micro-batches of the last batch of what the model's `get_additional_losses()` gave, on every rank."""
+        """Means of the model's `get_additional_losses()` over the last batch, scalars, on every rank."""
         return self._losses.additional
 
     @property
     def num_targets(self) -> float:
-        """Targets of the last batch, over the whole global batch; of micro-batches, if nothing counts targets."""
+        """Number of targets in the last global batch; of micro-batches, if targets are not counted."""
         return self._losses.targets
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over stage boundaries since it was made."""
+        """Bytes that this rank has sent over stage boundaries since the engine was made."""
         return sum(channel.bytes_sent for channel in self._borders.channels)
 
     # ---------------------------------------------------------- instructions
@@ -202,17 +209,17 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
             for channel in self._borders.channels:
                 channel.flush()
         for channel in self._borders.channels[:1]:
-            channel.pool.trim()  # all of them share it
+            channel.pool.trim()  # all channels share it
 
     def _inputs_of(self, instruction: Instruction) -> Any:
-        """What the layers are given: they may do with it what they like."""
+        """Return the inputs of the layers, which they may modify in place."""
         if self._borders.has_previous(instruction.chunk):
             of = self._step.of(instruction.at)
             received = of.received if self.module.training else of.take_received()
             return unwrap(tuple(handed(each.tensor) for each in received))
         inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
-            # or the first checkpoint would not learn
+            # Re-entrant checkpointing needs an input with requires_grad.
             inputs = tuple(handed(t.requires_grad_(t.is_floating_point())) for t in inputs)
         return unwrap(inputs)
 
@@ -222,18 +229,18 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         with autocast(self):
             outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
         if not self.module.training:
-            checkpointing.reset()  # no backward pass will empty the buffers of activations
+            checkpointing.reset()  # no backward pass will free the activation buffers
         if self._borders.has_next(chunk):
             self._keep(instruction, as_tuple(outputs))
         else:
             self._learn(instruction, outputs, self._step.batches.labels(instruction.micro))
 
     def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
-        """Hold on to what goes to the next stage."""
+        """Check the outputs for the next stage and keep them until they are sent."""
         declared = self._contract.puts_out[instruction.chunk]
         check(outputs, declared, f"stage {self.stage_id} puts out what it should not", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
-        learns = torch.is_grad_enabled()  # a weight among the outputs says that it wants a gradient even in evaluation
+        learns = torch.is_grad_enabled()  # a weight among the outputs has requires_grad even in evaluation
         of = self._step.of(instruction.at)
         of.to_send = [
             BoundaryTensor(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)
@@ -241,7 +248,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         of.edges = [get_gradient_edge(t) for t in outputs if t.requires_grad] if learns else []
 
     def _learn(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
-        """At the end of the pipeline: the loss."""
+        """Compute the loss, on the last stage."""
         self.outputs = None if self.module.training else outputs
         if not self._step.compute_loss:
             self.fwd_outputs.append(in_full(outputs))
@@ -320,7 +327,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         if of.edges:
             of.grads = [each.tensor for each in self._borders.from_next.take(instruction.at)]
 
-    _HANDLERS = {  # by name, so that those of a subclass are called
+    _HANDLERS = {  # method names, so that a subclass can override them
         schedule.Forward: "_forward",
         schedule.Backward: "_backward",
         schedule.BackwardInput: "_backward_input",
@@ -334,7 +341,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
     # ------------------------------------------------------------- internals
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
-        """Make ready for the micro-batches of a step, and find the scale of the loss."""
+        """Prepare the micro-batches of a step and find the scale of the loss."""
         self.fwd_outputs, self.outputs = [], None
         self.known_model.follow_layers()
         refuse_what_is_no_iterator(self.data_iterator, self.stage_id)
@@ -352,24 +359,27 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
                 self._tell_the_end(end)
                 raise end
             if end:
-                return  # as stage 0 will say
+                return  # stage 0 will announce it
         if count:
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)
         if last:
-            # DeepSpeed averages gradients over the replicas afterwards, hence the product with their number.
+            # DeepSpeed averages gradients over the replicas afterwards, so the loss is multiplied by their number.
             times = 1 if self._overlaps else replicas
             self._step.scale = torch.tensor(times / self.num_targets, dtype=torch.float64, device=self.device)
 
     def _tell_the_end(self, end: DataEnded) -> None:
-        """The data ended before a step had begun: so say all stages, and nobody waits."""
+        """Announce to the next stages that the data ended before the step began."""
         if not self._is_last:
             self._borders.to_next.send_end()
             self._borders.to_next.flush()
         end.everywhere = True
 
     def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:
-        """The loss over the global batch, told to all stages; what each rank gives to the norm is added up on the way."""
+        """Return the loss over the global batch, a scalar, and broadcast it to all stages.
+
+        The same message sums the ranks' parts of the squared gradient norm, a scalar.
+        """
         self._at("sharing the loss")
         if self._is_last:
             self._losses.reduce(self._replicas)

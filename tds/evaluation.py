@@ -1,4 +1,4 @@
-"""What an evaluation returns: DeepSpeed's `reduce_output`, `bcast_loss` and `compute_loss`."""
+"""Results of an evaluation: DeepSpeed's `reduce_output`, `bcast_loss` and `compute_loss`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .nested import as_tuple, unwrap
 
 
 def check_arguments(reduce_output: str | None, micros: int) -> None:
-    """Raise ValueError for what cannot be."""
+    """Raise ValueError for invalid arguments of `eval_batch`."""
     if micros < 1:
         raise ValueError(f"num_micro_batches {micros}: there is nothing to evaluate; give 1 or more")
     if reduce_output not in (None, "avg"):
@@ -20,7 +20,10 @@ def check_arguments(reduce_output: str | None, micros: int) -> None:
 
 
 def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
-    """loss: over all micro-batches and replicas; None if there is none to compute, and the outputs are what counts."""
+    """Return what `eval_batch` returns on this rank.
+
+    loss: a scalar over all micro-batches and replicas; None if the outputs are evaluated instead.
+    """
     last = engine.is_last_stage()
     if loss is not None and reduce_output:
         return loss if bcast_loss or last else None
@@ -30,7 +33,7 @@ def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_lo
 
 
 def _mean(engine: Any) -> Any:
-    """The mean of the outputs over micro-batches and replicas, each of the shape that one micro-batch has."""
+    """Return the mean of the outputs over micro-batches and replicas, in the shapes of one micro-batch's outputs."""
     outputs = [as_tuple(each) for each in engine.fwd_outputs]
     shapes = {tuple(t.shape for t in each) for each in outputs}
     if len(shapes) > 1:
@@ -40,7 +43,7 @@ def _mean(engine: Any) -> Any:
         )
     sums = [torch.stack(each).sum(0) for each in zip(*outputs, strict=True)]
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
-    if engine.dp_world_size > 1:  # which may have other numbers of micro-batches
+    if engine.dp_world_size > 1:  # replicas may have different numbers of micro-batches
         for each in [*sums, count]:
             dist.all_reduce(each, group=engine.grid.get_data_parallel_group())
     return unwrap(tuple(each / count.to(each.dtype) for each in sums))

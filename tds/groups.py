@@ -1,9 +1,9 @@
-"""Process groups for large worlds: where NCCL splits the world's communicator, all groups of an axis are made at once.
+"""Process groups for large worlds: NCCL creates all groups of an axis in one split of the world's communicator.
 
-torch's usual way is a group at a time, in whose making every rank of the world takes part: with NCCL a collective of
-all ranks for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all groups of an
-axis. Elsewhere they are made one by one, but once: the mesh and DeepSpeed's grid share them. The borders of a
-pipeline have groups of their own (borders.py).
+torch usually creates one group at a time, and every rank of the world takes part. With NCCL that is a world-wide
+collective for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all
+groups of an axis. On other backends groups are created one by one, but only once: the mesh and DeepSpeed's grid
+share them. The stage boundaries of a pipeline have separate groups (borders.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +21,24 @@ AXES = ("pipe", "data", "model")
 
 
 class _Made:
-    """What this process has made in its world."""
+    """The groups that this process has made in its current world."""
 
     world: Any = None
     groups: dict[tuple[Any, ...], Any] = {}
 
 
 def splits() -> bool:
-    """Whether groups come of splitting the communicator of the world, which exists from the start where a device is bound to it."""
+    """Return whether groups are split off the world's communicator.
+
+    This needs a device bound to the world at initialisation.
+    """
     world: Any = dist.group.WORLD
     device = world.bound_device_id
     return device is not None and can_split(world, device)
 
 
 def of_lines(lines: Lines) -> Any:
-    """This rank's group of these, which have no rank in common; None if it is in none. Every rank of the world calls it."""
+    """Create these disjoint groups and return the one with this rank, or None. Collective over the world."""
     if splits():
         return dist.split_group(split_ranks=[list(line) for line in lines])
     made = [dist.new_group(list(line)) for line in lines]
@@ -43,20 +46,20 @@ def of_lines(lines: Lines) -> Any:
 
 
 def shared(lines: Lines) -> Any:
-    """The same, but made only once: who asks for the same lines again gets the same group."""
+    """Return `of_lines(lines)`, but create each set of groups only once."""
     key = tuple(sorted(tuple(sorted(line)) for line in lines))
     return _made_once(key, lambda: of_lines(key))
 
 
 def of_members(ranks: Sequence[int]) -> Any:
-    """The group of these ranks, made when they first ask for it; no other rank takes part."""
+    """Return the group of these ranks, created at its first use; only its members take part."""
     return _made_once(("members", *ranks), lambda: _of_members(ranks))
 
 
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # or it would be split off the world's communicator, for which all ranks have to ask
+    if bound is not None:  # a bound device would turn this into a split of the world's communicator
         world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)
@@ -74,9 +77,9 @@ def _made_once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
 
 
 def lines_like(line: Sequence[int], topology: Any) -> list[list[int]]:
-    """`line` and all that lie like it in the grid: an axis on which it has one coordinate runs over all its values.
+    """Return all groups parallel to `line`: the same varying axes, every value of the fixed ones.
 
-    topology: DeepSpeed's, or one with its methods.
+    topology: DeepSpeed's, or an object with its methods.
     """
     coords = [topology.get_coord(rank) for rank in line]
     there = [axis for axis in AXES if axis in topology.get_axis_names()]
@@ -91,19 +94,20 @@ def lines_like(line: Sequence[int], topology: Any) -> list[list[int]]:
 
 @contextmanager
 def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
-    """Around DeepSpeed's making of the groups of a grid: it asks for one line at a time, and gets what `shared` has.
+    """Make DeepSpeed's grid use the groups of `shared`, although it creates one group at a time.
 
-    topology: gives that of the grid, which is not there yet when the first group, that of the whole world, is made.
+    topology: returns the grid's topology, which does not exist yet when the first group, of the whole world, is
+    created.
     """
     honest = deepspeed.comm.new_group
-    known: dict[tuple[int, ...], Any] = {}  # line -> the group of this rank among those that lie like it
+    known: dict[tuple[int, ...], Any] = {}  # ranks of a group -> this rank's group among all groups parallel to it
 
     def new_group(ranks: Sequence[int]) -> Any:
         line = tuple(sorted(ranks))
         if line not in known:
             lines = [line] if len(line) == dist.get_world_size() else [*map(tuple, lines_like(line, topology()))]
             if line not in lines:
-                return honest(ranks)  # no stretch of the grid
+                return honest(ranks)  # not a group along axes of the grid
             known.update(dict.fromkeys(lines, shared(lines)))
         return known[line] if dist.get_rank() in line else None
 

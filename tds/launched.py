@@ -1,6 +1,7 @@
-"""Ranks end with the launcher that started them: one that is killed cannot end them, and what it leaves would train on for ever.
+"""Exit of ranks whose launcher is gone: a killed launcher cannot end its ranks, which would train on forever.
 
-Only where a launcher says that it is one: a process started by hand, under nohup or tmux, outlives its parent rightly.
+This applies only if a launcher identifies itself. A process started by hand, under nohup or tmux, may outlive its
+parent.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 LAUNCHER = "TDS_LAUNCHER"  # set by tools/launch.py to its process id and its PID namespace
-THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # torchrun's and deepspeed's, whose ranks are their children
+THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and deepspeed, whose ranks are their child processes
 POLL_SECONDS = 0.5
 
 
 def started(pid: int) -> str | None:
-    """When a process of this machine was started, as its kernel counts; "" where it does not tell; None if it is not there."""
+    """Return the start time of a local process in kernel ticks; "" if unknown; None if there is no such process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -35,14 +36,14 @@ def started(pid: int) -> str | None:
     except OSError:
         return ""
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else fields[19]  # it has ended, and nobody has asked how
+    return None if fields[0] in ("Z", "X") else fields[19]  # zombie or dead: it has ended
 
 
 def process_table() -> str:
-    """Return which table of processes this process sees: the boot of its kernel and its PID namespace.
+    """Return an id of the process table that this process sees: boot id and PID namespace.
 
-    Containers on one host may share its name, and each counts its processes from 1. "" where /proc is missing, or
-    where it shows another table than that of this process.
+    Containers on one host may share its hostname, and each numbers processes from 1. "" if /proc is missing or
+    shows the table of another namespace.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
@@ -54,11 +55,11 @@ def process_table() -> str:
 
 
 class ImpossibleRanks(ValueError):
-    """The environment says of this process what no launcher says."""
+    """Rank numbers in the environment that no launcher sets."""
 
 
 def refuse_impossible_ranks() -> None:
-    """Raise ImpossibleRanks for numbers of ranks in the environment that no launcher sets; ranks would wait for each other in vain."""
+    """Raise ImpossibleRanks for impossible rank numbers in the environment, with which ranks would hang."""
     for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         given = {key: os.environ[key] for key in (name, total) if os.environ.get(key)}
         for key, text in given.items():
@@ -74,11 +75,11 @@ def refuse_impossible_ranks() -> None:
 
 
 def _is_gone() -> Callable[[], bool] | None:
-    """What tells whether the launcher of this process is gone; None where no launcher started it."""
+    """Return a check whether this process's launcher is gone, or None if no launcher started it."""
     if LAUNCHER in os.environ:
         number, _, namespace = os.environ[LAUNCHER].partition(" ")
         if namespace and namespace != process_table().partition(" ")[2]:
-            return None  # the launcher is in another container, where its process cannot be looked up
+            return None  # the launcher's process is in another container and cannot be looked up
         pid = int(number)
         begun = started(pid)
         return lambda: begun is None or started(pid) != begun
@@ -89,7 +90,7 @@ def _is_gone() -> Callable[[], bool] | None:
 
 
 def _launches(pid: int) -> bool:
-    """Whether a process may be a launcher: in a container the first process is one, elsewhere it takes in orphans."""
+    """Return whether a process may be a launcher: PID 1 is one in a container, elsewhere it adopts orphans."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -98,11 +99,10 @@ def _launches(pid: int) -> bool:
 
 
 def meet_again(backend: str, timeout: timedelta | None, device: "torch.device | None" = None) -> None:
-    """Make the process group of a further attempt over the store that torchrun shares among all of them.
+    """Create the process group of a restarted attempt in the store that torchrun shares among all attempts.
 
-    device: of this rank, to which an NCCL group is bound, as DeepSpeed binds it.
-
-    What an attempt before has left there, addresses of its ranks and the report of its end, would end this one, too.
+    A previous attempt left rank addresses and a failure report there, which would end this attempt too. device:
+    this rank's, to which an NCCL group is bound, as DeepSpeed does it.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -123,7 +123,7 @@ class _Watch:
 
 
 def end_with_launcher() -> None:
-    """From now on a thread looks for the launcher, and ends this process when it is gone."""
+    """Start a thread that ends this process when its launcher is gone."""
     is_gone = _is_gone()
     if is_gone is None or (_Watch.thread is not None and _Watch.thread.is_alive()):
         return
@@ -134,6 +134,6 @@ def end_with_launcher() -> None:
 def _watch(is_gone: Callable[[], bool]) -> None:
     while not is_gone():
         time.sleep(POLL_SECONDS)
-    with contextlib.suppress(Exception):  # whoever read it may be gone, too
+    with contextlib.suppress(Exception):  # the reader of stderr may be gone too
         print(f"rank {os.environ.get('RANK', '0')} ends: its launcher is gone", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""How long each layer of a list takes, so that the list can be cut where stages come out equally fast."""
+"""Measured time of each layer of a list, for stages that take equal time."""
 
 import statistics
 import time
@@ -15,14 +15,14 @@ from ._deepspeed import finish
 from .memory import handed
 from .nested import as_tuple, each_tensor, in_full, to_device
 
-ROUNDS = 5  # of which the first warms up
+ROUNDS = 5  # the first one warms up
 
 
 def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> list[float]:
-    """Seconds of the forward and backward pass of each layer, the slowest rank's; the same list on every rank.
+    """Return the seconds of forward plus backward pass of each layer on the slowest rank, equal on every rank.
 
-    Layers are built one at a time and thrown away. All ranks measure all layers at the same
-    moment, so layers that talk to their tensor-parallel peers find them there, too.
+    Layers are built one at a time and discarded. All ranks measure the same layer at the same time, so a layer
+    can communicate with its tensor-parallel peers.
     """
     seconds = []
     inputs = to_device(example, device)
@@ -45,7 +45,7 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
 
 
 def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
-    """Seconds, and what comes out."""
+    """Return the seconds of a forward and backward pass, and the detached outputs."""
     inputs = each_tensor(inputs, lambda t: handed(t.detach().clone().requires_grad_(t.is_floating_point())))
     finish(device)
     begin = time.perf_counter()
@@ -58,16 +58,19 @@ def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
 
 
 def cut_by_time(seconds: Sequence[float], stretches: int) -> list[int]:
-    """The cuts for which the slowest of `stretches` stretches is as fast as can be, and of these the evenest; none is empty."""
+    """Return the cuts into non-empty groups of layers whose slowest group is fastest, and of these the most even."""
     slowest = _cut(seconds, stretches, lambda most, took: max(most, took))[0]
     limit = slowest * (1 + 1e-9)
     return _cut(seconds, stretches, lambda total, took: total + (took * took if took <= limit else float("inf")))[1]
 
 
 def _cut(seconds: Sequence[float], stretches: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """The least cost there is, and its cuts. join: the cost of some stretches, seconds of one more -> the cost of all of them."""
+    """Return the least cost and its cuts.
+
+    join: computes a cost from the cost of some groups and the seconds of one more group.
+    """
     count, total = len(seconds), [0.0, *accumulate(seconds)]
-    best = {0: (0.0, [0])}  # by where the next stretch begins: the cost so far, and the cuts
+    best = {0: (0.0, [0])}  # start of the next group -> (cost so far, cuts)
     for left in reversed(range(stretches)):
         best = {
             end: min(

@@ -1,4 +1,4 @@
-"""The losses of one step: added up over micro-batches and replicas, divided by targets, told to all stages."""
+"""The losses of one step: summed over micro-batches and replicas, divided by targets, sent to all stages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST = 16  # named and additional losses
+MOST = 16  # limit on named plus additional losses
 
 
 def _check(named: Mapping[str, Any]) -> None:
-    """Raise TypeError unless there is something to learn from."""
+    """Raise TypeError unless `loss_fn` returned at least one loss and all of them are scalars."""
     if not named:
         raise TypeError("loss_fn returns an empty dict: there is nothing to learn from")
     for name, value in named.items():
@@ -21,30 +21,35 @@ def _check(named: Mapping[str, Any]) -> None:
 
 
 class Losses:
-    """Sums in fp64, by name. A loss that is not a dict has the name `loss`."""
+    """Sums of losses in fp64, by name. A loss that is not a dict has the name `loss`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.targets = 0.0
-        self.dtype = torch.float32  # of what users are given
+        self.dtype = torch.float32  # dtype of the losses that users get
         self.means: dict[str, Tensor] = {}
-        self.additional: dict[str, Tensor] = {}  # means of what is looked at, not learned from
-        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())  # what all ranks know, of both kinds
+        self.additional: dict[str, Tensor] = {}  # means of losses that are only reported, not trained on
+        # Names known to all ranks: of the losses, and of the additional losses.
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())
         self._sums: dict[str, Tensor] = {}
         self._aside: dict[str, Tensor] = {}
-        self._agreed: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())  # what all replicas know, of both kinds
-        self._own = self._micros = 1  # micro-batches of this replica, and of all
+        # Names known to all replicas: of the losses, and of the additional losses.
+        self._agreed: tuple[tuple[str, ...], tuple[str, ...]] = (("loss",), ())
+        self._own = self._micros = 1  # micro-batches of this replica, and of all replicas
         self._counted = False
 
     def begin(self, micro_batches: int, replicas: int) -> None:
-        """A new step; micro_batches: of this replica. Losses are divided by those of all replicas if nothing is counted."""
+        """Start a step with `micro_batches` on this replica.
+
+        Without counted targets, losses are divided by the number of micro-batches on all replicas.
+        """
         self._own, self._micros, self._counted = micro_batches, micro_batches * replicas, False
         self.targets = float(self._micros)
         self._sums, self._aside = {}, {}
         self.dtype = torch.float32
 
     def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
-        """Divide by targets instead, the total over the labels and the group of replicas."""
+        """Divide by the number of targets instead, totalled over the labels and the replicas."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in labels:
             total += count_targets(each)
@@ -52,7 +57,10 @@ class Losses:
         self.targets, self._counted = max(total.item(), 1.0), True
 
     def add(self, loss: Any, aside: Mapping[str, Any]) -> Tensor:
-        """The loss of a micro-batch, a scalar or a dict of scalars; returns what to learn from. aside: additional losses."""
+        """Add the losses of a micro-batch, a scalar or a dict of scalars, and return the scalar to train on.
+
+        aside: additional losses, only reported.
+        """
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
         _check(named)
         if len(named) + len(aside) > MOST:
@@ -65,7 +73,10 @@ class Losses:
         return sum(named.values())  # type: ignore[return-value]
 
     def reduce(self, replicas: Any) -> None:
-        """On the last stage: add up over the group of replicas, by name. Each may have other names, and more or fewer micro-batches."""
+        """Sum the losses by name over the replicas, on the last stage.
+
+        Replicas may have different names and different numbers of micro-batches.
+        """
         learned, aside = self._sums, self._aside
         if dist.get_world_size(replicas) > 1:
             learned, aside = self._over_replicas(replicas)
@@ -73,7 +84,10 @@ class Losses:
         self.additional = {name: (total / self._micros).float() for name, total in aside.items()}
 
     def _over_replicas(self, replicas: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """One message with a place for each name of the step before; only where a replica has a name that is not among them, another one."""
+        """Return the sums over replicas: one all-reduce over the names of the previous step.
+
+        A second exchange is needed only if a replica has a new name.
+        """
         sums = self._sums, self._aside
         places = [(kind, name) for kind, names in enumerate(self._agreed) for name in names]
         strange = any(name not in known for given, known in zip(sums, self._agreed, strict=True) for name in given)
@@ -113,10 +127,10 @@ class Losses:
         return learned, aside
 
     def tell(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> Tensor | None:
-        """Give the result of rank `source` to the group of stages, which all call this.
+        """Broadcast the result of rank `source` to the stages. Collective over the group `stages`.
 
-        with_sum: (whether this rank speaks, a scalar, a group that `stages` is a part of): one rank speaks for the whole group, and
-        the sum of its scalars, which is returned, takes no message of its own.
+        with_sum: (whether this rank contributes the result, a scalar, a group that contains `stages`). If given,
+        one all-reduce over that group carries both the result and the sum of the scalars, which is returned.
         """
         here = dist.get_rank() == source
         names = tuple(self.means), tuple(self.additional)
@@ -144,15 +158,15 @@ class Losses:
 
     @property
     def total(self) -> Tensor:
-        """Of the last step."""
+        """The loss of the last step, a scalar."""
         return torch.stack(list(self.means.values())).sum().to(self.dtype)
 
     @property
     def sum(self) -> Tensor | None:
-        """What this rank has added up in this step, before any division."""
+        """The sum over this rank's micro-batches in this step before any division, a scalar."""
         return torch.stack(list(self._sums.values())).sum().to(self.dtype) if self._sums else None
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """All of them, for a line of progress."""
+        """All losses by name, scalars, for a progress line."""
         return self.means | self.additional

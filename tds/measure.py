@@ -1,7 +1,7 @@
-"""Measurement of what DeepSpeed does to gradients: a tiny model learns for one step, on the road that a run takes.
+"""Measurement of DeepSpeed's gradient scaling: one optimizer step of a tiny model, by the same code path as a run.
 
-Engines here multiply losses by what DeepSpeed will divide gradients by: accumulation steps, replicas, the loss scale
-of fp16. Releases and settings differ in this, and a wrong factor trains on wrong numbers without a word.
+Engines here multiply losses by what DeepSpeed will divide gradients by: accumulation steps, replicas, and the
+fp16 loss scale. Releases and settings differ in this, and a wrong factor would silently train on wrong gradients.
 """
 
 import json
@@ -40,7 +40,7 @@ _right: set[str] = set()
 
 
 class _Number(nn.Module):
-    """A model whose gradient is known: that of its loss is `factor` for each weight."""
+    """A model with a known gradient: `factor` for each weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _PipelineProbe(PlainEngine):
     pipeline_enable_backward_allreduce, _force_grad_boundary = True, False
 
     def prepare(self: Any) -> None:
-        """Leave reductions to the caller."""
+        """Turn off the engine's own reduction, as a pipeline engine does."""
         self.enable_backward_allreduce = False
         self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
 
@@ -88,11 +88,11 @@ class _PlainProbe(PlainEngine):
 
 
 def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
-    """Return a ds_config with those settings of `engine` that decide about the size of gradients."""
+    """Return a ds_config with the settings of `engine` that affect gradient scaling."""
     given = engine._config._param_dict
     zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
-    # DeepSpeed takes bf16 with fp32 sums under ZeRO only; the caller that reduces itself has no need of either.
+    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only; a caller with its own reduction needs neither.
     names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
     settings = {key: given[key] for key in names if key in given}
     settings |= {
@@ -106,7 +106,7 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
 
 
 def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool) -> float:
-    """Return how far a weight moves in a step of SGD with learning rate 1, down the gradient."""
+    """Return how far a weight moves in one SGD step with learning rate 1, down the gradient."""
     model = _Number()
     with quietly():
         probe = (_PipelineProbe if pipeline else _PlainProbe)(
@@ -131,11 +131,12 @@ def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction
 def check_factor(
     engine: Any, factor_of: Callable[[int], float], own_reduction: bool = False, pipeline: bool = False
 ) -> None:
-    """Measure whether a loss times `factor_of(accumulation steps)` gives the gradient that the caller wants.
+    """Measure whether a loss times `factor_of(accumulation steps)` gives the intended gradient.
 
-    That is the sum over the global batch, or under a pipeline the mean over replicas of sums over micro-batches. Collective
-    over all ranks; each kind of engine is measured once in a process. own_reduction: the caller sums over replicas, and
-    this rank alone is measured. Raises ValueError if DeepSpeed makes the gradient larger or smaller.
+    The intended gradient is the sum over the global batch. Under a pipeline it is the mean over replicas of sums
+    over micro-batches. Collective over all ranks; each kind of engine is measured once in a process.
+    own_reduction: the caller reduces over replicas, so only this rank is measured. Raises ValueError if DeepSpeed
+    makes the gradient larger or smaller.
     """
     micros = min(engine.gradient_accumulation_steps(), 2)
     replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)
@@ -155,7 +156,7 @@ def check_factor(
 
 
 def check_scale_of_fp16(engine: Any) -> None:
-    """Raise ValueError if a new engine without a pipeline would undo a loss scale of fp16 that it never applied."""
+    """Raise ValueError if a new engine without a pipeline would undo an fp16 loss scale that it never applied."""
     if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and not isinstance(
         engine, StockPipelineEngine
     ):

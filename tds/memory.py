@@ -1,8 +1,8 @@
-"""Whose memory a tensor lies in: buffers that are used again, and tensors that share memory without knowing each other.
+"""Memory of tensors: reusable buffers, and tensors that share memory without autograd's knowledge.
 
-A message is one buffer, so its tensors are neighbours in memory. Layers may work in place on what
-they are given, keep their outputs, or fill the same output again for the next micro-batch; none of
-this may reach another tensor, another micro-batch or the user's data set.
+A message is one buffer, so its tensors are neighbours in memory. Layers may modify their inputs in place, keep
+their outputs, or reuse one output tensor for every micro-batch. None of this may affect another tensor, another
+micro-batch or the user's data set.
 """
 
 from typing import Any
@@ -14,12 +14,15 @@ from ._torch import users
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor as its memory has it: a conjugate or negative view is computed, since the bit that says so is no part of it."""
+    """Return a detached tensor of the same values with its conjugate or negative bit resolved.
+
+    Such a bit is not in the memory, so it would be lost in a message.
+    """
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor without history: no base, no gradient, a version counter of its own."""
+    """Return a tensor of the same memory and shape, with no history, base or gradient and a new version counter."""
     bare = plain(tensor)
     return bare.new_empty(0).set_(
         bare.untyped_storage(),  # type: ignore[call-overload]
@@ -40,24 +43,24 @@ class _Handed(torch.autograd.Function):
 
 
 def handed(tensor: Tensor) -> Tensor:
-    """What a layer is given of a leaf: no leaf itself, so the layer may work in place on it, and nothing is copied.
+    """Return a non-leaf tensor in the memory of a leaf, which a layer may modify in place.
 
-    Like `tensor.clone()`, but in the memory of `tensor`, whose values are lost to such a layer.
+    It works like `tensor.clone()` without the copy, so an in-place layer overwrites the values of `tensor`.
     """
     return _Handed.apply(tensor) if tensor.requires_grad else alias(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def given_up_grad(tensor: Tensor) -> Tensor:
-    """The gradient of a tensor, which forgets it: nobody else looks at it, so it needs no copy to be sent."""
+    """Return the gradient of a tensor and clear it there, so it can be sent without a copy."""
     grad, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if grad is None else plain(grad)
 
 
 class Pool:
-    """Buffers by size, handed out again only when no tensor looks into them any more.
+    """Buffers by size, reused only when no tensor views them any more.
 
-    A received tensor may live on in autograd's graph, in another message or in a user's
-    variable, so nobody gives a buffer back: torch's count of a storage's users tells.
+    A received tensor may live on in autograd's graph, in another message or in a user's variable. So buffers are
+    not given back; torch's use count of a storage shows when one is free.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +69,7 @@ class Pool:
         self._wanted: set[int] = set()
 
     def take(self, size: int) -> Tensor:
-        """`size` bytes, as a uint8 tensor."""
+        """Return a free uint8 buffer `[size]`."""
         self._wanted.add(size)
         buffers = self._buffers.setdefault(size, [])
         for buffer in buffers:
@@ -76,6 +79,6 @@ class Pool:
         return buffers[-1].view(-1)
 
     def trim(self) -> None:
-        """Forget the sizes that nobody has asked for since the last call."""
+        """Free the buffers of all sizes that were not requested since the last call."""
         self._buffers = {size: buffers for size, buffers in self._buffers.items() if size in self._wanted}
         self._wanted.clear()

@@ -1,4 +1,4 @@
-"""Mistakes of a user's loop or model that torch would report far from their place, or not at all; each in one sentence."""
+"""Checks for mistakes in a user's loop or model that torch reports far from their origin, or not at all."""
 
 import warnings
 from collections import defaultdict
@@ -11,7 +11,7 @@ from .nested import as_tuple
 
 
 def refuse_what_is_no_iterator(data: Any, stage: int) -> None:
-    """Raise TypeError for a list or a DataLoader where an iterator is due."""
+    """Raise TypeError for data that are not an iterator, such as a list or a DataLoader."""
     if data is None or hasattr(type(data), "__next__"):
         return
     raise TypeError(
@@ -21,7 +21,7 @@ def refuse_what_is_no_iterator(data: Any, stage: int) -> None:
 
 
 def refuse_outputs_as_loss(outputs: Any, stage: int) -> None:
-    """Raise TypeError if there is no loss_fn, and what the last layer returns is no loss either."""
+    """Raise TypeError if there is no loss_fn and the last layer does not return a scalar loss."""
     values = outputs.values() if isinstance(outputs, Mapping) else (outputs,)
     if all(isinstance(each, Tensor) and each.numel() == 1 for each in values):
         return
@@ -33,7 +33,7 @@ def refuse_outputs_as_loss(outputs: Any, stage: int) -> None:
 
 
 def refuse_detached(loss: Tensor, outputs: Any, stage: int) -> None:
-    """Raise RuntimeError if no gradient leads from the loss of a training step to anything."""
+    """Raise RuntimeError if the loss, a scalar, has no gradient function in a training step."""
     if loss.requires_grad:
         return
     if any(isinstance(each, Tensor) and each.requires_grad for each in as_tuple(outputs)):
@@ -48,7 +48,7 @@ def refuse_detached(loss: Tensor, outputs: Any, stage: int) -> None:
 
 
 def warn_of_untied(module: Any) -> None:
-    """Warn, on rank 0, of modules and weights that are one object in the list of layers but lie on several stages."""
+    """Warn on rank 0 of modules and weights that are one object in the list of layers but are on several stages."""
     if module.num_stages == 1 or module.global_rank:
         return
     places: dict[int, list[int]] = defaultdict(list)
@@ -71,7 +71,7 @@ def warn_of_untied(module: Any) -> None:
 
 
 def _things(layer: Any) -> Iterator[tuple[str, Any]]:
-    """A layer itself and its weights, which another layer may hold, too. A LayerSpec builds new ones wherever it stands."""
+    """Yield a layer and its weights by name, which another layer may share. A LayerSpec always builds new ones."""
     if isinstance(layer, nn.Module):
         if any(True for _ in layer.parameters()):
             yield "", layer

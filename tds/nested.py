@@ -1,4 +1,4 @@
-"""What layers and data loaders pass around: a tensor, or a tuple of them."""
+"""Helpers for what layers and data loaders pass around: a tensor, or a nested structure of tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 def as_tuple(x: Any) -> tuple[Any, ...]:
-    """A tuple as it is, anything else as a tuple of one."""
+    """Return a tuple or list as a tuple, anything else as a tuple of one."""
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
 def unwrap(x: tuple[Tensor, ...]) -> Any:
-    """Layers get a tensor where the tuple has one, as in DeepSpeed."""
+    """Return the only element of a tuple of one, else the tuple; DeepSpeed passes inputs to layers like this."""
     return x[0] if len(x) == 1 else x
 
 
 def each_tensor(x: Any, f: Callable[[Tensor], Any]) -> Any:
-    """`x` with every tensor in it replaced by what `f` makes of it."""
+    """Return `x` with `f` applied to every tensor in it."""
     if isinstance(x, (tuple, list)):
         return tuple(each_tensor(each, f) for each in x)
     if isinstance(x, dict):
@@ -27,11 +27,14 @@ def each_tensor(x: Any, f: Callable[[Tensor], Any]) -> Any:
 
 
 def in_full(x: Any) -> Any:
-    """`x`, or what it stands for: a last layer may put work off until its loss asks for it, in an object with a method `in_full`."""
+    """Return `x`, or the result of its method `in_full`.
+
+    A last layer may return an object with this method to defer work until its loss needs it.
+    """
     make = getattr(x, "in_full", None)
     return make() if make else x
 
 
 def to_device(x: Any, device: torch.device) -> Any:
-    """Every tensor in there on `device`."""
+    """Return `x` with every tensor detached and on `device`."""
     return each_tensor(x, lambda t: t.detach().to(device, non_blocking=True))

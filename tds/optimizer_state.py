@@ -1,8 +1,8 @@
-"""The fp32 weights and optimizer moments of one parameter, whatever DeepSpeed has done to them.
+"""The fp32 weight and the optimizer moments of a parameter, independent of DeepSpeed's wrapper.
 
-ZeRO flattens, cuts and hides them; here they are read and set whole (this rank's
-tensor-parallel part). Reading is a collective over the data-parallel ranks where ZeRO is on:
-all of them must ask for the same parameters in the same order.
+ZeRO flattens, shards and hides them. Here they are read and set whole (this rank's tensor-parallel shard). With
+ZeRO, reading is a collective over the data-parallel ranks: all must ask for the same parameters in the same
+order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,30 +27,34 @@ def _wrapped(parameter: nn.Parameter) -> bool:
 
 
 def _inner(engine: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside DeepSpeed's wrapper."""
+    """Return the torch optimizer inside DeepSpeed's wrapper."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     assert isinstance(inner, torch.optim.Optimizer)
     return inner
 
 
 def _owners(engine: Any) -> list[Tensor]:
-    """The tensors that the torch optimizer steps: the parameters, or ZeRO's flat pieces of them."""
+    """Return the tensors that the torch optimizer steps: the parameters, or ZeRO's flat shards of them."""
     if engine.zero_optimization_stage() == 3 and engine.optimizer is not _inner(engine):
-        return list(engine.optimizer.fp32_partitioned_groups_flat)  # ZeRO 3 swaps these in and out of groups
+        return list(engine.optimizer.fp32_partitioned_groups_flat)  # ZeRO-3 swaps these in and out of groups
     return [p for group in _inner(engine).param_groups for p in group["params"]]
 
 
 def local_piece(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of `parameter` in the dtype of the forward pass: under ZeRO 3 a flat piece, else all of it."""
+    """Return this rank's part of `parameter` in the dtype of the forward pass.
+
+    Under ZeRO-3 this is a flat shard `[n]`, else the whole parameter.
+    """
     return getattr(parameter, "ds_tensor", parameter)
 
 
 def get_weight(parameter: nn.Parameter) -> Tensor:
-    """Return the fp32 master copy (the parameter itself where there is no other).
+    """Return the fp32 master copy of a parameter, in its shape; without such a copy, the parameter.
 
-    Where the forward pass reads something else, because a user changed or swapped the weight since the last step, that counts.
+    If a user changed or swapped the weight since the last step, the values that the forward pass reads are
+    returned.
     """
-    if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # frozen: in pieces, but with no other copy
+    if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # a frozen weight is sharded but has no fp32 copy
         with zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
     if not _wrapped(parameter):
@@ -64,7 +68,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set the master copy and what the forward pass reads."""
+    """Set the master copy, and the weight that the forward pass reads, to `value`."""
     if not _wrapped(parameter):
         parameter.copy_(value)
         return
@@ -80,9 +84,9 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def moment_names(engine: Any) -> list[str]:
-    """Names of the optimizer's tensors of a parameter's size, e.g. exp_avg and exp_avg_sq, as this rank knows them.
+    """Return the names of this rank's per-parameter optimizer tensors, e.g. exp_avg and exp_avg_sq.
 
-    None before the first step, and none where no weight of this rank had a gradient so far.
+    Empty before the first step, and as long as no weight of this rank has had a gradient.
     """
     _link_moments(engine)
     states = [(owner, _inner(engine).state.get(owner, {})) for owner in _owners(engine)]
@@ -94,12 +98,12 @@ def _is_moment(value: Any, owner: Tensor) -> bool:
 
 
 def has_moments(engine: Any, parameter: nn.Parameter) -> bool:
-    """Whether the optimizer keeps anything of `parameter`: not of a frozen one, nor of one that never had a gradient."""
+    """Return whether the optimizer has state for `parameter`; not if it is frozen or never had a gradient."""
     return parameter.requires_grad and (_wrapped(parameter) or parameter in _inner(engine).state)
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
-    """Of a parameter, whole or this rank's share, as the optimizer keeps it."""
+    """Return a moment of a parameter as the optimizer keeps it: whole, or this rank's share."""
     if _wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
     return _inner(engine).state[parameter][name]  # type: ignore[no-any-return]
@@ -107,7 +111,7 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
 
 @torch.no_grad()
 def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -> None:
-    """The reverse of `get_moment`."""
+    """Set a moment of a parameter, as `get_moment` returns it."""
     if _wrapped(parameter):
         _utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
@@ -115,15 +119,18 @@ def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -
 
 
 def get_step(engine: Any) -> int:
-    """How many times the optimizer has stepped (Adam's t): of what this rank steps, where that differs, the most."""
+    """Return the optimizer's step count (Adam's t), the highest one on this rank."""
     inner = _inner(engine)
     counted = [step for owner in _owners(engine) if (step := inner.state.get(owner, {}).get("step")) is not None]
-    counted += [group.get("step", 0) for group in inner.param_groups]  # where apex's Adam counts
+    counted += [group.get("step", 0) for group in inner.param_groups]  # apex's Adam counts here
     return max(map(int, counted), default=0)
 
 
 def step_of(engine: Any, parameter: nn.Parameter) -> int | None:
-    """The same of one parameter, where each has a count of its own and one that had no gradient lags behind; else None."""
+    """Return one parameter's step count if the optimizer counts per parameter, else None.
+
+    A parameter without a gradient in some step has a lower count than the others.
+    """
     step = None if _wrapped(parameter) else _inner(engine).state.get(parameter, {}).get("step")
     return None if step is None else int(step)
 
@@ -131,12 +138,13 @@ def step_of(engine: Any, parameter: nn.Parameter) -> int | None:
 def make_moments(
     engine: Any, names: Sequence[str], step: int, of: Mapping[nn.Parameter, int | None] | None = None
 ) -> None:
-    """Give every parameter the state that it would have after `step` steps, moments still zero.
+    """Give every parameter the state that it would have after `step` steps, with zero moments.
 
-    of: for some, other numbers of steps; None: it had no gradient yet, and gets no state. Heeded where each parameter has a state of its own.
+    of: other step counts for some parameters; None for one without a gradient so far, which gets no state. Only
+    used if each parameter has separate state.
     """
     inner, of = _inner(engine), of or {}
-    # As torch's `load_state_dict` has it: kernels that count steps themselves read the count where the weights are.
+    # Like torch's `load_state_dict`: fused and capturable kernels read the step count on the device of the weights.
     there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for owner in _owners(engine):
         own = of.get(owner, step)  # type: ignore[call-overload]
@@ -153,7 +161,7 @@ def make_moments(
 
 
 def _link_moments(engine: Any) -> None:
-    """Let ZeRO's parameters find their moments. DeepSpeed does so itself, but only after the first group's first step."""
+    """Link ZeRO's parameters to their moments. DeepSpeed does this only after the first group's first step."""
     if isinstance(engine.optimizer, LINKS_MOMENTS):
         optimizer: Any = engine.optimizer
         optimizer._hp_optimizer_states_linked = False
@@ -161,19 +169,19 @@ def _link_moments(engine: Any) -> None:
 
 
 def take_over_reduction(engine: Any) -> None:
-    """From now on the caller adds gradients up over the replicas, and DeepSpeed's `backward` does not (ZeRO 0)."""
+    """Stop DeepSpeed's `backward` from reducing gradients (ZeRO-0); the caller reduces them from now on."""
     engine.enable_backward_allreduce = False
 
 
 def was_skipped(engine: Any) -> bool:
-    """Whether the last step was left out for a gradient that was not finite."""
+    """Return whether the last step was skipped for a gradient with NaN or Inf."""
     if isinstance(engine.optimizer, DeepSpeedOptimizer):
         return bool(engine.optimizer.overflow)
-    return bool(getattr(engine.optimizer, "overflow", False))  # set by the engines of this package where they skip
+    return bool(getattr(engine.optimizer, "overflow", False))  # set by the engines of this package when they skip
 
 
 def loss_scale(engine: Any) -> float | None:
-    """What fp16 multiplies the loss by now; None in another precision."""
+    """Return the current fp16 loss scale, or None in another precision."""
     return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
 
 
@@ -184,7 +192,7 @@ def _kept_of(scaler: Any) -> tuple[str, ...]:
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float]:
-    """State of fp16's loss scale, of which a static one has only `cur_scale`; empty in another precision."""
+    """Return the state of fp16's loss scaler, only `cur_scale` if it is static; empty in another precision."""
     if not engine.fp16_enabled():
         return {}
     scaler = engine.optimizer.loss_scaler
@@ -192,7 +200,7 @@ def get_loss_scaler(engine: Any) -> dict[str, float]:
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
-    """The reverse of `get_loss_scaler`, where both scales are dynamic: a static one is a setting, and that of this run holds."""
+    """Restore what `get_loss_scaler` returned, if both scales are dynamic: a static one is a setting of this run."""
     if not engine.fp16_enabled() or "cur_iter" not in state or not engine.optimizer.loss_scaler.dynamic:
         return
     scaler = engine.optimizer.loss_scaler
@@ -201,19 +209,22 @@ def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
 
 
 def least_loss_scale(engine: Any) -> float | None:
-    """Where fp16's dynamic loss scale cannot fall any more; None where it is not dynamic. The engine then goes on skipping steps."""
+    """Return the minimum of fp16's dynamic loss scale, or None without one.
+
+    Afterwards the engine keeps skipping steps at this minimum instead of raising.
+    """
     if not engine.fp16_enabled() or not engine.optimizer.loss_scaler.dynamic:
         return None
     scaler = engine.optimizer.loss_scaler
-    scaler.raise_error_at_min_scale = False  # a bare Exception; who drives the engine says it better
+    scaler.raise_error_at_min_scale = False  # DeepSpeed would raise a bare Exception; the caller reports this better
     return float(scaler.min_scale)
 
 
 def heed_copies(engine: Any) -> None:
-    """Let DeepSpeed's optimizers leave out a step, too, if the gradient of a copied or tied weight is not finite on only one rank.
+    """Make DeepSpeed's optimizers skip a step if a replicated or tied weight's gradient is non-finite on one rank only.
 
-    Their norms count such weights on one rank, so that the others would apply it. ZeRO 1 and 2 in fp32 and ZeRO 3 then
-    look at all gradients, which is one more pass over them and one more wait for the device.
+    Their norms count such weights on one rank, so the other ranks would take the step. ZeRO-1 and ZeRO-2 in fp32,
+    and ZeRO-3, then check all gradients, which costs one more pass over them and one more synchronization.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
@@ -225,7 +236,10 @@ def heed_copies(engine: Any) -> None:
 
 
 def _with_copies(optimizer: Any, honest: Any, for_clipping: bool = False) -> Any:
-    """What the bf16 optimizer takes the norm of, and 0 times the norms of the rest, which is nan unless they are finite."""
+    """Return the gradients for the bf16 optimizer's norm, and 0 times the norms of the others.
+
+    The latter is NaN unless they are finite.
+    """
     found = honest(for_clipping)
     if for_clipping:
         return found
@@ -241,6 +255,6 @@ def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:
 
 
 def use_fp64(engine: Any) -> None:
-    """Turn a new engine to fp64, for checking numbers. DeepSpeed accepts only fp32, but steps whatever it then holds."""
+    """Switch a new engine to fp64, for numerical checks; DeepSpeed accepts only fp32 but steps any dtype."""
     engine.module.double()
-    engine._config.communication_data_type = torch.float64  # or gradients would be summed in fp32
+    engine._config.communication_data_type = torch.float64  # without this, gradients would be summed in fp32

@@ -1,4 +1,4 @@
-"""Optimizers that a ds_config names, where DeepSpeed's own would have to be compiled: on a CPU torch's are taken."""
+"""Optimizers named in a ds_config: on a CPU torch's replace DeepSpeed's, which would have to be compiled."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from typing import Any
 
 from ._deepspeed import DeepSpeedEngine, on_cpu
 
-ADAMS = ("adam", "adamw", "muon")  # Muon has an Adam inside, for what is no matrix
+ADAMS = ("adam", "adamw", "muon")  # Muon contains an Adam for parameters that are not matrices
 NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
-OF_THE_KERNELS = ("set_grad_none", "fp32_optimizer_states")  # how they use memory; torch's has nothing of the kind
+OF_THE_KERNELS = ("set_grad_none", "fp32_optimizer_states")  # DeepSpeed's memory options, which torch's Adam lacks
 
 
 @contextlib.contextmanager
 def for_this_device() -> Iterator[list[str]]:
-    """While inside, engines build optimizers that need no compiler on a CPU. Gives a list that fills with what to tell users.
+    """Make engines build optimizers that need no compiler on a CPU, and yield a list of notes for the user.
 
     Raises ValueError for an optimizer or a setting that only DeepSpeed's kernels have.
     """
@@ -40,7 +40,7 @@ def for_this_device() -> Iterator[list[str]]:
 
 
 def _of_torch(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The same mathematics: DeepSpeed's Adam decays nothing by default, torch's AdamW 0.01 of a weight."""
+    """Return settings for torch's Adam that compute the same; its default weight decay is 0.01, DeepSpeed's is 0."""
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
     kept = {key: value for key, value in settings.items() if key not in ("bias_correction", *OF_THE_KERNELS)}

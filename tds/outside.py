@@ -1,7 +1,7 @@
-"""State of a PipelineModule that DeepSpeed's files by layer leave out.
+"""State of a PipelineModule that is missing in DeepSpeed's layer checkpoints.
 
-The weights and buffers of a `loss_fn` that is a module, what the PipelineModule itself holds, and tied modules that are only
-used through a `forward_fn`. Each stage writes a file of its own next to DeepSpeed's.
+This is the state of a `loss_fn` that is a module, of the PipelineModule itself, and of tied modules that are only
+used through a `forward_fn`. Each stage writes a separate file next to DeepSpeed's.
 """
 
 import hashlib
@@ -20,14 +20,17 @@ FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
 
 
 class Outside:
-    """The state of `module` outside of the layers that DeepSpeed saves."""
+    """The state of `module` outside the layers that DeepSpeed saves."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._remember()
 
     def _remember(self) -> None:
-        """Note values of now, so that a save knows on which stage they changed. Ties are the same on all stages."""
+        """Record current values, so that a save knows on which stage they changed.
+
+        Tied modules are left out, because they are equal on all stages.
+        """
         here = self._state().items()
         self._begun = {name: value.clone() for name, value in here if not name.startswith("tied_modules.")}
 
@@ -42,7 +45,7 @@ class Outside:
         return found
 
     def save(self, folder: Path, grid: Any) -> None:
-        """Write this stage's file; nothing where there is nothing of the kind."""
+        """Write this stage's file, if there is such state."""
         state = {name: value.detach().cpu() for name, value in self._state().items()}
         if not state:
             return
@@ -50,14 +53,15 @@ class Outside:
         changed = [name for name, value in before.items() if name in state and not torch.equal(value, state[name])]
         path = folder / FILE.format(stage=grid.get_stage_id(), model=grid.get_slice_parallel_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        # Cloned, or a view would bring along all of the flat memory that it lies in.
+        # Without clone(), torch.save would write all of the flat memory that a view lies in.
         torch.save({"state": {k: v.clone() for k, v in state.items()}, "changed": changed}, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
 
     def load(self, folder: Path, grid: Any) -> None:
-        """Take what the stages have written: of as many stages this stage's own, of others that of the stage that changed it.
+        """Load what the stages have written.
 
-        Warns of what the checkpoint lacks, as one does that DeepSpeed itself has written.
+        With as many stages as at the save, each stage loads its own values. Otherwise it loads those of the stage
+        that changed them. Warns of missing values, e.g. in a checkpoint that DeepSpeed itself has written.
         """
         here = self._state()
         if not here:
@@ -86,7 +90,7 @@ def _chosen(files: list[Any], name: str, grid: Any) -> Tensor | None:
 
 
 def warn_of_replicas(module: nn.Module, group: Any) -> None:
-    """Warn of persistent buffers that differ between the replicas in `group`, by name. A collective."""
+    """Warn of persistent buffers that differ between the replicas in `group`, by name. Collective."""
     if dist.get_world_size(group) == 1:
         return
     weights = {id(p) for p in module.parameters()}

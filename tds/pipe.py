@@ -1,6 +1,6 @@
-"""PipelineModule, LayerSpec and TiedLayerSpec: DeepSpeed's, with more ways to cut and several chunks a stage.
+"""DeepSpeed's PipelineModule, LayerSpec and TiedLayerSpec, with more partition methods and several chunks per stage.
 
-SequentialModule runs the same list in one process.
+SequentialModule runs the same list of layers in one process.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,15 @@ from .start import tell_error
 
 
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
-    """A model as a list of layers, of which this process builds the ones of its stage.
+    """A model as a list of layers; this process builds the layers of its stage.
 
-    partition_method: `uniform`, `parameters`, `type:REGEX` as in DeepSpeed; `balanced`, by the
-    measured time of each layer; or the cuts themselves, `[0, 3, 7]` or `"0,3,7"`: stage i gets the
-    layers cuts[i] to cuts[i+1]-1. example: what the first layer is given, for `balanced`.
-    chunks: stretches of layers that a stage holds, for the schedule `interleaved`; the cuts then
-    are between stages x chunks stretches, of which stage i has number i, stages + i, ...
+    partition_method: `uniform`, `parameters`, `type:REGEX` as in DeepSpeed; `balanced`, by the measured time of
+        each layer; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers cuts[i] to
+        cuts[i+1]-1.
+    example: input of the first layer, for `balanced`.
+    chunks: groups of layers per stage, for the schedule `interleaved`. The cuts then define stages x chunks
+        groups. Stage i has group i, group stages + i, and so on.
+
     Raises ValueError for cuts that leave a layer out or do not fit the number of stages.
     """
 
@@ -66,35 +68,35 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         return inputs
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has this layer."""
+        """Return the stage of this layer."""
         for virtual_stage, (start, stop) in enumerate(pairwise(self.cuts)):
             if start <= layer_idx < stop:
                 return virtual_stage % self.num_stages  # type: ignore[no-any-return]
         raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
-        """As DeepSpeed's."""
+        """Return the checkpoint path of a layer, as DeepSpeed's method does, by its global index."""
         return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
-        """As DeepSpeed's."""
+        """Return the checkpoint paths of a layer, as DeepSpeed's method does, by its global index."""
         return super().ckpt_layer_path_list(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
         if self.num_stages == 1:
-            self.chunks = 1  # nothing to take turns with
+            self.chunks = 1  # a single stage has nothing to interleave
         self.cuts = self._cuts(method)
-        self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # of this stage's layers, by chunk
+        self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # bounds of this stage's chunks
         self.indices = [index for start, stop in self.bounds for index in range(start, stop)]
         ends = [0]
         for start, stop in self.bounds:
             ends.append(ends[-1] + stop - start)
-        self.stretches = list(pairwise(ends))  # of the layers that are built here
+        self.stretches = list(pairwise(ends))  # positions of each chunk in the layers built here
         self.parts = self.cuts
         self._set_bounds(*self.bounds[0])
 
     def _cuts(self, method: str | Sequence[int]) -> list[int]:
-        """Where each stretch of layers begins, and the number of layers."""
+        """Return the first layer of each group, and the number of layers."""
         count, stretches = len(self._layer_specs), self.num_stages * self.chunks
         if count < stretches:
             raise ValueError(f"{count} layers cannot be cut into {stretches} stretches: take fewer stages or chunks")
@@ -116,7 +118,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         return cuts
 
     def _named_cuts(self, method: str, stretches: int) -> list[int]:
-        """DeepSpeed's ways to cut."""
+        """Return the cuts of one of DeepSpeed's partition methods."""
         count = len(self._layer_specs)
         if method.lower() == "uniform":
             return partition_uniform(count, stretches)  # type: ignore[no-any-return]
@@ -130,7 +132,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         )
 
     def _build(self) -> None:
-        """Raises alike on every rank: those of other stages would wait for one whose layer cannot be built."""
+        """Build the layers; if one fails on any rank, raise on every rank instead of waiting for it."""
         try:
             for bounds in self.bounds:
                 self._set_bounds(*bounds)
@@ -143,24 +145,27 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Whether `model` is a PipelineModule, ours or DeepSpeed's."""
+    """Return whether `model` is a PipelineModule, ours or DeepSpeed's."""
     return isinstance(model, StockPipelineModule)
 
 
 def tied_weights(model: Any) -> list[nn.Parameter]:
-    """The weights of this stage that other stages hold, too; none where `model` is no PipelineModule."""
+    """Return this stage's weights that other stages also hold; empty if `model` is not a PipelineModule."""
     return [weight for _, _, weights in ties(model) for weight in weights.values()]
 
 
 def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
-    """Of each tie of this stage: its key, the group of the stages that have it, and its weights by name."""
+    """Yield for each tied module of this stage its key, the group of its stages, and its weights by name."""
     for key, comm in getattr(model, "tied_comms", {}).items():
         module = model.tied_modules[key]
         yield key, comm["group"], {name: model._recursive_getattr(module, name) for name in comm["weight_attr"]}
 
 
 def chunks(module: Any) -> dict[Any, int]:
-    """By parameter, the chunk of a pipeline stage that uses it; the first one, whose backward pass is the last, of several."""
+    """Return the chunk of a pipeline stage that uses each parameter.
+
+    If several chunks use it, this is the first, whose backward pass comes last.
+    """
     found: dict[Any, int] = {}
     for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "stretches", ())))):
         for layer in module.forward_funcs[begin:end]:
@@ -170,16 +175,17 @@ def chunks(module: Any) -> dict[Any, int]:
 
 
 class SequentialModule(nn.Module):
-    """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO 2 and 3, generation).
+    """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO-2 and ZeRO-3, generation).
 
-    Its parameters have the names that they have in the PipelineModule of the same list, and, inside
-    `seeded_layers`, the same first values.
+    Its parameters have the same names as in the PipelineModule of the same list, and, inside `seeded_layers`, the
+    same initial values.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        # (path of a module, what calls it or None), or (None, a function): a module that is replaced runs from then on.
+        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, so replaced modules
+        # run.
         self._functions: list[tuple[str | None, Any]] = []
         for index, layer in enumerate(layers):
             with _at_layer(index):
@@ -198,7 +204,7 @@ class SequentialModule(nn.Module):
         return None, layer
 
     def forward(self, inputs: Any) -> Any:
-        """What the first layer takes, one thing or a tuple -> what the last one gives."""
+        """Run all layers on the first one's input, a value or a tuple, and return the last one's output."""
         return _run([self._function(*each) for each in self._functions], inputs)
 
     def _function(self, path: str | None, call: Any) -> Any:
@@ -213,9 +219,9 @@ _seed: ContextVar[int | None] = ContextVar("seed of layers", default=None)
 
 @contextmanager
 def seeded_layers(seed: int) -> Iterator[None]:
-    """Inside, what layer i of a list draws while it is built depends on (seed, i): on no cut and no layer before it.
+    """Make the initialisation of layer i depend on (seed, i) only, not on partitioning or earlier layers.
 
-    Of modules that DeepSpeed's own PipelineModule builds, too. Torch's generator of the CPU is afterwards as it was.
+    This includes modules that DeepSpeed's PipelineModule builds. Restores torch's CPU generator afterwards.
     """
     token = _seed.set(seed)
     try:

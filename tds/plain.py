@@ -1,4 +1,7 @@
-"""DeepSpeed's engine without a pipeline, which a DistributedOptimizer may be given to, and what the pipeline's does alike."""
+"""DeepSpeed's engine without a pipeline, extended for DistributedOptimizer.
+
+The mixin also serves the pipeline engine.
+"""
 
 import math
 from functools import cached_property
@@ -16,11 +19,14 @@ from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
 class TakesDistributedOptimizer:
-    """Around a DeepSpeed engine: with a DistributedOptimizer it puts none of its own around the user's and reduces no gradients."""
+    """Mixin of both engines that supports a DistributedOptimizer.
+
+    DeepSpeed then neither wraps the optimizer nor reduces gradients.
+    """
 
     @property
     def distributed(self: Any) -> DistributedOptimizer | None:
-        """The optimizer, if it is one."""
+        """The optimizer, if it is a DistributedOptimizer, else None."""
         return self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
 
     @cached_property
@@ -29,7 +35,7 @@ class TakesDistributedOptimizer:
         return KnownModel(self.module)
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
-        self.known_model  # noqa: B018  # looks at the model now
+        self.known_model  # noqa: B018  # records the model now
         if not isinstance(client_optimizer, DistributedOptimizer):
             if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
                 make_dense(sparse_weights(self.module))
@@ -48,7 +54,7 @@ class TakesDistributedOptimizer:
     def _take_model_step(self: Any, lr_kwargs: Any) -> None:
         self.known_model.check_weights(self.optimizer)
         if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
-            # or DeepSpeed would go on with the schedule of a step that was left out
+            # Without this flag, DeepSpeed would advance the lr schedule for a skipped step.
             self.optimizer.overflow = not math.isfinite(self.optimizer.norm.item())
         super()._take_model_step(lr_kwargs)  # type: ignore[misc]
         if self.distributed:
@@ -56,10 +62,11 @@ class TakesDistributedOptimizer:
 
 
 class PlainEngine(TakesDistributedOptimizer, ComparesReplicas, DeepSpeedEngine):  # type: ignore[misc]
-    """With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()` after it,
+    """DeepSpeed's engine for a model without a pipeline.
 
-    then `optimizer.clip(norm, limit)` and `step()`. With another optimizer, what DeepSpeed adds up over replicas gives a weight
-    that none of them has used no gradient, so that it does not decay.
+    With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()`
+    after it, then `optimizer.clip(norm, limit)` and `step()`. With another optimizer, a weight that no replica
+    used keeps no gradient after DeepSpeed's reduction, so it does not decay.
     """
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +78,7 @@ class PlainEngine(TakesDistributedOptimizer, ComparesReplicas, DeepSpeedEngine):
 
 
 def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None:
-    """Raise ValueError for settings that a DistributedOptimizer does not act on."""
+    """Raise ValueError for settings that a DistributedOptimizer does not support."""
     problem = None
     if engine.fp16_enabled():
         problem = "no loss scale for fp16: use bf16 or fp32"

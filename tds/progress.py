@@ -1,4 +1,4 @@
-"""The line of progress every few steps, and where the time of a step went."""
+"""The progress line every few steps, and the time spent in each part of a step."""
 
 import time
 from collections import defaultdict, deque
@@ -10,34 +10,41 @@ from torch import Tensor
 
 from . import trace
 
-MOST_TIMED = 1000  # steps whose times DeepSpeed's timer keeps, each two events of the device
+MOST_TIMED = 1000  # steps whose times DeepSpeed's timer keeps; each takes two device events
 COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
 class Progress:
-    """every: steps between two lines; None: no lines. breakdown: measure each kind of instruction.
+    """Timer of the parts of a step and source of progress lines.
 
-    On a CPU `busy` are the seconds that this rank computed, waiting for no other stage (but for model-parallel ranks), since it was last set to 0.
+    every: steps between two lines; None: no lines.
+    breakdown: measure each kind of instruction.
+
+    On a CPU, `busy` is the seconds of computation since it was last set to 0. It includes waits for
+    model-parallel ranks, not for other stages.
     """
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
         self.device, self.every, self.breakdown = device, every, breakdown
-        self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last line
+        self._seconds: dict[str, float] = defaultdict(float)  # per kind of instruction, since the last line
         self._since = time.perf_counter()
         self._on_cpu = device.type == "cpu"
-        self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # by the device, and not added up yet
+        self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # device events that are not accumulated yet
         self.busy = 0.0
-        self._mark: trace.Mark | None = None  # of the timeline, where one is recorded
+        self._mark: trace.Mark | None = None  # set while a timeline is recorded
 
     def begin(self, what: str) -> "float | torch.Event | None":
-        """Before an instruction: when it began, if that is measured."""
+        """Return the start time of an instruction, or None if it is not measured."""
         self._mark = trace.begin()
         if not self.breakdown and not (self._on_cpu and what in COMPUTING):
             return None
         return self._now()
 
     def _now(self) -> "float | torch.Event":
-        """On an accelerator the device notes it: who waited for it in a step would wait for messages that are posted, too, perhaps for ever."""
+        """Return the current time, or a device event on an accelerator.
+
+        Synchronizing within a step would also wait for posted messages and might deadlock.
+        """
         if self._on_cpu:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -45,7 +52,7 @@ class Progress:
         return event
 
     def end(self, what: str, begun: "float | torch.Event | None", at: tuple[int, int] = (-1, 0)) -> None:
-        """After it. begun: what `begin` gave. at: its micro-batch and chunk, if it has one."""
+        """Record the end of an instruction. begun: what `begin` returned. at: micro-batch and chunk, if any."""
         if self._mark is not None:
             kind = "part" if at[0] < 0 else "pass" if what in COMPUTING else "message"
             trace.end(self._mark, what, kind, *at)
@@ -61,7 +68,7 @@ class Progress:
             self._seconds[what] += took
 
     def _add_up(self, wait: bool) -> None:
-        """What the device has noted. wait: for what it has not done yet."""
+        """Accumulate the times of recorded device events. wait: also wait for pending ones."""
         while self._noted and (wait or self._noted[0][2].query()):
             what, begun, ended = self._noted.popleft()
             ended.synchronize()
@@ -69,13 +76,13 @@ class Progress:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Around another part of a step."""
+        """Time another part of a step."""
         begun = self.begin(what)
         yield
         self.end(what, begun)
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
-        """After each step: the line to print, if it is time for one. samples: of a step."""
+        """Return the progress line after a step, if one is due. samples: per step."""
         self._add_up(wait=False)
         if not self.every or steps % self.every:
             return None
@@ -89,7 +96,7 @@ class Progress:
         return line
 
     def take(self) -> dict[str, float]:
-        """With a breakdown: the seconds of each kind of instruction since they were last asked for. Between two steps."""
+        """Return the seconds per kind of instruction since the last call, if measured. Call it between two steps."""
         self._add_up(wait=True)
         seconds = dict(self._seconds)
         self._seconds.clear()

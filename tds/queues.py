@@ -1,13 +1,13 @@
-"""That no message waits for ever where messages stand in queues, as they do on NCCL.
+"""Proof that a schedule cannot deadlock under NCCL's ordering of each communicator.
 
-gloo moves a message as soon as both ends have asked for it. torch's NCCL moves the messages of a process group
-one after the other, in the order in which a rank asked for them: a group has one communicator and one stream, at
-least where it was made with its device, as DeepSpeed makes it. A send ends only when it was received, so a
-message may wait for one that stands after another. With CUDA_DEVICE_MAX_CONNECTIONS=1, moreover, the device
-looks at what it was given, computations and messages alike, only in the order in which it was given.
+gloo moves a message as soon as both ends have posted it. torch's NCCL moves the messages of a process group one
+after the other, in the order in which a rank posted them. A group has one communicator and one stream, at least
+if it was created with its device, as DeepSpeed does it. A send ends only when it is received, so a message may
+wait for one that is queued after another. With CUDA_DEVICE_MAX_CONNECTIONS=1, the device also starts all work,
+computation and messages alike, in the order of submission.
 
-What a step then does is a graph: an operation starts after others and ends, if it is a message, only after its
-other end has started, too. Without a circle in the graph the step ends, and when it does can be read off.
+A step is then a graph. An operation starts after others. A message ends only after its other end has started too.
+If the graph has no cycle, the step ends, and the graph gives the time when it does.
 """
 
 import os
@@ -32,37 +32,43 @@ from .schedule import (
     SendGrad,
 )
 
-POSTED_AHEAD = 2  # receives that a channel posts before they are asked for, where no device waits for them
-COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}  # of a pass over a whole stage
+POSTED_AHEAD = 2  # receives that a channel posts in advance if no device queue waits for them
+COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}  # cost of a pass over a whole stage
 
 
 def colour(border: int, stages: int) -> int:
-    """Number the borders so that the two of a stage differ; border b leads from stage b to b + 1, the last to stage 0."""
+    """Return a colour for a stage boundary such that the two boundaries of a stage differ.
+
+    Boundary b leads from stage b to b + 1, the last one to stage 0.
+    """
     return 2 if stages % 2 and border == stages - 1 else border % 2
 
 
 def in_queues(device: torch.device) -> bool:
-    """Whether messages of a group wait for each other: not on CPUs, where a group more is a thread more for nothing."""
+    """Return whether messages of a group wait for each other.
+
+    False on CPUs, where an additional group would only cost a thread.
+    """
     return device.type != "cpu"
 
 
 def posted_ahead(device: torch.device) -> int:
-    """Return how many receives a channel posts before they are asked for: none where the host may have to wait for its whole device.
+    """Return how many receives a channel posts in advance: none if the host may have to synchronize its device.
 
-    The allocator does so when it is short of memory, and CUDA when it loads a kernel. A receive under way then must not need
-    what this stage sends later. A single one may: stage 0 of 3 in 1f1b posts the receive of gradient 0 before forward 1,
-    but stage 1 sends it only after its own forward 1.
+    The allocator does so when it is short of memory, and CUDA when it loads a kernel. A pending receive must then
+    not depend on what this stage sends later, but even a single one may. With three stages in 1F1B, stage 0 posts
+    the receive of gradient 0 before forward 1, but stage 1 sends it only after its own forward 1.
     """
     return 0 if in_queues(device) else POSTED_AHEAD
 
 
 def one_hardware_queue(device: torch.device) -> bool:
-    """Whether the device looks at all its work in one order, as Megatron's users make it do."""
+    """Return whether the device runs all its work in one order, a common setting with Megatron-LM."""
     return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def queue_of(border: int, stages: int, to_the_right: bool) -> Hashable:
-    """The process group of a message, as borders.py makes them."""
+    """Return the process group of a message, as borders.py assigns it."""
     return colour(border, stages), to_the_right
 
 
@@ -70,11 +76,14 @@ def queue_of(border: int, stages: int, to_the_right: bool) -> Hashable:
 class Rules:
     """How messages move.
 
-    ahead: receives that a channel posts before they are asked for. dynamic: each activation has a header, for which
-    the host waits; else the first one has, and each of the others a word, as it is at worst. queue: of a message, by
-    its border, the number of stages and whether it goes to the right; None for one that waits for no other. message: how long it takes.
-    device_waits: before each computation the host waits for all that its device was given, as it does where the allocator
-    is short of memory or a kernel is loaded.
+    ahead: receives that a channel posts in advance.
+    dynamic: each activation has a header, for which the host waits. Otherwise the first one has a header and, in
+        the worst case, each other one a word.
+    queue: key of a message's queue, from its boundary, the number of stages and whether it goes to the right;
+        None if the message waits for no other.
+    message: duration of a message.
+    device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
+        loaded.
     """
 
     ahead: int = POSTED_AHEAD
@@ -86,7 +95,7 @@ class Rules:
 
 
 class Graph:
-    """Moments, each some time after the last of those that it waits for."""
+    """A dependency graph of events; each happens at its cost after the last event that it waits for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -94,14 +103,14 @@ class Graph:
         self.after: list[list[int]] = []
 
     def moment(self, name: str, cost: float, *after: int | None) -> int:
-        """The number of a new one."""
+        """Add an event and return its number."""
         self.names.append(name)
         self.costs.append(cost)
         self.after.append([each for each in after if each is not None])
         return len(self.names) - 1
 
     def finish(self) -> float:
-        """When the last one is; raises ScheduleError for a circle."""
+        """Return the time of the last event. Raises ScheduleError if the graph has a cycle."""
         left = [len(each) for each in self.after]
         then: list[list[int]] = [[] for _ in self.after]
         for this, before in enumerate(self.after):
@@ -133,17 +142,17 @@ class Graph:
 
 
 class StageGraph:
-    """Asks for the operations of one stage in the order in which the engine does, see engine.py and channel.py."""
+    """Builder of the operations of one stage, in the engine's order, see engine.py and channel.py."""
 
     def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
-        self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # of messages: moments of start and end
-        self.taken: int | None = None  # the moment at which the message that was taken last had arrived
-        self._last: dict[Hashable, int] = {}  # of each queue
+        self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # start and end events of messages
+        self.taken: int | None = None  # arrival of the message that was taken last
+        self._last: dict[Hashable, int] = {}  # last message of each queue
         self._computed: int | None = None
-        self._host: int | None = None  # what the host has waited for
-        self._asked: int | None = None  # the start of what was asked for last
-        self._given: list[int] = []  # ends of what was asked for since the last wait for the whole device
+        self._host: int | None = None  # event that the host has waited for
+        self._asked: int | None = None  # start of the last submitted operation
+        self._given: list[int] = []  # ends of operations submitted since the last device synchronization
         self._agenda: dict[type[Instruction], deque[At]] = {RecvActivation: deque(), RecvGrad: deque()}
         self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = {
             RecvActivation: deque(),
@@ -152,7 +161,7 @@ class StageGraph:
         self._known: dict[type[Instruction], set[At]] = {RecvActivation: set(), RecvGrad: set()}
 
     def run(self, instructions: Sequence[Instruction]) -> None:
-        """Ask for all of them."""
+        """Submit all instructions."""
         for kind, agenda in self._agenda.items():
             agenda.extend(each.at for each in instructions if type(each) is kind)
         for each in instructions:
@@ -189,7 +198,7 @@ class StageGraph:
         self._computed = self._ask(name, COST[type(each)] / self.chunks, self._computed)[1]
 
     def _ask(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
-        """Something that begins after what was computed when the host came to it."""
+        """Submit an operation that starts after the computation submitted before it; return its start and end."""
         first = self._asked if self.rules.one_hardware_queue else None
         start = self.graph.moment(name, 0.0, *after, self._computed, self._host, first)
         self._asked = start
@@ -198,9 +207,9 @@ class StageGraph:
         return start, end
 
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
-        right = kind in (SendActivation, RecvActivation)  # the way the message goes
+        right = kind in (SendActivation, RecvActivation)  # direction of the message
         border = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
-        # The last stage's chunk c is followed by the first stage's chunk c + 1: the message has the number of the former.
+        # The first stage's chunk c + 1 follows the last stage's chunk c; the message has the number c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
         queue = self.rules.queue(border, self.stages, right)
         name = f"{kind.__name__}({at.micro}{what and ', ' + what}) of stage {self.stage}"
@@ -210,7 +219,7 @@ class StageGraph:
         return end
 
     def _take(self, kind: type[Instruction]) -> None:
-        """The device waits for a message; the host does not."""
+        """Let the device, not the host, wait for a message."""
         self._post(kind, max(self.rules.ahead, 1))
         if not self._posted[kind]:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} stands before the SendActivation that it answers")
@@ -230,7 +239,10 @@ class StageGraph:
 
 
 def finish(plan: Plan, rules: Rules | None = None) -> float:
-    """When the last stage is ready, if messages move by these rules. Raises ScheduleError if never, with the circle."""
+    """Return the time when the last stage is done under these rules.
+
+    Raises ScheduleError for a deadlock and names its cycle.
+    """
     rules, graph = rules or Rules(), Graph()
     chunks = 1 + max((each.chunk for stage in plan for each in stage), default=0)
     ends: defaultdict[tuple[int, bool, str, At], dict[bool, tuple[int, int]]] = defaultdict(dict)

@@ -1,7 +1,7 @@
-"""What the report of a rank that hangs knows beyond its stack: the collectives it has begun and not ended, what its device has finished.
+"""Additions to the stack in a hang report: pending collectives, and the last work that the device finished.
 
-On an accelerator the host is far ahead: its stack says what it has asked for last, not what the device waits for. The
-first is told by torch's flight recorder, the second by an event after each instruction.
+On an accelerator the host is far ahead: its stack shows what it submitted last, not what the device waits for.
+torch's flight recorder gives the collectives, and an event after each instruction gives the finished work.
 """
 
 import os
@@ -13,20 +13,20 @@ import torch
 
 from ._torch import recorded_collectives
 
-ENTRIES = "2000"  # of the flight recorder: several steps
+ENTRIES = "2000"  # size of the flight recorder; several steps
 REMEMBERED = 1024  # instructions
 SHOWN = 4  # collectives
-MARKED_LATE = 0.5  # seconds: the thread that marks a collective as ended may do so after the caller goes on
+MARKED_LATE = 0.5  # seconds; the thread that marks a collective as ended may be late
 
 
 def record_collectives() -> None:
-    """Before the ranks meet: torch's flight recorder is on, unless the environment says something else of it."""
+    """Turn torch's flight recorder on, before the ranks meet, unless the environment configures it."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", ENTRIES)
 
 
 def not_ended() -> list[str]:
-    """The collectives that this rank has begun and that have not ended, the oldest first, in words."""
+    """Describe the collectives that this rank has started and that have not ended, oldest first."""
     deadline = time.monotonic() + MARKED_LATE
     while (begun := _begun()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -48,18 +48,18 @@ def _words(entry: dict[str, Any]) -> str:
 
 
 class Finished:
-    """How far the device has come with what the host has asked of it."""
+    """Record of how far the device has come with the submitted work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._asked: deque[tuple[Any, torch.Event]] = deque(maxlen=REMEMBERED)
 
     def asked(self, what: Any) -> None:
-        """The host has asked the device for all that belongs to `what`."""
+        """Record that the host has submitted all work of `what`."""
         event = torch.Event(self._device)
         event.record()
         self._asked.append((what, event))
 
     def last(self) -> Any:
-        """The newest of these that the device has finished; None if there is none."""
+        """Return the newest recorded `what` that the device has finished, or None."""
         return next((what for what, event in reversed(list(self._asked)) if event.query()), None)

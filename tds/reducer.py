@@ -1,6 +1,7 @@
-"""Gradients added up over the replicas while the backward pass still runs, for an optimizer of whole weights.
+"""Gradients reduced over the replicas during the backward pass, for an optimizer of whole weights.
 
-Li et al. 2020, torch's DistributedDataParallel. DeepSpeed without ZeRO begins when all gradients are there.
+This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without ZeRO starts when all gradients
+exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,21 +16,22 @@ from .sparse import sparse_weights, sum_sparse
 
 
 class _Sum:
-    """A bucket whose sum replaces `.grad`; a weight that has no gradient on any replica has none afterwards, too."""
+    """A bucket whose sum replaces `.grad`; a weight without a gradient on any replica keeps none."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         self.parameters, self.group, self.left = list(parameters), group, False
-        self._present: Tensor | None = None  # ones, one for each parameter
+        self._present: Tensor | None = None  # a one for each parameter
         self._work: dist.Work | None = None
-        self._missing: list[tuple[nn.Parameter, Tensor]] = []  # and on how many replicas there is a gradient
+        # Weights without a gradient here, each with the number of replicas that have one.
+        self._missing: list[tuple[nn.Parameter, Tensor]] = []
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Nothing: the sum is made of `.grad`."""
+        """Do nothing: the sum is computed from `.grad`."""
 
     def reduce(self) -> None:
-        """Begin to add up; gradients are views of the message from here on, so nothing is copied back."""
+        """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
         there = [p.grad is not None for p in self.parameters]
-        # A sparse gradient of no embedding, whose module says nothing, becomes dense: `F.embedding(..., sparse=True)`.
+        # A sparse gradient from outside an embedding module, `F.embedding(..., sparse=True)`, becomes dense.
         found = [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in self.parameters]
         grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
         if self._present is None:
@@ -43,7 +45,7 @@ class _Sum:
         self._missing = [(p, counts[at]) for at, p in enumerate(self.parameters) if not there[at]]
 
     def wait(self) -> None:
-        """Until the sums are there."""
+        """Wait until the sums have arrived."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -55,9 +57,9 @@ class _Sum:
 
 
 class GradReducer:
-    """`arm()` before the last backward pass of a step, `finish()` after it: then `.grad` is the sum over the replicas.
+    """Gradient reduction: `arm()` before a step's last backward pass, `finish()` after it; `.grad` is then the sum.
 
-    module: its weights may be frozen, replaced or converted between steps. group: of the replicas. chunk_of: see
+    module: its weights may be frozen, replaced or converted between steps. group: the replicas. chunk_of: see
     `Departures`. bucket_bytes: see `pack`.
     """
 
@@ -71,12 +73,12 @@ class GradReducer:
         self._module, self._group = module, group
         self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
         self._seen: list[Any] = []
-        self._sparse: list[nn.Parameter] = []  # they have no place in a bucket, and are summed last
+        self._sparse: list[nn.Parameter] = []  # not in buckets; reduced last
         self._departures: Departures | None = None
         self._look()
 
     def _look(self) -> Departures:
-        """Pack the weights that learn, again if any was frozen, set free, replaced or converted since the last step."""
+        """Pack the trainable weights, again if any was frozen, unfrozen, replaced or converted since the last step."""
         self._sparse = sparse_weights(self._module)
         learns = [p for p in self._module.parameters() if p.requires_grad and p not in set(self._sparse)]
         seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]
@@ -90,10 +92,10 @@ class GradReducer:
         return self._departures
 
     def arm(self, chunk: int = 0) -> None:
-        """See `Departures`."""
+        """Mark the next backward pass as a chunk's last one of this step, see `Departures`."""
         self._look().arm(chunk)
 
     def finish(self) -> None:
-        """See `Departures`."""
+        """Finish the reductions, see `Departures`."""
         self._look().finish()
         sum_sparse(self._sparse, self._group)

@@ -1,6 +1,6 @@
-"""Gradients that several ranks add up, and weights that have none: nobody may give these a gradient of zeros.
+"""Reduction of gradients that keeps missing ones missing, rather than zero.
 
-An optimizer decays a weight with a gradient of zeros (AdamW), but leaves one without a gradient as it is.
+AdamW decays a weight whose gradient is zero, but leaves a weight without a gradient unchanged.
 """
 
 import math
@@ -24,7 +24,7 @@ GradientOf = Callable[[nn.Parameter], Tensor | None]
 
 
 def _somewhere(grads: Sequence[Tensor | None], group: Any) -> list[bool]:
-    """For each of the gradients, whether any rank of the group has one; collective."""
+    """Return for each gradient whether any rank of the group has it. Collective."""
     there = torch.tensor([g is not None for g in grads], dtype=torch.int32, device=this_device())
     dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
     return [bool(each) for each in there.tolist()]
@@ -32,11 +32,11 @@ def _somewhere(grads: Sequence[Tensor | None], group: Any) -> list[bool]:
 
 @contextmanager
 def no_zeros_for_nothing(module: nn.Module, replicas: Any) -> Iterator[None]:
-    """Around a reduction that fills in zeros where a gradient is missing: what no replica has is missing afterwards, too."""
+    """Run a reduction, then remove the zeros that it filled in for gradients that no replica has."""
     weights = [p for p in module.parameters() if p.requires_grad]
     there = _somewhere([p.grad for p in weights], replicas) if weights else []
     for weight in sparse_weights(module):
-        if weight.grad is None:  # DeepSpeed would fill in dense zeros, for which replicas with rows do not wait
+        if weight.grad is None:  # DeepSpeed's dense zeros would not match the sparse gradients of other replicas
             weight.grad = empty_gradient(weight)
     yield
     for weight, somewhere in zip(weights, there, strict=True):
@@ -45,11 +45,11 @@ def no_zeros_for_nothing(module: nn.Module, replicas: Any) -> Iterator[None]:
 
 
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
-    """Sum the gradients of each tied weight over its stages; collective over them.
+    """Sum the gradients of each tied weight over its stages. Collective over them.
 
-    A weight that has a gradient on one stage gets one on all; a weight that has none anywhere (frozen, or not used in
-    this step) keeps none, so no optimizer decays it. gradient: where the gradient of a weight is kept if not in
-    `.grad`. Raises RuntimeError where a weight is frozen on one stage and learns on another.
+    A weight with a gradient on one stage gets one on all. A weight without any (frozen, or unused in this step)
+    keeps none, so no optimizer decays it. gradient: returns the gradient of a weight if that is not in `.grad`.
+    Raises RuntimeError if a weight is frozen on one stage and trained on another.
     """
     sparse = set() if gradient else set(sparse_weights(module))
     for key, group, weights in ties(module):
@@ -77,7 +77,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
 
 
 def sum_tied_grads(module: Any, replicas: Any) -> None:
-    """Sum the gradients of tied weights over replicas, each in a message of its own; collective over them."""
+    """Sum the gradients of tied weights over replicas, one message each. Collective over them."""
     weights = list(tied_weights(module))
     for weight, somewhere in zip(
         weights, _somewhere([w.grad for w in weights], replicas) if weights else [], strict=True
@@ -88,9 +88,12 @@ def sum_tied_grads(module: Any, replicas: Any) -> None:
 
 
 def _may_overlap(engine: Any) -> bool:
-    """Whether a GradReducer may do what DeepSpeed would do after the passes: without ZeRO, and where nobody asked for DeepSpeed's ways."""
+    """Return whether a GradReducer may replace DeepSpeed's reduction after the backward passes.
+
+    This needs a run without ZeRO and without settings of DeepSpeed's reduction.
+    """
     config = engine._config
-    asked = config.communication_data_type not in (None, torch.float64)  # which `use_fp64` sets
+    asked = config.communication_data_type not in (None, torch.float64)  # fp64 comes from `use_fp64`
     asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine._wrapped
@@ -103,17 +106,16 @@ def _may_overlap(engine: Any) -> bool:
 
 
 class Reductions:
-    """What the engine does otherwise than DeepSpeed's between the last backward pass and the optimizer's step."""
+    """Mixin of the pipeline engine: its steps between the last backward pass and the optimizer step."""
 
     _wrapped: bool  # see `_is_wrapped`
-    _last_backward: dict[int, Instruction]  # by chunk, the one that gives its weights their last gradients of a step
-    _overlaps: Any = (
-        None  # what adds gradients up over replicas during backward passes: a GradReducer or a DistributedOptimizer
-    )
-    _squared_norm: Tensor | None = None  # of this step, over all ranks, where it came with the loss
+    # One instruction per chunk: the pass that gives its weights their last gradients of a step.
+    _last_backward: dict[int, Instruction]
+    _overlaps: Any = None  # a GradReducer or a DistributedOptimizer that reduces gradients during backward passes
+    _squared_norm: Tensor | None = None  # norm of this step over all ranks, if it came with the loss
 
     def _deepspeed_reduces(self: Any) -> bool:
-        """Return whether DeepSpeed sums gradients over replicas, rather than a reducer of this package."""
+        """Return whether DeepSpeed reduces gradients over replicas, rather than a reducer of this package."""
         return not self.distributed and not _may_overlap(self)
 
     def _find_last_backwards(self: Any, plan: Sequence[Instruction]) -> None:
@@ -124,7 +126,10 @@ class Reductions:
 
     @contextmanager
     def _accumulating(self: Any, instruction: Instruction) -> Iterator[None]:
-        """Around a backward pass. DeepSpeed's bf16 optimizer adds gradients up in fp32 itself."""
+        """Prepare and finish gradient accumulation around a backward pass.
+
+        DeepSpeed's bf16 optimizer accumulates in fp32.
+        """
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads()
         if self._overlaps and self._may_arm and self._last_backward[instruction.chunk] is instruction:
@@ -134,7 +139,10 @@ class Reductions:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
     def _squared_norm_here(self: Any) -> Tensor | None:
-        """What this rank gives to the norm that `clip_fp32_gradients` wants; None where others take it, or a scale is still on it."""
+        """Return this rank's part, a scalar, of the squared norm for `clip_fp32_gradients`.
+
+        None if DeepSpeed computes the norm, the gradients still have a loss scale, or there is only one stage.
+        """
         if self._wrapped and not self.distributed or self.num_stages == 1 or self.torch_autocast_z0_gradscaler:
             return None
         square: Tensor = self._square_of_this_rank()
@@ -148,26 +156,27 @@ class Reductions:
         return squared_norm_here(self.module.parameters(), self.grid.get_slice_parallel_rank(), self.device)
 
     def _is_wrapped(self: Any) -> bool:
-        """Whether an optimizer of DeepSpeed's stands around the user's and clips by itself."""
+        """Return whether a DeepSpeed optimizer wraps the user's and clips the gradients."""
         return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
 
     def clip_fp32_gradients(self: Any) -> None:
-        """Scale the gradients to the global norm; DeepSpeed's own counts only the first stage.
+        """Clip the gradients to the global norm; DeepSpeed's own counts only the first stage.
 
-        Without any gradient where the norm is not finite: an optimizer then leaves weights, moments and step counts as
-        they are, and as all ranks know the same norm, all of them do. A `torch.amp.GradScaler` sees to that itself.
+        If the norm is not finite, the gradients are dropped. Then the optimizer changes neither weights nor
+        moments nor step counts, on all ranks, since all have the same norm. A `torch.amp.GradScaler` does this
+        itself.
         """
         root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
         norm = self._global_grad_norm = root.item()
         if self.torch_autocast_z0_gradscaler:
             return
-        self.optimizer.overflow = not math.isfinite(norm)  # which DeepSpeed counts as a skipped step
+        self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
         if self.optimizer.overflow:
             self.module.zero_grad(set_to_none=True)
 
     def _take_norm(self: Any) -> Tensor:
-        """Of the gradients of the whole model, where it did not come with the loss."""
+        """Return the global gradient norm, a scalar, computed here unless it came with the loss."""
         total, self._squared_norm = self._squared_norm, None
         if total is None:
             total = self._square_of_this_rank()
@@ -179,27 +188,28 @@ class Reductions:
         if self.distributed:
             norm = self._take_norm()
             self.optimizer.clip(norm, self.gradient_clipping())
-            self.optimizer.overflow = not math.isfinite(norm.item())  # which DeepSpeed counts as a skipped step
+            self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
         elif not self._wrapped and not self.gradient_clipping():
-            self.clip_fp32_gradients()  # else DeepSpeed asks for the norm, or its own optimizer does
+            self.clip_fp32_gradients()  # otherwise DeepSpeed or its optimizer asks for the norm
         super()._take_model_step(lr_kwargs)  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.dp_world_size == 1:
-            return  # DeepSpeed copies all gradients even where there is no replica to add
+            return  # DeepSpeed would copy all gradients even without replicas
         reduce = super().buffered_allreduce_fallback  # type: ignore[misc]
-        if self.using_bf16_optimizer:  # which keeps sums of its own, for all weights
+        if self.using_bf16_optimizer:  # this optimizer keeps fp32 sums for all weights
             reduce(*args, **kwargs)
             return
         with no_zeros_for_nothing(self.module, self._replicas):
             reduce(*args, **kwargs)
 
     def _reduce_gradients(self: Any) -> None:
-        """Over replicas, then over the stages of tied weights.
+        """Reduce gradients over replicas, then over the stages of tied weights.
 
-        In this order the copies of a tied weight get the same bits. In the other one, in which DeepSpeed does it, the sum
-        over three or more replicas is rounded by where in a message the weight lies, which is another place on
-        each stage. ZeRO's optimizers keep only a part of what they have summed: there one replica goes with all of it.
+        In this order all copies of a tied weight get the same bits. DeepSpeed uses the reverse order. Then the
+        rounding of a sum over three or more replicas depends on the weight's place in a message, which differs
+        between stages. ZeRO's optimizers keep only a part of what they reduce; there the replicas are summed
+        first, and one replica contributes the whole sum.
         """
         if self._overlaps:
             self._overlaps.finish()
@@ -209,7 +219,7 @@ class Reductions:
             self._exec_reduce_grads()
             self._exec_reduce_tied_grads()
             return
-        several = self.dp_world_size > 2  # of two the order makes no difference
+        several = self.dp_world_size > 2  # for two replicas the order makes no difference
         if several:
             sum_tied_grads(self.module, self._replicas)
         self._exec_reduce_tied_grads()

@@ -1,4 +1,4 @@
-"""Weights and layers that a user replaces after the engine was made: followed, or named before a step that would miss them."""
+"""Weights and layers that a user replaces after the engine was made: followed, or refused with their name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ ADVICE = (
 
 
 class ReplacedWeightError(ValueError):
-    """The optimizer would never step what replaced a weight; the message names the weight."""
+    """A replaced weight that the optimizer would never step; the message names it."""
 
 
 class KnownModel:
@@ -26,9 +26,10 @@ class KnownModel:
         self._layers = _layers(module)
 
     def follow_layers(self) -> None:
-        """Let a PipelineModule run the layers that now stand under its names. It keeps a list of its own, made with the module.
+        """Make a PipelineModule run the layers that are now registered under its names.
 
-        Raises ReplacedWeightError if that list holds something else, e.g. a compiled function, in the place of the old layer.
+        The module runs a separate list, made when it was built. Raises ReplacedWeightError if that list has
+        something else in place of the old layer, e.g. a compiled function.
         """
         for name, layer in _layers(self._module).items():
             before = self._layers.get(name)
@@ -46,10 +47,11 @@ class KnownModel:
                 functions[at] = _with_layer(functions[at], layer)
 
     def check_weights(self, optimizer: Any) -> None:
-        """Raise ReplacedWeightError for a weight that is no longer what DeepSpeed's optimizer steps.
+        """Raise ReplacedWeightError for a weight that DeepSpeed's optimizer no longer steps.
 
-        Either the module holds another Parameter (`load_state_dict(assign=True)`, a replaced layer), or the Parameter has left the
-        flat memory into which ZeRO or a half-precision optimizer writes new weights (`p.data = new`, `module.to(dtype)`).
+        Either the module holds another Parameter (`load_state_dict(assign=True)`, a replaced layer), or the
+        Parameter has left the flat memory into which ZeRO or a half-precision optimizer writes new weights
+        (`p.data = new`, `module.to(dtype)`).
         """
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
@@ -72,14 +74,14 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def _layers(module: Any) -> dict[str, nn.Module]:
-    """The layers of a PipelineModule by the name under which it registers them; none of another module."""
+    """Return the layers of a PipelineModule by their registered names; empty for another module."""
     found = {name: module.get_submodule(name) for name in getattr(module, "fwd_map", ())}
     tied = module.tied_modules.items() if found or hasattr(module, "forward_funcs") else ()
     return found | {f"tied_modules.{key}": layer for key, layer in tied}
 
 
 def _layer_of(function: Callable[..., Any]) -> Any:
-    """The layer that an entry of `forward_funcs` runs: itself, or what a TiedLayerSpec's `forward_fn` is given."""
+    """Return the layer that an entry of `forward_funcs` runs: itself, or the argument of a tied `forward_fn`."""
     return function.args[0] if isinstance(function, partial) and function.args else function
 
 

@@ -10,11 +10,11 @@ from .diagnose import describe
 
 
 class Reports:
-    """Mixin of the pipeline engine."""
+    """Mixin of the pipeline engine for its watchdog and monitors."""
 
     @contextmanager
     def _watched(self: Any) -> Iterator[None]:
-        """Around what other ranks depend on: a failure here ends all of them, with a report."""
+        """Report a failure to the watchdog, which ends all ranks: other ranks depend on this block."""
         try:
             yield
         except BaseException as error:
@@ -32,7 +32,7 @@ class Reports:
         return describe(what, self.stage_id, self._borders)
 
     def _report(self: Any, name: str, loss: Tensor) -> None:
-        """Write the loss, and where there are several the named losses, to DeepSpeed's monitors."""
+        """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""
         if self.global_rank == 0 and self.monitor.enabled:
             named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
             self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])

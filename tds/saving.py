@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints, with a note of how the layers were cut: its optimizer states are kept by their position."""
+"""DeepSpeed's checkpoints with a note of the partition: optimizer states are stored by position."""
 
 import json
 import os
@@ -11,17 +11,20 @@ NOTE = "tds_layout.json"
 
 
 def layout_of(module: Any) -> dict[str, Any]:
-    """Which layers each stage holds."""
+    """Return the partition of the layers over the stages."""
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
 
 
 class ComparesReplicas:
-    """Mixin of both engines: at the first save it names buffers that differ between replicas, as only one replica's are saved."""
+    """Mixin of both engines that warns at the first save of buffers that differ between replicas.
+
+    Only one replica's buffers are saved.
+    """
 
     _compared = False
 
     def save_checkpoint(self: Any, *args: Any, **more: Any) -> Any:
-        """Save as DeepSpeed does, and name buffers that replicas do not share at the first save."""
+        """Save as DeepSpeed does; at the first save, also warn of buffers that differ between replicas."""
         if not self._compared:
             self._compared = True
             warn_of_replicas(self.module, self.seq_data_parallel_group)
@@ -29,7 +32,7 @@ class ComparesReplicas:
 
 
 class Checkpoints(ComparesReplicas):
-    """Mixin of the pipeline engine: DeepSpeed's save and load, with the cut of the layers and the state outside of them."""
+    """Mixin of the pipeline engine: DeepSpeed's save and load, plus the partition and state outside the layers."""
 
     _outside: Outside  # made by the engine with its groups
 
@@ -45,7 +48,7 @@ class Checkpoints(ComparesReplicas):
         return super().save_checkpoint(save_dir, tag, *args, **more)  # type: ignore[misc]
 
     def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
-        """As DeepSpeed's. Raises ValueError, before anything is loaded, if the optimizer states are those of another cut."""
+        """Load as DeepSpeed does. Raises ValueError before loading optimizer states of another partition."""
         states = more.get("load_optimizer_states", args[1] if len(args) > 1 else True)
         only_module = more.get("load_module_only", args[3] if len(args) > 3 else False)
         path = _folder_of(Path(load_dir), tag)
@@ -57,7 +60,7 @@ class Checkpoints(ComparesReplicas):
 
 
 def _folder_of(folder: Path, tag: Any) -> Path | None:
-    """The folder of a checkpoint; None where there is none, for which DeepSpeed has its own words."""
+    """Return the folder of a checkpoint, or None if it does not exist, which DeepSpeed reports."""
     latest = folder / "latest"
     if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()

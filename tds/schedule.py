@@ -1,11 +1,11 @@
-"""When each pipeline stage computes and talks: schedules as plain sequences of instructions.
+"""Pipeline schedules as plain sequences of instructions: when each stage computes and communicates.
 
-A schedule says in which order a stage computes; `with_messages` puts a receive before and a send
-after every pass that needs one. This file knows nothing of tensors, ranks or DeepSpeed, so a
-whole schedule can be printed, drawn and checked on a laptop.
+A schedule gives a stage's order of computation. `with_messages` puts a receive before and a send after every pass
+that needs one. This file knows nothing of tensors, ranks or DeepSpeed, so a whole schedule can be printed, drawn
+and checked on a laptop.
 
-A stage may hold several chunks of the model: chunk c of stage s is number c x stages + s of the
-virtual stages that a micro-batch goes through one after another.
+A stage may hold several chunks of the model. A micro-batch goes through virtual stages in order; chunk c of stage
+s is virtual stage c x stages + s.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,47 +24,47 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing that a stage does; for which micro-batch, with which of its chunks."""
+    """One operation of a stage, for one micro-batch and one chunk."""
 
     micro: int
     chunk: int = 0
 
     @cached_property
     def at(self) -> At:
-        """(micro-batch, chunk)."""
+        """The micro-batch and chunk of this instruction."""
         return At(self.micro, self.chunk)
 
 
 class Forward(Instruction):
-    """Run the layers of the chunk."""
+    """Forward pass of a chunk."""
 
 
 class Backward(Instruction):
-    """Differentiate them: gradients of inputs and of weights."""
+    """Backward pass of a chunk: gradients of inputs and weights."""
 
 
 class BackwardInput(Instruction):
-    """Only the gradients of the inputs, for which the stage before waits."""
+    """First half of a backward pass: only gradients of the inputs, for which the previous stage waits."""
 
 
 class BackwardWeight(Instruction):
-    """Gradients of the weights, for which nobody waits; after BackwardInput."""
+    """Second half of a backward pass: gradients of the weights, for which no other stage waits."""
 
 
 class SendActivation(Instruction):
-    """Give the outputs to the next virtual stage; returns without waiting for it."""
+    """Non-blocking send of the outputs to the next virtual stage."""
 
 
 class RecvActivation(Instruction):
-    """Wait for the inputs from the previous virtual stage."""
+    """Receive of the inputs from the previous virtual stage."""
 
 
 class SendGrad(Instruction):
-    """Give the gradients of the inputs to the previous virtual stage; returns without waiting for it."""
+    """Non-blocking send of the inputs' gradients to the previous virtual stage."""
 
 
 class RecvGrad(Instruction):
-    """Wait for the gradients of the outputs from the next virtual stage."""
+    """Receive of the outputs' gradients from the next virtual stage."""
 
 
 Schedule = Callable[[int, int, int], Iterator[Instruction]]
@@ -76,17 +76,18 @@ class ScheduleError(ValueError):
 
 
 def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup: int = 0) -> Iterator[Instruction]:
-    """What `stage` does for one optimizer step: 1F1B with a flush (Narayanan et al. 2019, 2021).
+    """Yield the instructions of `stage` for one optimizer step: 1F1B with a flush (Narayanan et al. 2019, 2021).
 
         stage 0 | F0 F1 F2       B0 F3 B1    B2    B3
         stage 1 |    F0 F1    B0 F2 B1 F3 B2    B3
         stage 2 |       F0 B0 F1 B1 F2 B2 F3 B3
 
-    A stage is `stages - 1 - stage` micro-batches ahead before its first backward pass, then
-    alternates. extra_warmup n makes it (1 + n) times as far ahead ("eager" 1F1B for n = 1,
-    Zhuang et al. 2023): in classic 1F1B every stage waits for a message that has only just been
-    sent, with more micro-batches in flight the next one is there already. It costs the
-    activations of those micro-batches: stage s keeps (stages - 1 - s)(1 + n) + 1 of them.
+    A stage runs `stages - 1 - stage` forward passes before its first backward pass, then alternates. extra_warmup
+    n multiplies this lead by 1 + n ("eager" 1F1B for n = 1, Zhuang et al. 2023). In classic 1F1B every stage
+    waits for a message that has only just been sent. With more micro-batches in flight, the next message has
+    already arrived. The price is the activations of those micro-batches. Stage s keeps
+    (stages - 1 - s)(1 + n) + 1
+    of them.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -96,7 +97,9 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
 
 
 def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """All forward passes, then all backward passes (Huang et al. 2019): simple, and as much memory as micro-batches.
+    """Yield all forward passes, then all backward passes (Huang et al. 2019).
+
+    The activations of all micro-batches are kept.
 
     stage 0 | F0 F1 F2 F3             B0 B1 B2 B3
     stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
@@ -106,12 +109,11 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterator[Instruction]:
-    """1F1B over several chunks a stage (Narayanan et al. 2021): 1/chunks of the bubble for chunks times the messages.
+    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): 1/chunks of the bubble, chunks x the messages.
 
-    Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0,
-    then through chunk 1 ..., then the next group. A pass is 1/chunks as long as in 1F1B, and so
-    is the wait at either end. Where the stages do not divide the micro-batches, groups are
-    larger, and so is the memory.
+    Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
+    1 ..., then the next group. A pass takes 1/chunks of the time that it takes in 1F1B, and so does the wait at
+    either end. If `stages` does not divide the number of micro-batches, groups are larger, and so is the memory.
     """
     forward, backward = _through_chunks(stages, micros, chunks)
     group = -(-micros // max(micros // stages, 1))
@@ -124,15 +126,15 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
 
 
 def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """ZB-H1 (Qi et al. 2023): 1F1B whose backward pass is cut in two, so that weight gradients fill the wait.
+    """Yield ZB-H1 (Qi et al. 2023): 1F1B with split backward passes, so that weight gradients fill the bubble.
 
         stage 0 | F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3
         stage 1 |    F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
         stage 2 |       F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-    The gradient of the inputs (B) goes up the pipeline as soon as it can; stage s is s weight
-    gradients (W) late. A stage keeps no more micro-batches than the first one does in 1F1B, and the
-    bubble shrinks from (stages - 1)(F + B + W) to (stages - 1)(F + B - W).
+    The gradient of the inputs (B) goes up the pipeline as soon as possible, and stage s delays weight gradients
+    (W) by s micro-batches. No stage keeps more micro-batches than the first stage in 1F1B. The bubble shrinks
+    from (stages - 1)(F + B + W) to (stages - 1)(F + B - W).
     """
     warmup = min(stages - 1 - stage, micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -147,16 +149,16 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Iterator[Instruction]:
-    """What `stage` does to evaluate: all micro-batches straight through."""
+    """Yield the instructions of `stage` for an evaluation: forward passes only."""
     forward, _ = _through_chunks(stages, micros, chunks)
     return with_messages([Forward(*each) for each in forward], stage, stages, chunks)
 
 
 def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(micro, chunk) in the order of the forward and of the backward passes, the same on every stage.
+    """Return (micro, chunk) in the order of the forward and of the backward passes, equal on every stage.
 
-    In groups of `stages` micro-batches, or a few more where the division leaves a rest: with
-    fewer, a stage would come to a pass whose input is still to go round.
+    Groups have `stages` micro-batches, or a few more if there is a remainder. With fewer, a stage would reach a
+    pass whose input is still on its way through the other stages.
     """
     count = max(micros // stages, 1)
     ends = [micros * i // count for i in range(count + 1)]
@@ -167,7 +169,7 @@ def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[i
 
 
 def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks: int = 1) -> Iterator[Instruction]:
-    """Receive right before the pass that needs it, send right after the pass that made it."""
+    """Yield `order` with a receive right before the pass that needs it and a send right after the pass that made it."""
     last = stages * chunks - 1
     for each in order:
         virtual_stage = each.chunk * stages + stage
@@ -193,10 +195,11 @@ _ADDED: dict[str, Schedule] = {}
 
 
 def register(name: str, schedule: Schedule) -> None:
-    """Let `"pipeline": {"schedule": name}` of a ds_config mean a schedule of one's own, for one chunk a stage; before `initialize`.
+    """Register a custom schedule under `"pipeline": {"schedule": name}` of a ds_config, before `initialize`.
 
-    schedule: (stage, stages, micros) -> instructions, messages included (`with_messages` puts them in). It is checked as ours
-    are before the first step. Raises ValueError for a name of ours.
+    schedule: (stage, stages, micros) -> instructions with messages (see `with_messages`), for one chunk per
+    stage. It is checked before the first step, like the built-in ones. Raises ValueError for the name of a
+    built-in schedule.
     """
     if name in NAMES:
         raise ValueError(f"{name!r} is a schedule of tds: give yours another name")
@@ -204,10 +207,12 @@ def register(name: str, schedule: Schedule) -> None:
 
 
 def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
-    """The schedule that `"pipeline": {"schedule": ..., "extra_warmup": ...}` of a ds_config names; 1f1b by default.
+    """Return the schedule that `"pipeline": {"schedule": ..., "extra_warmup": ...}` of a ds_config names.
 
-    chunks: how many the model has on each stage; more than one is what `interleaved` is for.
-    Raises ValueError for an unknown name, or for what the schedule has no use for.
+    The default is 1f1b.
+
+    chunks: of the model on each stage; only `interleaved` supports several. Raises ValueError for an unknown
+    name, or for settings that the schedule does not support.
     """
     name, extra = settings.get("schedule", "1f1b"), settings.get("extra_warmup", 0)
     if name not in NAMES and name not in _ADDED:

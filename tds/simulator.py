@@ -1,9 +1,9 @@
-"""A step before it is run: the engine's own schedules, with what things cost, on links and cores that are shared.
+"""Simulation of a training step: the engine's own schedules with costs, on shared links and cores.
 
-A discrete-event simulation. Everything that a step does is a task that begins after others have ended: passes and
-steps of the optimizer, which take a rank's share of the cores, and messages, which take turns on a link. The order in which a
-rank asks for what is told by queues.py, the same that proves that a step ends: so receives that are posted ahead,
-and NCCL's queues, one for each communicator, are as they are there.
+This is a discrete-event simulation. Everything in a step is a task that starts after other tasks have ended.
+Passes and optimizer steps take a rank's share of the cores; messages take turns on a link. queues.py gives the
+order in which a rank submits its operations, as in the proof that a step ends. So receives that are posted in
+advance, and NCCL's queue for each communicator, are modelled too.
 """
 
 import heapq
@@ -26,16 +26,19 @@ from .schedule import (
 )
 from .timetable import PASSES, Span, bubble
 
-Cost = float | Callable[[int, int], float]  # seconds, or by (stage, chunk)
+Cost = float | Callable[[int, int], float]  # seconds, or a function of (stage, chunk)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a rank alone on its cores. weight: the part of `backward` that zb-h1 puts off, by default half.
+    """Costs in seconds for a rank with all its cores to itself.
 
-    forward, backward: of a pass over one chunk. halves: what cutting a backward pass in two costs besides. message: bytes of
-    an activation that leaves a chunk; its gradient is as large. hands: seconds of the sending and of the receiving rank for a
-    message. begin, reduce, optimizer: before the first pass, over replicas after the last, and at the end of a step.
+    forward, backward: of a pass over one chunk.
+    weight: the part of `backward` that zb-h1 defers, by default half.
+    halves: overhead of splitting a backward pass.
+    message: bytes of an activation that leaves a chunk; its gradient has the same size.
+    hands: time that the sender and the receiver each spend on a message.
+    begin, reduce, optimizer: before the first pass, over replicas after the last one, and at the end of a step.
     """
 
     forward: Cost = 1.0
@@ -49,7 +52,7 @@ class Costs:
     optimizer: Cost = 0.0
 
     def of(self, kind: type[Instruction], stage: int, chunk: int) -> float:
-        """Of a pass."""
+        """Return the seconds of one pass of this kind on `stage`."""
         if kind is Forward:
             return at(self.forward, stage, chunk)
         whole = at(self.backward, stage, chunk)
@@ -60,24 +63,28 @@ class Costs:
 
 
 def at(cost: Cost, stage: int, chunk: int = 0) -> float:
-    """A cost on one chunk of a stage."""
+    """Return a cost on one chunk of a stage."""
     return cost(stage, chunk) if callable(cost) else cost
 
 
 def by_itself(border: int, stages: int, to_the_right: bool) -> Hashable:
-    """A link for each direction of each border."""
+    """Return a separate link for each direction of each stage boundary."""
     return border, to_the_right
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks share. latency, bandwidth: seconds and bytes per second of a link; messages on one link take turns.
+    """The hardware that the ranks share.
 
-    link: of a message, by its border, the number of stages and whether it goes to the right (and its replica, which is added).
-    rates: the speed of each of n ranks that compute at once on one host, by n, 1 for a rank by itself; empty: ranks have
-    cores of their own. ranks_per_host: neighbours, replica after replica; None: all are on one host. rules: how messages move;
-    None: as on gloo with room for all of them. slow: by stage, how many times as long it takes. jitter: 0.1 lets
-    each pass take 0.9 to 1.1 times as long, drawn by `seed`.
+    latency, bandwidth: seconds and bytes per second of a link; messages on one link take turns.
+    link: key of a message's link, from its boundary, the number of stages and whether it goes to the right. The
+        replica is added to the key.
+    rates: speed of each of n ranks that compute at once on one host, by n, relative to a lone rank; empty: ranks
+        do not share cores.
+    ranks_per_host: neighbours, replica after replica; None: all ranks are on one host.
+    rules: how messages move; None: as on gloo with unlimited receives posted in advance.
+    slow: by stage, a factor on its times.
+    jitter: 0.1 draws a factor from 0.9 to 1.1 for each pass, by `seed`.
     """
 
     latency: float = 0.0
@@ -91,7 +98,7 @@ class Machine:
     seed: int = 0
 
     def rate(self, busy: int) -> float:
-        """Of each of so many that compute at once; beyond what is known, they share what the last ones had."""
+        """Return the relative speed of each of `busy` ranks on one host; beyond `rates`, they share the last total."""
         if not self.rates:
             return 1.0
         known = len(self.rates)
@@ -99,7 +106,10 @@ class Machine:
 
 
 class Message(NamedTuple):
-    """One that crossed a border: from stage, micro-batch, chunk of its sender; asked for, on its link, arrived."""
+    """A message that crossed a stage boundary; stage, micro, chunk are those of the sender.
+
+    asked, begin, end: times when it was posted, started on its link, and arrived.
+    """
 
     stage: int
     to: int
@@ -113,10 +123,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """The last of the simulated steps, of the first replica. Times are from its begin.
+    """The last simulated step of the first replica, with times from its start.
 
-    seconds: a step in a row of many. idle: by stage, why it did not compute, in seconds: `first input` (before its first
-    pass), `input` and `gradient` (that another stage had not made), `message` (on its way), `end` (after its last pass).
+    seconds: duration of the step.
+    idle: by stage, seconds without computation by reason: `first input` (before its first pass), `input` and
+        `gradient` (not yet computed by another stage), `message` (in transit), `end` (after its last pass).
     """
 
     seconds: float
@@ -126,13 +137,13 @@ class Result:
 
     @property
     def bubble(self) -> float:
-        """Share of the time from the first pass to the last in which stages run none, as measured in timelines."""
+        """Idle share of all stages' time between the first and the last pass, measured as in timelines."""
         zero = min(span.begin for span in self.spans)
         return bubble([Span(s.stage, s.micro, s.chunk, s.kind, s.begin - zero, s.end - zero) for s in self.spans])
 
 
 class _Task(NamedTuple):
-    """What a moment of the graph stands for, where it takes time: work of a rank on a host, or of a link."""
+    """Work of an event that takes time: computation on a host, or a message on a link."""
 
     work: float
     host: int | None = None
@@ -140,7 +151,7 @@ class _Task(NamedTuple):
 
 
 class _Stage(StageGraph):
-    """A stage of one replica in one step, whose moments have costs."""
+    """A stage of one replica in one step, whose events have costs."""
 
     def __init__(
         self, graph: "_Work", costs: Costs, machine: Machine, rank: tuple[int, int], host: int, size: tuple[int, int]
@@ -148,10 +159,11 @@ class _Stage(StageGraph):
         super().__init__(graph, machine.rules or FREE, rank[1], *size)
         self.work, self.costs, self.machine, self.host = graph, costs, machine, host
         self._waited: int | None = None
-        self.passes: list[tuple[Instruction, int, int | None]] = []  # its end, and the arrival that it waited for
+        # Each item is a pass, its end, and the arrival that it waited for.
+        self.passes: list[tuple[Instruction, int, int | None]] = []
 
     def spend(self, name: str, seconds: float, *after: int | None) -> int:
-        """Compute, after all that was computed before."""
+        """Add computation after all earlier computation of this stage."""
         self._computed = self.work.task(name, _Task(seconds, self.host), self._computed, *after)
         return self._computed
 
@@ -177,37 +189,36 @@ class _Stage(StageGraph):
 
     @property
     def last(self) -> int | None:
-        """When it has computed all so far."""
+        """The event that ends all computation so far, or None."""
         return self._computed
 
     def goes_on_after(self, *moments: int) -> None:
-        """Nothing of this stage happens before these."""
+        """Let this stage continue only after these events."""
         self._computed = self.work.moment(f"stage {self.stage} goes on", 0.0, *moments, self._computed)
 
 
-FREE = Rules(ahead=10**9, queue=lambda border, stages, right: None, message=0.0)  # queue: see `_Work`
+FREE = Rules(ahead=10**9, queue=lambda border, stages, right: None, message=0.0)  # no queues; links order the messages
 
 
 class _Work(Graph):
-    """The graph of all that happens, and its simulation."""
+    """The graph of all events, and its simulation."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine, self.dice = machine, random.Random(machine.seed)
         self.tasks: dict[int, _Task] = {}
-        self.sent: dict[
-            int, tuple[int, int, int, At, bool]
-        ] = {}  # by arrival: on its link, asked for, stage, what, right
+        # Arrival -> (event on its link, posting, stage, micro-batch and chunk, to the right).
+        self.sent: dict[int, tuple[int, int, int, At, bool]] = {}
         self.begun, self.ended = dict[int, float](), list[float]()
 
     def task(self, name: str, task: _Task, *after: int | None) -> int:
-        """A moment that ends `task`."""
+        """Add an event that ends `task` and return it."""
         moment = self.moment(name, 0.0, *after)
         self.tasks[moment] = task
         return moment
 
     def run(self) -> None:
-        """Let everything happen. Raises ScheduleError for a circle."""
+        """Simulate all events. Raises ScheduleError for a cycle."""
         clock = _Clock(self)
         clock.run()
         self.ended, self.begun = clock.ended, clock.begun
@@ -216,24 +227,25 @@ class _Work(Graph):
 
 
 class _Clock:
-    """Time, which goes from one event to the next: work that is done, a message that leaves its link or arrives."""
+    """Simulated time; it advances to the next end of work, release of a link or arrival."""
 
     def __init__(self, graph: _Work) -> None:
         self.tasks, self.machine = graph.tasks, graph.machine
-        self.left = [len(each) for each in graph.after]  # what a moment still waits for
+        self.left = [len(each) for each in graph.after]  # number of events that each event still waits for
         self.then: list[list[int]] = [[] for _ in graph.after]
         for this, before in enumerate(graph.after):
             for each in before:
                 self.then[each].append(this)
         self.now, self.begun, self.ended = 0.0, dict[int, float](), [0.0] * len(self.left)
         self.ready = deque(i for i, n in enumerate(self.left) if not n)
-        self._hosts: defaultdict[Hashable, dict[int, float]] = defaultdict(dict)  # by moment, work that is left
-        self._lines: defaultdict[Hashable, deque[int]] = defaultdict(deque)  # messages before a link, the first on it
-        self._events: list[tuple[float, int, int, bool]] = []  # when, order, moment, whether it only leaves its link
+        self._hosts: defaultdict[Hashable, dict[int, float]] = defaultdict(dict)  # remaining work by event
+        # Messages of each link; the first one is in transit.
+        self._lines: defaultdict[Hashable, deque[int]] = defaultdict(deque)
+        self._events: list[tuple[float, int, int, bool]] = []  # (time, order, event, whether it only leaves its link)
         self._order = count()
 
     def run(self) -> None:
-        """Until nothing happens any more."""
+        """Run until no event is left."""
         while True:
             while self.ready:
                 self._begin(self.ready.popleft())
@@ -266,7 +278,7 @@ class _Clock:
                 self.ready.append(each)
 
     def _compute(self, until: float) -> None:
-        """Processor sharing: all that compute on a host are as fast."""
+        """Advance to `until` with processor sharing: all ranks that compute on a host have the same speed."""
         passed, self.now = until - self.now, until
         for work in self._hosts.values():
             step = passed * self.machine.rate(len(work)) if work else 0.0
@@ -281,7 +293,7 @@ class _Clock:
         heapq.heappush(self._events, (self.now + self.tasks[moment].work, next(self._order), moment, True))
 
     def _move(self, moment: int, leaves: bool) -> None:
-        """A message has left its link, which the next one takes, and is on the way for the latency; or it has arrived."""
+        """Release a message's link to the next message, and let the message arrive after the latency."""
         if not leaves:
             self._end(moment)
             return
@@ -295,7 +307,7 @@ class _Clock:
 def simulate(
     plan: Plan, costs: Costs | None = None, machine: Machine | None = None, replicas: int = 1, steps: int = 2
 ) -> Result:
-    """What a step of `plan` becomes, the last of `steps` in a row. Raises ScheduleError for one that would wait for ever."""
+    """Simulate `steps` consecutive steps of `plan` and return the last. Raises ScheduleError for a deadlock."""
     costs, machine = costs or Costs(), machine or Machine()
     graph, size = _Work(machine), (len(plan), 1 + max((i.chunk for stage in plan for i in stage), default=0))
     before: dict[tuple[int, int], int] = {}
@@ -321,7 +333,10 @@ def simulate(
 def _end_of_step(
     graph: _Work, costs: Costs, made: Mapping[tuple[int, int], _Stage], before: dict[tuple[int, int], int]
 ) -> int:
-    """Replicas add gradients up, all ranks agree on loss and norm, each steps; the moment at which they agree."""
+    """Add the gradient reduction, the agreement on loss and norm, and the optimizer step.
+
+    Returns the event of the agreement.
+    """
     lasts: defaultdict[int, list[int]] = defaultdict(list)
     for (_, number), stage in made.items():
         lasts[number] += [stage.last] if stage.last is not None else []
@@ -336,7 +351,7 @@ def _end_of_step(
 
 
 def _join(graph: _Work, costs: Costs, stages: Sequence[_Stage], replica: int) -> None:
-    """Put a transfer between the two ends of each message."""
+    """Add a transfer between the two ends of each message."""
     machine, size = graph.machine, len(stages)
     sends = {key[:-1]: (stage, moments) for stage in stages for key, moments in stage.ends.items() if key[-1]}
     for taker in stages:
@@ -344,7 +359,7 @@ def _join(graph: _Work, costs: Costs, stages: Sequence[_Stage], replica: int) ->
             if is_send:
                 continue
             giver, (sent, left) = sends[border, right, what, at_]
-            # A message has the number of the chunk that puts out its activation; a gradient looks as that did.
+            # A message has the chunk number of the activation's sender; a gradient has the activation's size.
             size_of = 0.0 if what else at(costs.message, border, at_.chunk)
             task = _Task(size_of / machine.bandwidth, link=(replica, machine.link(border, size, right)))
             waits = [sent] if machine.rules is None else [sent, posted]

@@ -1,4 +1,7 @@
-"""Gradients of rows, as `nn.Embedding(sparse=True)` gives them: summed without a dense copy, or made dense where DeepSpeed flattens."""
+"""Sparse gradients, as `nn.Embedding(sparse=True)` gives them.
+
+They are reduced without a dense copy, or made dense if DeepSpeed flattens gradients.
+"""
 
 from collections.abc import Iterable
 
@@ -6,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ABSENT, DENSE = -1, -2  # these take the place of a number of rows
+ABSENT, DENSE = -1, -2  # special values in place of a number of rows
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of embeddings whose gradients are sparse, in an order that is the same on all replicas."""
+    """Return the weights of embeddings with sparse gradients, in the same order on all replicas."""
     found = [getattr(layer, "weight", None) for layer in module.modules() if getattr(layer, "sparse", False)]
     return list(dict.fromkeys(p for p in found if isinstance(p, nn.Parameter) and p.requires_grad))
 
 
 def refuse_sparse(module: nn.Module, optimizer: object) -> None:
-    """Raise ValueError naming a weight with sparse gradients if `optimizer` is one of torch's that takes none."""
+    """Raise ValueError naming a weight with sparse gradients if `optimizer` is a torch optimizer without support."""
     weights = sparse_weights(module)
     takes = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
     if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):
@@ -28,16 +31,19 @@ def refuse_sparse(module: nn.Module, optimizer: object) -> None:
 
 
 def numbers_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient of `parameter`, of a sparse one its values: changes in place reach the gradient."""
+    """Return the gradient of `parameter`, or the values `[rows, ...]` of a sparse one.
+
+    Changes in place reach the gradient.
+    """
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad.detach()
-    parameter.grad = parameter.grad.detach().coalesce()  # else a row that was looked up twice would count in parts
+    parameter.grad = parameter.grad.detach().coalesce()  # otherwise a row that was looked up twice would count in parts
     return parameter.grad.values()
 
 
 def make_dense(weights: Iterable[nn.Parameter]) -> None:
-    """Let these weights have dense gradients as soon as autograd has them: ZeRO and half precision flatten gradients."""
+    """Make gradients of these weights dense as soon as autograd has them: ZeRO and half precision flatten gradients."""
 
     def dense(parameter: nn.Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -48,16 +54,16 @@ def make_dense(weights: Iterable[nn.Parameter]) -> None:
 
 
 def empty_gradient(weight: Tensor) -> Tensor:
-    """A sparse gradient without rows."""
+    """Return a sparse gradient without rows for `weight` `[rows, ...]`."""
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.long, device=weight.device), weight.new_empty(0, *weight.shape[1:]), weight.shape
     )
 
 
 def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
-    """Sum over the group the gradients of weights that may be sparse, dense or absent on each of its ranks. A collective.
+    """Sum the gradients of weights over the group; on each rank one may be sparse, dense or absent. Collective.
 
-    The sum is sparse, with the rows of all ranks, unless any of them is dense; it is absent where all are.
+    The sum is sparse, with the rows of all ranks, unless any gradient is dense. It is absent if all are.
     """
     for weight in weights:
         grad = weight.grad
@@ -73,12 +79,12 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
 
 
 def _rows(grad: Tensor) -> int:
-    """How many rows a sparse gradient has; DENSE for one that is no list of rows."""
+    """Return the number of rows of a sparse gradient, or DENSE if it is not a list of rows."""
     return grad.coalesce().indices().shape[1] if grad.is_sparse and grad.sparse_dim() == 1 else DENSE
 
 
 def _sum_of_rows(grad: Tensor, most: int, counts: list[Tensor], group: object) -> Tensor:
-    """most, counts: the number of rows on the rank that has most of them, and on each rank."""
+    """Return the sparse sum over the group. most, counts: the largest number of rows, and that of each rank."""
     grad = grad.coalesce()
     missing = most - grad.indices().shape[1]
     indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(missing)])

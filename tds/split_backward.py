@@ -1,12 +1,14 @@
-"""A backward pass in two: gradients of the inputs now, gradients of the weights later (Qi et al. 2023).
+"""Split backward pass: gradients of the inputs now, gradients of the weights later (Qi et al. 2023).
 
-Autograd's graph is a tree of operations whose edges lead back to inputs and weights. An operation
-is a fork where some of its edges lead to an input and others only to weights, as a matrix product's
-do. The first pass follows the ways to the inputs and notes what arrives at each fork; the second
-starts from these notes and goes down the edges that were left out. Nothing is computed twice, except by a custom
-`autograd.Function` that ignores `ctx.needs_input_grad`; hooks on activations are called in both. A compiled layer
-computes all of its gradients at once, so its weights get theirs in the first pass. A re-entrant checkpoint runs a backward
-pass of its own, which torch allows only in a whole one: then nothing is left for later.
+Autograd's graph consists of operations whose edges lead back to inputs and weights. An operation is a fork if
+some of its edges lead to an input and others only to weights, as in a matmul. The first pass follows the paths to
+the inputs and records the gradients that arrive at each fork. The second pass starts from these and follows the
+remaining edges.
+
+Nothing is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
+activations run in both passes. A compiled layer computes all its gradients at once, so its weights get theirs in
+the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only in an unsplit one;
+then nothing is deferred.
 """
 
 import warnings
@@ -23,23 +25,23 @@ COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  
 
 
 class Fork(NamedTuple):
-    """An operation, and the weights that are reached only over it."""
+    """An operation, and the weights that are reached only through it."""
 
     node: Node
     weights: list[Tensor]
 
 
 class DeferredWeightGrads:
-    """What is left of a backward pass: the gradients of the weights."""
+    """The deferred half of a backward pass: the gradients of the weights."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Fork, Sequence[Tensor | None]]] = []
 
     def run(self) -> None:
-        """Add the gradients of the weights to their `.grad`; once."""
+        """Accumulate the gradients of the weights into their `.grad`. Call it once."""
         for fork, grads in self._noted:
             arrived = [(GradientEdge(fork.node, i), g) for i, g in enumerate(grads) if g is not None]
-            # Hooks on the tensors of this node run again before it; what they gave the first time is what counts.
+            # Hooks on this node's tensors run again before it; their first result must be used.
             handle = fork.node.register_prehook(partial(_instead, tuple(grads)))
             try:
                 torch.autograd.backward(  # type: ignore[call-overload]
@@ -57,11 +59,14 @@ def _instead(noted: tuple[Tensor | None, ...], arrived: Sequence[Tensor | None])
 def backward_input(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> DeferredWeightGrads:
-    """Add the gradients of `inputs` to their `.grad`, and return what is left to do.
+    """Accumulate the gradients of `inputs` into their `.grad`, and return the deferred weight gradients.
 
-    outputs (or the edges of autograd's graph that lead to them), grads: as for `torch.autograd.backward`. inputs: leaves. A weight that is used more
-    than once gets its gradient here, since the ways to it cannot be told apart later; so does one
-    that lies on no way to an input.
+    outputs: tensors, or graph edges that lead to them.
+    grads: as for `torch.autograd.backward`.
+    inputs: leaves.
+
+    A weight that is used more than once gets its gradient here, because its uses cannot be separated later. So
+    does a weight that is not below any path to an input.
     """
     deferred = DeferredWeightGrads()
     if not inputs:
@@ -92,10 +97,13 @@ def backward_input(
 
 
 def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[list[Fork], list[Tensor]]:
-    """Find the forks, and the weights that are not reached over only one fork. order: see `_children_first`."""
+    """Return the forks, and the weights that are not reached through exactly one fork.
+
+    order: see `_children_first`.
+    """
     wanted = {id(t) for t in inputs}
-    leads: set[Node] = set()  # the nodes on the ways to the inputs
-    below: dict[Node, dict[int, Tensor]] = {}  # the weights that a node leads to, but for those over nodes in `leads`
+    leads: set[Node] = set()  # nodes on paths to the inputs
+    below: dict[Node, dict[int, Tensor]] = {}  # weights below a node, without those below nodes in `leads`
     for node in order:
         leaf = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]
@@ -119,7 +127,7 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """Every node of the graph after the nodes that it leads to."""
+    """Return the nodes of the graph in an order in which each follows the nodes that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False) for node in roots]

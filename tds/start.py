@@ -1,4 +1,4 @@
-"""What is checked before the first step: settings that cannot be, and stages that do not fit together."""
+"""Checks before the first step: invalid settings, and stages that do not fit together."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from .timetable import check
 
 
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
-    """The schedule that `settings`, "pipeline" of the ds_config, ask for. Raises ValueError for what cannot be."""
+    """Return the schedule named in `settings`, "pipeline" of the ds_config. Raises ValueError for invalid settings."""
     _refuse_what_cannot_be(engine, settings, chunks)
     schedule = schedule_of(settings, chunks)
     _check(schedule, engine, chunks)
@@ -26,7 +26,7 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
 
 
 def tell_error(error: Exception | None) -> None:
-    """While layers are built, on every rank: raise ValueError here if another rank has failed, so that nobody waits for it."""
+    """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     told: list[Any] = [None] * dist.get_world_size()
@@ -37,7 +37,7 @@ def tell_error(error: Exception | None) -> None:
 
 
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
-    """Prove that training and evaluation end, by the rules by which messages move here."""
+    """Prove that training and evaluation end under this device's rules for messages."""
     narrow = one_hardware_queue(engine.device)
     rules = Rules(posted_ahead(engine.device), one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
     stages, micros = engine.num_stages, engine.micro_batches
@@ -58,7 +58,7 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
 
 
 def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
-    """Raise ValueError for settings that would give wrong numbers or that nobody would act on."""
+    """Raise ValueError for settings that would compute wrong numbers, hang or have no effect."""
     name = settings.get("schedule", "1f1b")
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise ValueError(
@@ -86,9 +86,10 @@ def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int
 
 
 def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: Any = None, **_: Any) -> None:
-    """Before an engine is made: raise ValueError, on all ranks, where ZeRO or half precision would find nothing to cut,
+    """Raise ValueError, on all ranks, if a stage has nothing to train under ZeRO or half precision.
 
-    or where ZeRO would wait for ever: it sums the norm group by group over the stages.
+    It also raises if stages differ in their number of parameter groups. ZeRO sums the norm group by group over
+    the stages and would hang. Call it before an engine is made.
     """
     half = (
         getattr(getattr(config_class, f"{kind}_config", None), "enabled", False) for kind in ("float16", "bfloat16")
@@ -96,7 +97,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     if not (getattr(config_class, "zero_optimization_stage", 0) or any(half)) or not dist.is_initialized():
         return
     if isinstance(optimizer, DistributedOptimizer):
-        return  # which cuts what there is
+        return  # it shards whatever weights there are
     groups = len(getattr(optimizer, "param_groups", ()))
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (any(p.requires_grad for p in model.parameters()), groups))
@@ -116,7 +117,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
 
 
 def shake_hands(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
-    """Tell all stages of this pipeline what this one puts out and takes in; raises alike on all where it does not fit."""
+    """Exchange the declarations of all stages of this pipeline. Raises on all stages alike if they do not match."""
     told: dict[str, Any] = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
     told |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
     told["dynamic_shape"] = engine.dynamic_shape

@@ -1,4 +1,4 @@
-"""Errors between `init_distributed` and the first watched engine: they reach all ranks, so that none waits for one that has ended."""
+"""Error reports between `init_distributed` and the first watched engine; they end all ranks, so that none waits."""
 
 import torch.distributed as dist
 
@@ -6,7 +6,10 @@ from .diagnose import Watchdog
 
 
 class _Start:
-    """What a watchdog describes until an engine has one of its own; kept here, as a watchdog keeps nothing alive."""
+    """Describer for the watchdog until an engine has its own.
+
+    It is kept alive here, because a watchdog holds it by weak reference.
+    """
 
     watchdog: Watchdog | None = None
 
@@ -18,7 +21,7 @@ _start = _Start()
 
 
 def watch_the_start() -> None:
-    """Let an error that ends this process end all ranks, with a report, until an engine watches them."""
+    """Make an error that ends this process end all ranks, with a report, until an engine watches them."""
     if dist.is_initialized() and dist.get_world_size() > 1 and Watchdog.latest() is None:
         _start.watchdog = Watchdog(float("inf"), _start.describe, "run", idle="before its first watched step")
         _start.watchdog.reports_all_errors = True

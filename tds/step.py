@@ -1,4 +1,4 @@
-"""What a stage keeps while one step lasts: of the step as a whole, and of each micro-batch between its instructions."""
+"""State of a stage during one step: of the whole step, and of each micro-batch between its instructions."""
 
 from dataclasses import dataclass, field
 
@@ -13,13 +13,15 @@ from .split_backward import DeferredWeightGrads
 
 @dataclass(eq=False)
 class Microbatch:
-    """One micro-batch on one chunk of this stage; each field is empty again when the instruction that wants it has run.
+    """One micro-batch on one chunk of this stage; each field is emptied by the instruction that uses it.
 
-    received: the inputs, from RecvActivation to SendGrad (in evaluation to Forward). to_send: the outputs, from Forward
-    to SendActivation; they are not kept any longer, so their memory is free then unless autograd needs it. edges: where the
-    gradients of the outputs go into autograd's graph, from Forward to the backward pass; grads: these gradients, from
-    RecvGrad to there. loss: a scalar to learn from, where there is no next stage. deferred: from BackwardInput to
-    BackwardWeight.
+    received: the inputs, from RecvActivation to SendGrad (in evaluation to Forward).
+    to_send: the outputs, from Forward to SendActivation; afterwards their memory is free unless autograd needs
+        it.
+    edges: graph edges of the outputs, from Forward to the backward pass.
+    grads: gradients of the outputs, from RecvGrad to the backward pass.
+    loss: a scalar to train on, on the last virtual stage.
+    deferred: weight gradients, from BackwardInput to BackwardWeight.
     """
 
     received: list[BoundaryTensor] = field(default_factory=list)
@@ -31,27 +33,27 @@ class Microbatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of it is kept any more."""
+        """True if all fields are empty."""
         kept = self.received or self.to_send or self.edges or self.grads
         return not kept and self.loss is None and self.deferred is None
 
     @property
     def inputs_that_learn(self) -> list[BoundaryTensor]:
-        """Those that a gradient goes back through."""
+        """The inputs that need a gradient."""
         return [each for each in self.received if each.grad]
 
     def take_received(self) -> list[BoundaryTensor]:
-        """What came in, which is forgotten here."""
+        """Return the inputs and drop them here."""
         received, self.received = self.received, []
         return received
 
     def take_to_send(self) -> list[BoundaryTensor]:
-        """What goes out, which is forgotten here."""
+        """Return the outputs and drop them here."""
         to_send, self.to_send = self.to_send, []
         return to_send
 
     def take_roots(self) -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
-        """What to differentiate, and the gradients that came for it (none for a loss)."""
+        """Return what to differentiate, and the gradients received for it (none for a loss)."""
         if self.loss is not None:
             loss, self.loss = self.loss, None
             return [loss], []
@@ -61,7 +63,10 @@ class Microbatch:
 
 @dataclass(eq=False)
 class Step:
-    """One call of train_batch or eval_batch. scale: what the sum of losses of a micro-batch is multiplied by, a scalar in fp64."""
+    """One call of train_batch or eval_batch.
+
+    scale: factor on the sum of losses of a micro-batch, a scalar in fp64.
+    """
 
     batches: Batches
     compute_loss: bool
@@ -69,14 +74,14 @@ class Step:
     microbatches: dict[At, Microbatch] = field(default_factory=dict)
 
     def of(self, at: At) -> Microbatch:
-        """What is kept of a micro-batch on a chunk; nothing at first."""
+        """Return the state of a micro-batch on a chunk, created empty at first use."""
         found = self.microbatches.get(at)
         if found is None:
             found = self.microbatches[at] = Microbatch()
         return found
 
     def forget_if_done(self, at: At) -> None:
-        """After an instruction: let go of what nothing is kept of."""
+        """Drop the state of a micro-batch if it is empty, after an instruction."""
         found = self.microbatches.get(at)
         if found is not None and found.is_empty:
             del self.microbatches[at]

@@ -1,6 +1,7 @@
-"""Timelines of a run's ranks read from disk: on one clock, as one Chrome trace, and as what the schedule became.
+"""Reader of the ranks' timelines: on one clock, as one Chrome trace, and as executed schedules.
 
-Pure Python, so a laptop reads what a cluster has written. trace.py writes, align.py compares the clocks.
+Pure Python, so a laptop can read what a cluster has written. trace.py writes timelines, align.py compares the
+clocks.
 """
 
 import json
@@ -17,16 +18,17 @@ from .timetable import Span, bubble
 
 FOLDER, MERGED = "trace", "merged.json"
 LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeight": "W"}
-PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}  # who receives, how many stages on
+# The receive of each send, and how many virtual stages further it is.
+PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 
 
 def name_of(rank: int) -> str:
-    """The file of a rank."""
+    """Return the file name of a rank's timeline."""
     return f"rank_{rank:05d}.json"
 
 
 class Merged(NamedTuple):
-    """What `merge` has written. error_us: how far the clocks of two ranks may be apart, at most."""
+    """The result of `merge`. error_us: bound on the remaining clock error against rank 0, in microseconds."""
 
     path: Path
     ranks: int
@@ -42,12 +44,12 @@ class RankTrace:
     error_us: float
 
     def named(self, iteration: int, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Its spans of these kinds in an iteration, in order."""
+        """Yield the spans of these kinds in an iteration, in order."""
         return (e for e in self.events if e["cat"] in kinds and e["args"]["iteration"] == iteration)
 
 
 def read(folder: Path) -> list[RankTrace]:
-    """All ranks of a trace folder. Raises ValueError where there is none, or a file that is no timeline."""
+    """Return the timelines of all ranks in a folder. Raises ValueError if there are none or a file is invalid."""
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
         raise ValueError(f"{folder} holds no timeline: tds.trace.start(), or --trace of an entry script, writes one")
@@ -62,7 +64,7 @@ def read(folder: Path) -> list[RankTrace]:
 
 
 def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
-    """On rank 0's clock; between the first comparison and the last a clock drifts evenly."""
+    """Move events to rank 0's clock; a clock is assumed to drift evenly between its first and last comparison."""
     clock = about["clock"]
     if not clock:
         return RankTrace(about, events, float("inf"))
@@ -73,7 +75,10 @@ def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
 
 
 def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
-    """Write one Chrome trace of all ranks, messages as arrows, whole or not at all. ranks: what `read` gave, if that has been read."""
+    """Write one Chrome trace of all ranks, with messages as arrows, atomically.
+
+    ranks: the result of `read`, if available.
+    """
     ranks, path = ranks or read(folder), folder / MERGED
     events = [e for rank in ranks for e in rank.events]
     names = [
@@ -88,7 +93,7 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
 
 
 def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
-    """From the end of a send to the end of its receive: flow events."""
+    """Yield flow events from the end of each send to the end of its receive."""
     ends: dict[tuple[Any, ...], dict[str, Any]] = {}
     for rank in ranks:
         for e in rank.events:
@@ -105,16 +110,18 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
 
 
 def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[Any, ...]:
-    """What a message and its receive have in common. hop: of virtual stages, from here to the one that receives."""
+    """Return the key that a message and its receive share. hop: virtual stages from here to the receiver."""
     a, args = rank.about, event["args"]
     stage = args["chunk"] * a["stages"] + a["stage"] + hop
     return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]
 
 
 class Iteration(NamedTuple):
-    """What one iteration of one replica became. seconds: from the beginning of its step to the end, on the slowest stage.
+    """The timeline of one iteration of one replica.
 
-    begin: seconds from the beginning of the step to the first pass. spans: its passes, from there on.
+    seconds: from the first stage's start of the step to the last stage's end.
+    begin: seconds from the start of the step to the first pass.
+    spans: its passes, with times from the first one.
     """
 
     number: int
@@ -124,12 +131,12 @@ class Iteration(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of the time from the first pass to the last in which stages run none."""
+        """Idle share of all stages' time between the first and the last pass."""
         return bubble(self.spans)
 
 
 def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
-    """Those that all stages of a replica have kept whole, training only; of model-parallel ranks the first."""
+    """Return the training iterations that all stages of a replica have recorded; of model-parallel ranks the first."""
     stages = {r.about["stage"]: r for r in ranks if r.about["replica"] == replica and r.about["model"] == 0}
     missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
     if missing:
@@ -143,7 +150,7 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
 
 
 def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
-    """Of a rank without a pipeline its forward and backward parts, counted."""
+    """Return the passes of an iteration; without a pipeline, forward and backward parts with numbered micro-batches."""
     if rank.about["pipeline"]:
         return list(rank.named(iteration, ["pass"]))
     found, seen = [], Counter[str]()
@@ -171,7 +178,7 @@ def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, 
 
 
 def chrome_of(result: Result) -> dict[str, Any]:
-    """A simulated step as a Chrome trace."""
+    """Return a simulated step as a Chrome trace."""
     stages = range(len(result.idle))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": s, "args": {"name": f"stage {s}, simulated"}} for s in stages

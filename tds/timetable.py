@@ -1,4 +1,4 @@
-"""What can be known of a schedule before it runs: that it ends, what it keeps in memory, when each thing happens."""
+"""Analysis of a schedule before it runs: termination, memory, and the time of each pass."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .schedule import (
     SendGrad,
 )
 
-SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}  # where a message comes from
+SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}  # source of each message
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
 AFTER = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput, SendActivation: Forward}
 
@@ -41,11 +41,10 @@ def _chunks(plan: Plan) -> int:
 
 
 def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
-    """Raise ScheduleError unless every micro-batch goes once each way, messages match, and nobody waits for ever.
+    """Raise ScheduleError unless each chunk runs every micro-batch once each way, messages match and no stage hangs.
 
-    Each chunk goes through all micro-batches in rising order, which is checked here. `rules` say how messages move:
-    `times` finds stages that wait in a circle whatever carries their messages, `queues.finish` those
-    that do because messages stand in queues.
+    It also checks that each chunk takes the micro-batches in rising order. `times` finds deadlocks that do not
+    depend on the transport. `queues.finish` finds those from message queues, under `rules`.
     """
     chunks, kinds = _chunks(plan), {type(i) for stage in plan for i in stage}
     split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
@@ -59,7 +58,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
             if virtual_stage < last:
                 due += [SendActivation, *([RecvGrad] if backward else [])]
             done = _in_order(instructions, stage, chunk)
-            for kind in dict.fromkeys([*due, *done]):  # passes before messages, and each rank names the same
+            for kind in dict.fromkeys([*due, *done]):  # passes before messages; every rank reports the same error
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
@@ -71,7 +70,10 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
 
 
 def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Counter[type[Instruction]]:
-    """How many of each kind there are; raises unless each kind takes the micro-batches in rising order, after what it needs."""
+    """Return the number of instructions of each kind on a chunk.
+
+    Raises ScheduleError unless each kind takes the micro-batches in rising order, after what it depends on.
+    """
     done: Counter[type[Instruction]] = Counter()
     for each in (i for i in instructions if i.chunk == chunk):
         kind = type(each)
@@ -86,17 +88,17 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Co
 def times(
     plan: Plan, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
 ) -> list[Span]:
-    """When each pass runs, if sends never block. Raises ScheduleError for a circle of stages that wait.
+    """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
-    forward, backward: time of a pass over a whole stage. weight: the part of `backward` that
-    computes gradients of weights, by default half of it. message: time on the way.
+    forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
+    by default half. message: time in transit.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight
     cost = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
     todo = [deque(stage) for stage in plan]
     clock = [0.0] * stages
-    wires: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # when what a virtual stage sent arrives
+    wires: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # arrival times of what a virtual stage sent
     spans: list[Span] = []
     while any(todo):
         left = sum(map(len, todo))
@@ -123,7 +125,7 @@ def times(
 
 
 def most_in_flight(instructions: Sequence[Instruction]) -> int:
-    """The most micro-batches (of one chunk each) whose activations a stage keeps at once."""
+    """Return the largest number of micro-batches (of one chunk each) whose activations a stage keeps at once."""
     alive = most = 0
     for each in instructions:
         alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
@@ -132,7 +134,7 @@ def most_in_flight(instructions: Sequence[Instruction]) -> int:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """Share of the time of all stages in which they do nothing."""
+    """Return the idle share of all stages' time."""
     stages = 1 + max(span.stage for span in spans)
     busy = sum(span.end - span.begin for span in spans)
     return 1 - busy / (stages * max(span.end for span in spans))

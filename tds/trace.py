@@ -1,9 +1,9 @@
-"""What really happened: a timeline of this rank, in memory until it is written as a Chrome trace (Perfetto opens it).
+"""Recorded timeline of this rank, kept in memory until it is written as a Chrome trace (for Perfetto).
 
-A span is a tuple of two readings of the clock and what lies between them, so that a recorder can stay on: some
-hundred nanoseconds a span. On an accelerator events take the place of the clock, and nobody waits for the device.
-Of a CPU's spans the seconds of the thread are known, too: what a span cost, however many ranks shared the cores.
-The clocks of the ranks are compared in align.py; timeline.py reads what is written here.
+A span is a tuple of two clock readings and its description. It costs a few hundred nanoseconds, so a recorder can
+stay on. On an accelerator, events replace the clock, so recording never synchronizes the device. On a CPU, the
+thread's CPU time is recorded too: the cost of a span, however many ranks share the cores. align.py compares the
+clocks of the ranks; timeline.py reads the files.
 """
 
 import functools
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .lines import say
 
-LAST = 50  # iterations that are kept where nobody says which
+LAST = 50  # iterations that are kept by default
 EVERY = 50  # iterations between two writes
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier", "all_to_all_single", "reduce",
@@ -30,18 +30,18 @@ COLLECTIVES = (
 
 
 class Mark(NamedTuple):
-    """When a span began: of the host (ns) or of the device (an event), and of this thread (ns)."""
+    """The start of a span: host time (ns) or device event, and thread time (ns)."""
 
     at: Any
     thread: int
 
 
 class Piece(NamedTuple):
-    """One span as it is kept. kind: pass, message, collective, part or step; micro: -1 where there is none."""
+    """One recorded span. kind: pass, message, collective, part or step; micro: -1 if there is none."""
 
     begin: Any
     end: Any
-    work: int  # ns of this thread; -1 on an accelerator
+    work: int  # ns of CPU time of this thread; -1 on an accelerator
     name: str
     kind: str
     micro: int
@@ -53,9 +53,10 @@ PASSES = {"Forward", "Backward", "BackwardInput", "BackwardWeight"}
 
 
 class Tracer:
-    """The recorder of one rank. about: what a reader must know of it (rank, stage, ...).
+    """The recorder of one rank.
 
-    first, last: iterations that are recorded, all of them; without them the newest `LAST` are kept.
+    about: metadata for readers (rank, stage, ...). first, last: range of iterations to record; by default the
+    newest `LAST` are kept.
     """
 
     def __init__(
@@ -71,13 +72,12 @@ class Tracer:
         self._first, self._last = first, last
         self._kept: deque[tuple[int, list[Piece]]] = deque(maxlen=LAST if last is None else None)
         self._now, self._since_write, self.size = list[Piece](), 0, 0
-        self.on = (
-            first is None
-        )  # what comes before the first iteration: a checkpoint that is loaded, data that are opened
+        # Also record what comes before the first iteration: loading a checkpoint, opening data.
+        self.on = first is None
         self._zero = None if self._on_cpu else self._meet_device()
 
     def _meet_device(self) -> tuple[Any, int]:
-        """An event and the host's time of it."""
+        """Return a device event and its host time in ns."""
         torch.accelerator.synchronize(self._device)
         event = torch.Event(self._device, enable_timing=True)
         event.record()
@@ -85,7 +85,7 @@ class Tracer:
         return event, time.perf_counter_ns()
 
     def iteration(self, number: int) -> None:
-        """What follows belongs to this one."""
+        """Start recording iteration `number`."""
         if self._now:
             self._since_write += 1
         self.on = self._first is None or self._last is None or self._first <= number <= self._last
@@ -96,11 +96,11 @@ class Tracer:
             self._kept.append((number, self._now))
 
     def forget(self) -> None:
-        """Let go of what was recorded."""
+        """Drop all recorded spans."""
         self._kept.clear()
 
     def begin(self) -> Mark | None:
-        """Before a span; None while nothing is recorded."""
+        """Start a span; None while recording is off."""
         if not self.on:
             return None
         if self._on_cpu:
@@ -110,7 +110,7 @@ class Tracer:
         return Mark(event, 0)
 
     def end(self, mark: Mark | None, name: str, kind: str, micro: int = -1, chunk: int = 0) -> None:
-        """After it. mark: what `begin` gave."""
+        """End a span. mark: the result of `begin`."""
         if mark is None:
             return
         size, self.size = self.size if kind == "message" else 0, 0 if kind == "message" else self.size
@@ -124,13 +124,16 @@ class Tracer:
         self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
 
     def pieces(self, wait: bool = True) -> list[tuple[int, list[Piece]]]:
-        """(iteration, its spans) with times of the host in ns; on an accelerator waits until the device has come so far, or leaves out what it has not."""
+        """Return (iteration, its spans) with host times in ns.
+
+        On an accelerator this waits for the device, or without `wait` omits unfinished spans.
+        """
         for _, pieces in self._kept:
             pieces[:] = [
                 self._settled(each) for each in pieces if wait or isinstance(each.end, int) or each.end.query()
             ]
         if self._zero is not None and wait:
-            self._zero = self._meet_device()  # milliseconds since then are a 32-bit number
+            self._zero = self._meet_device()  # the milliseconds since this event are a 32-bit number, so it is renewed
         return list(self._kept)
 
     def _settled(self, piece: Piece) -> Piece:
@@ -142,14 +145,14 @@ class Tracer:
         return piece._replace(begin=begin, end=begin + int(piece.begin.elapsed_time(piece.end) * 1e6))
 
     def try_to_write(self, wait: bool = True) -> None:
-        """`write`, but a timeline that cannot be written ends no run: it is said."""
+        """Call `write`, but only warn if the timeline cannot be written."""
         try:
             self.write(wait)
         except (OSError, RuntimeError, MemoryError) as error:
             say(f"warning: the timeline {self.path} cannot be written: {error}", error=True)
 
     def write(self, wait: bool = True) -> None:
-        """The file of this rank, whole or not at all. wait: for the device; else what it has not done is left out."""
+        """Write the file of this rank atomically. wait: for the device; otherwise unfinished spans are omitted."""
         self._since_write = 0
         rank = self.about.get("rank", 0)
         events: list[dict[str, Any]] = [
@@ -167,7 +170,7 @@ TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # row
 
 
 def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
-    """A complete event of the Trace Event Format: times in microseconds."""
+    """Return a complete event of the Trace Event Format, with times in microseconds."""
     args: dict[str, Any] = {"iteration": iteration}
     args |= {} if piece.micro < 0 else {"micro": piece.micro, "chunk": piece.chunk}
     args |= {"bytes": piece.size} if piece.size else {}
@@ -182,37 +185,37 @@ _on: list[Tracer] = []  # one or none
 
 
 def current() -> Tracer | None:
-    """The recorder that is on, if there is one."""
+    """Return the active recorder, or None."""
     return _on[0] if _on else None
 
 
 def begin() -> Mark | None:
-    """Before a span; None where nobody records."""
+    """Start a span; None without a recorder."""
     return _on[0].begin() if _on else None
 
 
 def end(mark: Mark | None, name: str, kind: str = "part", micro: int = -1, chunk: int = 0) -> None:
-    """After it."""
+    """End a span."""
     if mark is not None and _on:
         _on[0].end(mark, name, kind, micro, chunk)
 
 
 @contextmanager
 def span(name: str, kind: str = "part") -> Iterator[None]:
-    """Around a part of a step."""
+    """Record the block as a span."""
     mark = begin()
     yield
     end(mark, name, kind)
 
 
 def sent(size: int) -> None:
-    """So many bytes have left; the span of the message that ends next tells it."""
+    """Count sent bytes for the next message span that ends."""
     if _on and _on[0].on:
         _on[0].size += size
 
 
 def start(tracer: Tracer) -> None:
-    """Record with it, the collectives of torch.distributed included, until `stop`."""
+    """Record with `tracer` until `stop`, including the collectives of torch.distributed."""
     stop()
     for name in COLLECTIVES:
         setattr(dist, name, _noted(name, getattr(dist, name)))
@@ -220,14 +223,14 @@ def start(tracer: Tracer) -> None:
 
 
 def stop() -> None:
-    """Record no more."""
+    """Stop recording."""
     _on.clear()
     for name in COLLECTIVES:
         setattr(dist, name, getattr(getattr(dist, name), "untraced", getattr(dist, name)))
 
 
 def _noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, as a span. Of one that goes on in the background the span is what it takes to begin it."""
+    """Return the collective wrapped in a span; for an asynchronous one, the span covers only its launch."""
 
     @functools.wraps(collective)
     def noted(*args: Any, **kwargs: Any) -> Any:
