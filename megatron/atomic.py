@@ -1,4 +1,4 @@
-"""A file or a folder appears whole under its name, or not at all: it is written under a temporary name, then renamed."""
+"""Atomic writes of files and folders: they are written under a temporary name, then renamed."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ _TOKEN = secrets.token_hex(4)
 
 
 def process_name() -> str:
-    """Return a name that no other process has. A process id is not enough: each container counts from 1."""
+    """Return a name unique to this process. A process id is not enough, because each container counts from 1."""
     return f"{os.getpid()}-{_TOKEN}"
 
 
@@ -25,7 +25,7 @@ def temporary_name(path: Path) -> Path:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Around calls on an open file, whose errors (a full disk) do not say which file it is."""
+    """Add `path` to an OSError raised inside: errors of an open file, such as a full disk, do not name it."""
     try:
         yield
     except OSError as error:
@@ -34,7 +34,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder, or a link, never what a link leads to; nothing if there is none. Raises OSError."""
+    """Remove a file, a folder or a link, but never a link's target; do nothing if it does not exist. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -42,7 +42,7 @@ def remove(path: Path) -> None:
 
 
 def own_folder(name: str) -> Path:
-    """Return a folder of this user among the temporary files. Raises ValueError if others could have put files there."""
+    """Return a private temporary folder of this user. Raises ValueError if other users could have put files there."""
     path = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -60,7 +60,7 @@ def own_folder(name: str) -> Path:
 
 @contextmanager
 def whole_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Around the writing of a file: where to write, which gets its name `path` afterwards; after an error it is gone."""
+    """Yield a temporary path to write to; rename it to `path` afterwards, or delete it after an error."""
     there = temporary or temporary_name(Path(path))
     try:
         with naming(path):
@@ -72,7 +72,10 @@ def whole_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path
 
 
 def write_text(path: str | Path, text: str, synced: bool = False, temporary: Path | None = None) -> None:
-    """synced: it is on the disk, not only with the system, before it has its name."""
+    """Write `text` to `path` atomically.
+
+    synced: flush the data to disk before the rename.
+    """
     with whole_file(path, temporary) as there:
         there.unlink(missing_ok=True)  # opening a link would write to its target
         _write(there, text, synced)
@@ -88,7 +91,10 @@ def _write(path: Path, text: str, synced: bool) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """The same for a folder, which must not be there yet, or be empty. Raises FileExistsError."""
+    """Yield a temporary folder to fill; rename it to `folder` afterwards, or delete it after an error.
+
+    Raises FileExistsError if `folder` exists and is not empty.
+    """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
     there = temporary_name(folder)

@@ -1,7 +1,7 @@
-"""Where the JSON files of configs/ lie: in the checkout, or where pip put them.
+"""Location of the JSON files of configs/: in the checkout, or where pip installed them.
 
-A wheel carries them as data files (share/megatron-tds/configs), whose place only pip's record knows for certain
-(environments, --user and --target differ).
+A wheel carries them as data files (share/megatron-tds/configs). Only pip's record knows their place for
+certain, because environments, --user and --target differ.
 """
 
 import importlib.metadata
@@ -13,7 +13,7 @@ _CHECKOUT = Path(__file__).resolve().parents[1] / "configs"
 
 @cache
 def folder(kind: str) -> Path:
-    """The folder of `kind`: models or clusters. One that is not there if an installation lost it."""
+    """Return the folder of `kind`, models or clusters. It may not exist if the installation lost it."""
     here = _CHECKOUT / kind
     if here.is_dir():
         return here
@@ -26,7 +26,10 @@ def folder(kind: str) -> Path:
 
 
 def find(name: str, kind: str) -> Path:
-    """The file that `name` means: itself if it is there; otherwise, of NAME or configs/<kind>/NAME.json, ours; else again itself."""
+    """Return the file that `name` means: an existing file, else a bundled one, else the path `name` itself.
+
+    A bundled file is named NAME or configs/<kind>/NAME.json.
+    """
     path = Path(name)
     ours = folder(kind) / f"{path.name.removesuffix('.json')}.json"
     if not path.is_file() and path.parent in (Path(), Path("configs") / kind) and ours.is_file():

@@ -12,14 +12,14 @@ from megatron import mpu
 def get_ltor_documents_and_position_ids(
     tokens: Tensor, eod: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What our left-to-right models take next to their tokens [b, s].
+    """Compute the inputs that our left-to-right models take with their tokens [b, s].
 
     An end-of-document token belongs to the document that it ends.
     Returns (document ids, loss mask, position ids):
-    the number of each token's document, int32 [b, s] (`megatron.model.masks` makes the s x s mask of them where it is
-    used), empty unless `reset_attention_mask`;
-    the loss mask, fp32 [b, s], 0 where `eod_mask_loss` and the input is end of document;
-    positions, int64 [b, s], counted again in each document if `reset_position_ids`.
+    - document ids: int32 [b, s], the number of each token's document; empty unless `reset_attention_mask`.
+      `megatron.model.masks` builds the s x s mask from them where it is used.
+    - loss mask: fp32 [b, s], 0 at end-of-document tokens if `eod_mask_loss`.
+    - position ids: int64 [b, s], counted from 0 in each document if `reset_position_ids`.
     """
     b, s = tokens.shape
     is_eod = tokens == eod
@@ -40,10 +40,11 @@ def get_ltor_documents_and_position_ids(
 def get_ltor_masks_and_position_ids(
     data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for a model with a mask as an input, as in Megatron-LM and CPM-Pretrain. Our models do not take it.
+    """Compute inputs for a model that takes a mask, as in Megatron-LM and CPM-Pretrain. Our models take document ids.
 
-    Returns (attention mask, loss mask, position ids): the mask is bool, True where a query (row) may not look at a key
-    (column), [b, 1, s, s] if `reset_attention_mask`, else [1, 1, s, s]; the others as above.
+    Returns (attention mask, loss mask, position ids). The mask is bool, True where a query (row) must not
+    attend to a key (column): [b, 1, s, s] if `reset_attention_mask`, else [1, 1, s, s]. The others are those
+    of `get_ltor_documents_and_position_ids`.
     """
     document_ids, loss_mask, positions = get_ltor_documents_and_position_ids(
         data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss
@@ -56,7 +57,7 @@ def get_ltor_masks_and_position_ids(
 
 
 def reduce_losses(losses: Sequence[Tensor]) -> Tensor:
-    """[len(losses)] the mean of each scalar over the data-parallel ranks."""
+    """Average each scalar over the data-parallel ranks -> [len(losses)]."""
     reduced = torch.stack([loss.detach().float().view(()) for loss in losses])
     data = mpu.get_mesh().data
     if data.size > 1:

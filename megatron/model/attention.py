@@ -1,7 +1,7 @@
-"""Multi-head attention with its heads split over the model-parallel ranks.
+"""Multi-head attention with its heads sharded over the model-parallel ranks.
 
-Shapes: s, q sequence of the queries, k of the keys, b batch, h hidden, n heads, d width of a head,
-t model-parallel ranks, g heads of keys and values on a rank: n/t, or fewer, each shared by a group of queries.
+Shapes: s, q sequence of the queries, k of the keys, b batch, h hidden, n heads, d width of a head, t
+model-parallel ranks, g key-value heads of a rank: n/t, or fewer, each shared by a group of queries.
 """
 
 import math
@@ -30,9 +30,10 @@ from .rotary import Rotation
 
 
 def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
-    """Which of torch's attention kernels may be taken for query [b, n/t, q, d]. With a mask on CUDA not cuDNN's, which torch prefers on Hopper:
+    """Return a context that selects torch's attention kernels for query [b, n/t, q, d].
 
-    the gradients of its masked form are not finite for some lengths.
+    With a mask on CUDA it excludes cuDNN's, which torch prefers on Hopper: its masked gradients are not
+    finite for some lengths.
     """
     if mask is None or query.device.type != "cuda":
         return nullcontext()
@@ -40,14 +41,14 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
 
 
 def _for_each(query: Tensor, key: Tensor) -> Tensor:
-    """[b, g, k, d] -> [b, n/t, k, d], one for each query of a group, for kernels that want as many: on CUDA those of fp32 and those that take a mask."""
+    """Repeat [b, g, k, d] to [b, n/t, k, d] for kernels without grouped heads: on CUDA fp32 and masked ones."""
     if key.shape[1] == query.shape[1]:
         return key
     return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that were seen already, for one attention layer; [b, g, k, d] each."""
+    """Keys and values of earlier tokens, for one attention layer, [b, g, k, d] each."""
 
     def __init__(self) -> None:
         self.key: Tensor | None = None
@@ -55,30 +56,30 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """How many tokens were seen, k."""
+        """Number k of cached tokens."""
         return 0 if self.key is None else self.key.shape[2]
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens, [b, g, q, d] each; returns all, [b, g, k, d]."""
+        """Append keys and values of new tokens, [b, g, q, d] each; return all, [b, g, k, d]."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
         self.key, self.value = key, value
         return key, value
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row i of the batch go on where row rows[i] stands, for beam search."""
+        """Replace row i of the batch by row rows[i], for beam search; rows: [b]."""
         if self.key is not None and self.value is not None:
             self.key, self.value = self.key[rows], self.value[rows]
 
 
 def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Tensor) -> None:
-    """Normal values; of each head the rows of its first part times factors[0], of its second times factors[1], ..."""
+    """Draw normal values, and scale the rows of part i of each head by factors[i]."""
     nn.init.normal_(weight, 0.0, std)
     weight.view(-1, len(factors), head_size, weight.shape[1]).mul_(torch.tensor(factors).view(1, -1, 1, 1))
 
 
 class Attention(nn.Module):
-    """What self- and cross-attention share: softmax(q k^T + bias) v, and the projection after it (Vaswani et al. 2017)."""
+    """Common part of self- and cross-attention (Vaswani et al. 2017): softmax(q k^T + bias) v, output projection."""
 
     def __init__(self, config: ModelConfig, stream: str, output_std: float, causal: bool) -> None:
         super().__init__()
@@ -88,7 +89,8 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.inner = config.num_attention_heads * config.head_size
         self.scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
-        # Without the division in the product, queries start smaller by as much (Raffel et al. 2020).
+        # Without the division of scores, queries are initialised smaller by the same factor
+        # (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
         self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
         self.stream = mpu.Stream(self.rng, stream, split=True)
@@ -107,9 +109,10 @@ class Attention(nn.Module):
     def _project(
         self, config: ModelConfig, *factors: float, heads: int | None = None, bias: bool | None = None
     ) -> mpu.ColumnParallelLinear:
-        """h -> len(factors) x n x d; rows stand head by head, so that a contiguous cut gives each rank whole heads.
+        """Build the projection h -> len(factors) x n x d, its rows ordered by head, so that each rank gets whole heads.
 
-        factors: of the first values of each part. heads: n, if not as many as attention heads. bias: as --hidden-bias says if not given.
+        factors: scale the initial values of each part. heads: n, by default the number of attention heads.
+        bias: by default as --hidden-bias sets it.
         """
         return mpu.ColumnParallelLinear(
             config.hidden_size,
@@ -122,10 +125,12 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Documents | Views | Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
+        """Compute attention: query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
-        mask: within which documents a query may look, or bool [1 or b, 1, q, k], True where it may, or None; with context parallelism
-        what this rank's queries see of all ranks' keys, of which its own are given. bias: [1, n/t, q, k], added to the scores, or None.
+        mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may
+        attend, or None. With context parallelism it is what this rank's queries see of all ranks' keys; key
+        and value are this rank's.
+        bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
         call = self._with_dropout if p and query.device.type != "cpu" else partial(self._sdpa, p=p)
@@ -163,7 +168,7 @@ class Attention(nn.Module):
                 return found
             mask = mask.mask()
         q, k = query.shape[2], key.shape[2]
-        # A mask of documents is causal already where it must be; a single newest token sees all there are.
+        # A mask of documents is already causal where it must be. A single newest token sees all keys.
         plain_causal = self.causal and mask is None and q > 1
         by_hand = p > 0 and query.device.type == "cpu"
         if plain_causal and (bias is not None or q != k or by_hand):
@@ -193,7 +198,10 @@ class Attention(nn.Module):
             )
 
     def _over_contexts(self, query: Tensor, key: Tensor, value: Tensor, views: Views, p: float) -> Tensor:
-        """One rank's own query [b, n/t, s/c, d], key, value [b, g, s/c, d] -> [b, n/t, s/c, d] of what all ranks of the context group have."""
+        """Attend from this rank's query to the keys and values of all context ranks -> [b, n/t, s/c, d].
+
+        query: [b, n/t, s/c, d]. key, value: this rank's, [b, g, s/c, d].
+        """
         pieces = pieces_for(query, views) if self.by_document and not p else None
         if pieces is not None:
             return context_attention(query, key, value, pieces, views.axis, self.scale)
@@ -204,9 +212,9 @@ class Attention(nn.Module):
             seen = key[:, :, begin:end], value[:, :, begin:end]
             if views.masked or p or query.device.type == "cpu" or torch.compiler.is_compiling():
                 found.append(self._sdpa(own, *seen, views.mask(at), None, p, turn=at))
-            else:  # no mask is made
+            else:  # this kernel needs no mask
                 keys, values = (_for_each(own, x) for x in seen)
-                from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+                from torch.nn.attention.bias import causal_lower_right  # the import loads the compiler
 
                 last: Any = causal_lower_right(own.shape[2], end)
                 found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=last, scale=self.scale))
@@ -215,7 +223,7 @@ class Attention(nn.Module):
     def _document_by_document(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, bias: Tensor | None, p: float
     ) -> Tensor | None:
-        """None where a mask serves better, or has to."""
+        """Attend document by document; None if a mask is faster or required."""
         chunks = chunks_for(query, documents)
         if chunks is not None:
             key, value = _for_each(query, key), _for_each(query, value)
@@ -227,7 +235,7 @@ class Attention(nn.Module):
             return document_attention(query, key, value, chunks, self.scale)
         if chunks is not None and chunks.once:
             return attention_dropout.by_document(query, key, value, chunks, self.scale, p, self.stream)
-        # Packing copies queries, keys and values; those that are not to be kept are known by where they lie.
+        # Packing copies queries, keys and values, but recomputation identifies them by their address.
         if not p and not self.qkv_again and packed_attention.serves(query, documents):
             key, value = _for_each(query, key), _for_each(query, value)
             return packed_attention.packed_attention(query, key, value, documents, self.scale)
@@ -236,15 +244,16 @@ class Attention(nn.Module):
     def _projected(
         self, projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None
     ) -> tuple[Tensor, Recipe | None]:
-        """`projection(x)`, and how to compute it again, if it is not to be kept. recipe: of x."""
+        """Return `projection(x)`, and its recipe if it is not to be saved. recipe: of x."""
         out, _ = projection(x)
         return out, Recipe(lambda given: projection(given)[0], recipe or x) if self.qkv_again else None
 
 
 class SelfAttention(Attention):
-    """Every token looks at the tokens of its own sequence: at all of them, or (causal) at itself and those before it.
+    """Self-attention: every token attends to all tokens of its sequence, or (causal) to itself and earlier ones.
 
-    The rows of the fused projection are (query, key, value) of head 0 first; in groups they stand as `grouped_heads.py` says.
+    Rows of the fused projection are (query, key, value) of head 0 first. `grouped_heads.py` describes their
+    order in groups.
     """
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
@@ -268,13 +277,14 @@ class SelfAttention(Attention):
         recipe: Recipe | None = None,
         turn: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> ([s, b, h], its bias still to be added). mask, bias: see `attend`; recipe: of `hidden`; turn: of queries and keys."""
+        """Apply self-attention: [s, b, h] -> ([s, b, h], its bias, which the caller must add).
+
+        mask, bias: see `attend`. recipe: of `hidden`. turn: rotation of queries and keys.
+        """
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
         with instead_of((again, qkv)):
             query, key, value = self._cut(qkv, turn)
-        if (
-            again is not None and self.in_groups
-        ):  # what is kept is what was cut out of it, all in the memory of the queries
+        if again is not None and self.in_groups:  # autograd saves the parts, all in the memory of `query`
             again, qkv = Recipe(lambda given: self._cut(given, turn)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -283,7 +293,7 @@ class SelfAttention(Attention):
         return self.dense(context)  # type: ignore[no-any-return]
 
     def _cut(self, qkv: Tensor, turn: Rotation | None) -> tuple[Tensor, ...]:
-        """[s, b, (n/t + 2 g) * d] -> queries [b, n/t, s, d], keys and values [b, g, s, d]."""
+        """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d]."""
         if not self.in_groups:
             return split_heads(qkv, self.heads, 3)
         if self.sharers.size > 1:
@@ -296,7 +306,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Tokens of the decoder look at those of the encoder. The fused rows are (key, value) of head 0 first."""
+    """Cross-attention from decoder tokens to encoder tokens. The fused rows are (key, value) of head 0 first."""
 
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)
@@ -310,7 +320,10 @@ class CrossAttention(Attention):
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(hidden [q, b, h], encoded [k, b, h]) -> ([q, b, h], its bias still to be added). recipe: of `hidden`."""
+        """Apply cross-attention: (hidden [q, b, h], encoded [k, b, h]) -> ([q, b, h], bias).
+
+        The caller must add the bias. recipe: of `hidden`.
+        """
         projected, again = self._projected(self.query, hidden, recipe)
         query = projected.view(*projected.shape[:2], self.heads, self.head_size).permute(1, 2, 0, 3)
         both = both_again = None

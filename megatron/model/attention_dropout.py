@@ -1,4 +1,4 @@
-"""Attention with dropout on its weights, on a CPU, where torch has no kernel for it: written down, its masks drawn from a named stream.
+"""Attention with dropout on a CPU, for which torch has no kernel: plain operations, with masks from a named stream.
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """
@@ -24,16 +24,19 @@ def attention_with_dropout(
     stream: mpu.Stream,
     turn: int = 0,
 ) -> Tensor:
-    """query [b, n, q, d], key, value [b, n, k, d], added to the scores [1 or b, 1 or n, q, k] -> [b, n, q, d]. turn: see `mpu.Stream.drop`."""
+    """Compute attention with dropout: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d].
+
+    added: [1 or b, 1 or n, q, k], added to the scores, or None. turn: see `mpu.Stream.drop`.
+    """
     return _attend(query, key, value, added, scale, lambda weights: stream.drop(weights, p, turn))
 
 
 def by_document(
     query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, scale: float, p: float, stream: mpu.Stream
 ) -> Tensor:
-    """The same within documents, chunk by chunk, query [b, n, q, d] -> [b, n, q, d]; every key is in one chunk.
+    """Compute attention with dropout chunk by chunk: query [b, n, q, d] -> [b, n, q, d]; every key is in one chunk.
 
-    Of the mask for all q x k weights each takes its part, so that what is dropped does not depend on who computes it.
+    Each chunk takes its part of one mask for all q x k weights, so dropout does not depend on the chunks.
     """
     kept = stream.keep_mask((*query.shape[:3], key.shape[2]), p, query.device, torch.bool)
     rows = []

@@ -1,8 +1,8 @@
-"""Attention whose scores have a learned bias, on a CPU: neither scores nor probabilities are kept for the backward pass.
+"""Attention with a learned bias on a CPU, which saves neither scores nor probabilities for the backward pass.
 
-torch's fused attention on a CPU has no gradient for the bias. Without it [b, n, q, k] probabilities are kept for
-every layer; here they are computed again, sample by sample or document by document, so that they stay in the cache (the
-recomputation of Dao et al. 2022).
+torch's fused attention on a CPU has no gradient for the bias. torch's alternative saves probabilities
+[b, n, q, k] in every layer. Here they are recomputed sample by sample or document by document, so that they
+stay in the cache (the recomputation of Dao et al. 2022).
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """
@@ -22,14 +22,17 @@ from .masks import causal_mask
 
 
 def serves(query: Tensor, bias: Tensor) -> bool:
-    """Whether torch would keep the probabilities of query [b, n, q, d] and bias [1, n, q, k]: accelerators have a fused kernel that differentiates the bias, too."""
+    """Return whether torch would save the probabilities of query [b, n, q, d] and bias [1, n, q, k].
+
+    Accelerators have a fused kernel that differentiates the bias, too.
+    """
     return query.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
 
 
 def biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sees: Tensor | Chunks | None, scale: float
 ) -> Tensor:
-    """query [b, n, q, d], key, value [b, n, k, d], bias [1, n, q, k] -> [b, n, q, d].
+    """Compute attention: query [b, n, q, d], key, value [b, n, k, d], bias [1, n, q, k] -> [b, n, q, d].
 
     sees: bool mask [1 or b, 1, q, k], or the chunks of self-attention within documents, or None.
     """
@@ -37,7 +40,10 @@ def biased_attention(
 
 
 def _pieces(query: Tensor, mask: Tensor | None, chunks: Chunks | None, by_row: bool) -> Iterable[Chunk]:
-    """What is computed at a time, each with its mask; without documents whole rows, all at once or one by one."""
+    """Yield the pieces to compute one after another, each with its mask.
+
+    Without documents these are whole rows, all at once or one by one.
+    """
     everything = slice(None)
     if chunks is not None:
         for chunk in chunks.found:
@@ -62,7 +68,7 @@ class _BiasedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, bias, mask)
         out = torch.empty_like(query)
         for row, queries, keys, seen in _pieces(query, mask, ctx.chunks, by_row=False):
-            scores = bias.detach()[:, :, queries, keys]  # or torch would not take its fused kernel
+            scores = bias.detach()[:, :, queries, keys]  # torch's fused kernel rejects a bias that requires a gradient
             scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
             at = row, slice(None), queries
             k, v = key[row, :, keys], value[row, :, keys]
@@ -71,7 +77,8 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # In the second half of a backward pass that a pipeline has cut in two, what is asked for is there already.
+        # A pipeline may split the backward pass in two. In the second part the gradient of the bias is already
+        # there.
         if ctx.rest is not None and not mpu.is_asked_for(ctx, 0):
             return None, None, None, ctx.rest, None, None
         query, key, value, bias, mask = ctx.saved_tensors

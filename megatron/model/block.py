@@ -1,4 +1,4 @@
-"""One transformer layer: attention and MLP, each with a norm before it and a residual around it.
+"""Transformer layer: attention and MLP, each with a norm before it and a residual connection around it.
 
 Shapes: s sequence, b batch, h hidden.
 """
@@ -27,33 +27,34 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
-        # with sequence parallelism each rank drops from its own stretch
+        # Under sequence parallelism each rank draws masks for its own shard.
         self.p, self.stream = p, mpu.Stream(mpu.get_rng(), stream, split=mpu.sequence_axis().size > 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[...] -> [...]"""
+        """Apply dropout to x [...] -> [...] in training."""
         return self.stream.drop(x, self.p) if self.training and self.p else x
 
 
 class Encoded(NamedTuple):
-    """What a decoder layer looks at: [k, b, h], and who may look where."""
+    """Encoder output to which a decoder layer attends, [k, b, h], and its document ids."""
 
     states: Tensor
     mask: Documents | None
 
 
 class Caches:
-    """What incremental decoding keeps of one layer."""
+    """Key-value caches of one layer for incremental decoding."""
 
     def __init__(self) -> None:
         self.own, self.cross = KeyValueCache(), KeyValueCache()
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm transformer layer (Radford et al. 2019), with cross-attention where asked.
+    """Pre-norm transformer layer (Radford et al. 2019), optionally with cross-attention.
 
-    name: of the layer in the whole model. branches: residual branches of the whole stack; each
-    starts the smaller, the more of them are summed.
+    name: of the layer in the whole model.
+    branches: number of residual branches of the whole stack; output projections are initialised smaller the
+    more there are.
     """
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
@@ -82,7 +83,10 @@ class TransformerLayer(nn.Module):
         caches: Caches | None = None,
         turn: Rotation | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h] (s/t with sequence parallelism). mask, bias, turn: of self-attention, see `SelfAttention`."""
+        """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
+
+        mask, bias, turn: of self-attention, see `SelfAttention`.
+        """
         with offloaded() if self.offload and self.training else nullcontext():
             return self._layer(hidden, mask, bias, encoded, caches, turn)
 
@@ -111,14 +115,15 @@ class TransformerLayer(nn.Module):
         return out
 
     def _normed(self, norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Recipe | None]:
-        """What goes into a sub-layer, and how to compute it again, if it is not to be kept."""
+        """Return the input of a sub-layer, and the recipe to recompute it if it is not to be saved."""
         return norm(hidden), Recipe(norm, hidden) if self.norm_again else None
 
 
 class Block(TransformerLayer):
-    """A layer of a left-to-right model. `name` is its name in the whole model.
+    """Layer of a decoder-only model. `name` is its name in the whole model.
 
-    data: of which --reset-position-ids and --reset-attention-mask say what document ids are for: for rotary positions, for the mask, or both.
+    data: --reset-position-ids and --reset-attention-mask decide whether document ids serve rotary positions,
+    the mask, or both.
     """
 
     def __init__(self, config: ModelConfig, name: str, data: DataConfig | None = None) -> None:
@@ -129,9 +134,11 @@ class Block(TransformerLayer):
         self.positions_only = self.rotary and self.restart and not apart
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
-        """(hidden [s, b, h], document ids [b, s] or empty) -> the same. caches: of one text, in which positions go on.
+        """Run the layer on (hidden [s, b, h], document ids [b, s] or empty) and return both.
 
-        With context parallelism hidden is [s/c, b, h] of the whole sequence. Raises ValueError for caches there.
+        caches: those of the text being generated; positions continue after the cached tokens. With context
+        parallelism hidden is [s/c, b, h] of the whole sequence. Raises ValueError for caches with context
+        parallelism.
         """
         if caches and self.context.size > 1:
             raise ValueError(

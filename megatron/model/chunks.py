@@ -1,4 +1,4 @@
-"""Where the documents of a batch begin and end, found once for all layers: what attention within documents goes through one by one.
+"""Chunks of documents in a batch, found once for all layers, which attention within documents computes one by one.
 
 Shapes: b batch, q queries, k keys. Document ids: see masks.py.
 """
@@ -11,11 +11,14 @@ from torch import Tensor
 
 from .masks import Documents, follows
 
-SMALL = 64  # tokens; a chunk of less costs more to call than to compute
+SMALL = 64  # tokens; calling a kernel for a smaller chunk costs more than computing it
 
 
 class Chunk(NamedTuple):
-    """Queries of one row of the batch, the keys that they look at, and who of them sees whom: bool [1, 1, q, k], or None as below."""
+    """Queries of one row of the batch, the keys they attend to, and the mask: bool [1, 1, q, k], or None.
+
+    None means the chunk is one document, see Chunks.
+    """
 
     row: slice
     queries: slice
@@ -24,8 +27,9 @@ class Chunk(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Every query of a batch once. Without a mask of its own a chunk is one document: each sees all of it, or (causal) what is not after itself.
+    """All chunks of a batch; every query is in exactly one.
 
+    A chunk without a mask is one document, whose queries see all of it, or (causal) nothing after themselves.
     once: every key is in exactly one chunk, too.
     """
 
@@ -35,17 +39,17 @@ class Chunks(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The tokens of a document among the queries, and among the keys."""
+    """Token ranges of one document, among the queries and among the keys."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
 
 
 def chunks_of(documents: Documents) -> Chunks | None:
-    """The chunks of document ids [b, q] and [b, k] on a CPU; None where a document does not stand in one piece, or has a prefix.
+    """Return the chunks of document ids [b, q] and [b, k] on a CPU; None if a document is split or has a prefix.
 
-    Neighbouring documents share a chunk as long as it has no more than SMALL x SMALL scores.
-    The layers that are given the same ids share them.
+    Neighbouring documents share a chunk as long as it has at most SMALL x SMALL scores. Layers that receive
+    the same ids share the result.
     """
     queries, keys, causal = documents
     return follows(queries, ("chunks", causal), keys, lambda: _find(documents))
@@ -76,7 +80,7 @@ def _find(documents: Documents) -> Chunks | None:
 
 
 def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
-    """[s] document ids of one row -> the stretch of each id, in their order; None if an id has several."""
+    """Return the range of each document id of one row [s], in order; None if an id has several ranges."""
     values, counts = torch.unique_consecutive(ids, return_counts=True)
     ends = [0, *counts.cumsum(0).tolist()]
     runs = dict(zip(values.tolist(), pairwise(ends), strict=True))
@@ -84,7 +88,7 @@ def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
 
 
 def _pairs(queries: Tensor, keys: Tensor | None) -> list[Pair] | None:
-    """[q], [k] -> each document of the queries with what it looks at: all keys, where it has none of its own."""
+    """Pair each document of the queries [q] with its keys [k]: those of the same document, or all if there are none."""
     mine = runs(queries)
     theirs = mine if keys is None else runs(keys)
     if mine is None or theirs is None:
@@ -94,7 +98,7 @@ def _pairs(queries: Tensor, keys: Tensor | None) -> list[Pair] | None:
 
 
 def small_together(pairs: list[Pair]) -> list[list[Pair]]:
-    """Neighbours in one group as long as it has no more than SMALL x SMALL scores."""
+    """Group neighbouring documents as long as a group has at most SMALL x SMALL scores."""
     groups: list[list[Pair]] = []
     for pair in pairs:
         if groups and pair.keys[0] == groups[-1][-1].keys[1]:

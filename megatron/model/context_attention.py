@@ -1,12 +1,14 @@
-"""Causal attention of one rank's two stretches of a sequence to all that precedes them, keys and values of which all context ranks gather.
+"""Causal attention with context parallelism: from this rank's two slices of a sequence to all tokens before them.
 
-With grouped heads keys and values are a small part of a layer, so gathering them costs little and asks nothing of the number of heads
-(Grattafiori et al. 2024). On a CPU each stretch is computed in pieces, documents one by one, as in `document_attention.py`: the keys
-before it, which all its queries see, and the stretch itself. What pieces find for one query is put together by the logs of their sums
-(Milakov and Gimelshein 2018); the backward pass of a piece needs to know only the result. There the gathered keys and values are not
-kept but gathered again.
+All context ranks gather keys and values. With grouped heads these are a small part of a layer, so gathering
+costs little and works for any number of heads (Grattafiori et al. 2024).
+On a CPU each slice is computed in pieces, document by document as in `document_attention.py`: the keys before
+the slice, which all its queries see, and the slice itself. The pieces of one query are combined by their
+log-sum-exps (Milakov and Gimelshein 2018). The backward pass of a piece needs only the combined result. On a
+CPU the gathered keys and values are not saved but gathered again.
 
-Shapes: s whole sequence, c context ranks, b batch, n heads of queries, g of keys and values of this rank, d width of a head.
+Shapes: s whole sequence, c context ranks, b batch, n query heads and g key-value heads of this rank, d width
+of a head.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +25,13 @@ from .masks import Documents, added_mask, follows
 
 
 class Views(NamedTuple):
-    """What the queries of this rank, in stretches of `each` tokens, see of a sequence: what precedes them, of that the last `window`
+    """Visibility for this rank's queries: earlier tokens, within the window, of the same document.
 
-    tokens, and of these the ones of their own document. ids: the document number of each token of the sequence, int [b, s], or what has
-    the device of one; apart: whether documents are kept apart. stretches: where they begin and end.
+    ids: document number of each token of the sequence, int [b, s]; if `apart` is False, only its device is
+    used.
+    apart: whether attention is restricted to documents.
+    window: number of last tokens that a query sees, None for all.
+    stretches: begin and end of each slice.
     """
 
     ids: Tensor
@@ -37,24 +42,25 @@ class Views(NamedTuple):
 
     @property
     def each(self) -> int:
-        """Tokens of a stretch."""
+        """Number of tokens of a slice."""
         begin, end = self.stretches[0]
         return end - begin
 
     @property
     def masked(self) -> bool:
-        """Whether something before a query is not seen by it."""
+        """True if a window or documents hide some token before a query."""
         return self.apart or self.window is not None
 
     def keys(self, at: int) -> tuple[int, int]:
-        """Begin and end of those keys that some query of stretch number `at` may see."""
+        """Return begin and end of the keys that some query of slice number `at` may see."""
         begin, end = self.stretches[at]
         return 0 if self.window is None else max(begin - self.window + 1, 0), end
 
     def mask(self, at: int) -> Tensor | None:
-        """bool [1 or b, 1, q, k] of the queries of stretch number `at` and of `keys(at)`, True where a query may look; None where causality says it all.
+        """Return the mask of slice number `at`, bool [1 or b, 1, q, k], or None.
 
-        Shared by the layers that are given the same ids.
+        It is True where a query may attend to one of `keys(at)`. It is None if causality alone decides.
+        Layers that receive the same ids share the mask.
         """
         if not self.masked:
             return None
@@ -74,18 +80,21 @@ class Views(NamedTuple):
 
 
 def views_of(ids: Tensor, length: int, window: int | None, documents: Documents | None, axis: mpu.Axis) -> Views:
-    """Those of this rank of `axis` on a sequence of `length` tokens. documents: of the ids [b, s], None where they are not kept apart."""
+    """Return the visibility for this rank of `axis` in a sequence of `length` tokens.
+
+    documents: built from the ids [b, s], None if attention is not restricted to documents.
+    """
     near = window if window is not None and window < length else None
     return Views(ids, documents is not None, near, tuple(mpu.stretches(length, axis)), axis)
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[Tensor, Tensor]:
-    """[b, g, s/c, d] of this rank each -> [b, g, s, d] of all, in order; gradients are summed over the ranks on the way back."""
+    """All-gather keys and values, [b, g, s/c, d] -> [b, g, s, d] each, in order; the backward pass sums gradients."""
     return _apart(mpu.gather_context(_together(key, value), axis))
 
 
 def _together(key: Tensor, value: Tensor) -> Tensor:
-    """[b, g, s, d] each -> [s, b, g, 2 d]: one message."""
+    """Concatenate keys and values, [b, g, s, d] each, to [s, b, g, 2 d], so that they take one message."""
     return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
 
 
@@ -98,9 +107,10 @@ def _apart(both: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Piece(NamedTuple):
-    """Queries (numbered as this rank has them), keys (as the sequence has them) and who sees whom, as a Chunk says; causal: without a mask.
+    """One kernel call: queries (numbered within this rank), keys (numbered within the sequence) and a mask.
 
-    more: another piece has had these queries before.
+    causal: whether the kernel applies a causal mask, in place of an explicit one.
+    more: an earlier piece has the same queries, so the results are combined.
     """
 
     chunk: Chunk
@@ -109,7 +119,7 @@ class Piece(NamedTuple):
 
 
 def pieces_for(query: Tensor, views: Views) -> tuple[Piece, ...] | None:
-    """What to compute query [b, n, s/c, d] by; None where masks serve better, or have to."""
+    """Return the pieces by which to compute query [b, n, s/c, d]; None if masks are faster or required."""
     if query.device.type != "cpu" or torch.compiler.is_compiling() or not has_flash_on_cpu():
         return None
     if views.window is not None:
@@ -134,7 +144,10 @@ def _find(views: Views, rows: int) -> tuple[Piece, ...] | None:
 
 
 def _stretch(row: slice, shift: int, begin: int, end: int, first: int) -> list[Piece]:
-    """Of queries `begin` to `end`, which see all keys from `first` on. shift: from a number in the sequence to that on this rank."""
+    """Return the pieces of queries `begin` to `end`, which see all keys from `first` on.
+
+    shift: added to a token's index in the sequence, gives its index on this rank.
+    """
     queries = slice(begin + shift, end + shift)
     own = Piece(Chunk(row, queries, slice(begin, end), None), causal=True, more=False)
     before = Piece(Chunk(row, queries, slice(first, begin), None), causal=False, more=True)
@@ -144,7 +157,10 @@ def _stretch(row: slice, shift: int, begin: int, end: int, first: int) -> list[P
 def _documents(
     views: Views, row: int, shift: int, begin: int, end: int, documents: list[tuple[int, int]]
 ) -> list[Piece]:
-    """Of one stretch of one row. What begins before it is a document that is cut; tiny ones share a piece."""
+    """Return the pieces of one slice of one row.
+
+    A document that begins before the slice is cut by it; tiny documents share a piece.
+    """
     found: list[Piece] = []
     here = [(max(first, begin), min(last, end), first) for first, last in documents if first < end and last > begin]
     if here[0][2] < begin:
@@ -161,7 +177,10 @@ def _documents(
 def context_attention(
     query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], axis: mpu.Axis, scale: float
 ) -> Tensor:
-    """This rank's query [b, n, s/c, d], key, value [b, g, s/c, d] -> [b, n, s/c, d]. A collective of `axis`, in both directions."""
+    """Attend from this rank's query [b, n, s/c, d] to all ranks' keys and values -> [b, n, s/c, d].
+
+    key, value: this rank's, [b, g, s/c, d]. Forward and backward pass are both collectives of `axis`.
+    """
     return _ContextAttention.apply(query, key, value, pieces, axis, scale)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -209,7 +228,7 @@ def _gathered(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[Tensor, Tenso
 
 
 def _for_queries(query: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
-    """[b, g, s, d] each -> [b, n, s, d], one for each head of query [b, n, q, d], as the kernel wants them."""
+    """Repeat [b, g, s, d] to [b, n, s, d], once per head of query [b, n, q, d], as the kernel requires."""
     each = query.shape[1] // heads[0].shape[1]
     return heads if each == 1 else tuple(x.repeat_interleave(each, dim=1) for x in heads)
 

@@ -1,6 +1,7 @@
-"""Attention within documents without a mask: on a CPU each chunk of documents (chunks.py) is computed by itself.
+"""Attention within documents without a mask: on a CPU each chunk of documents (chunks.py) is computed separately.
 
-Work falls from the square of a row to the sum of the squares of its documents, and no [b, 1, q, k] is made.
+Work falls from the square of a row's length to the sum of the squares of its documents' lengths, and no
+[b, 1, q, k] mask is built.
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """
@@ -17,25 +18,25 @@ from .masks import Documents, added_mask
 
 
 def chunks_for(query: Tensor, documents: Documents) -> Chunks | None:
-    """The chunks to compute query [b, n, q, d] by; None where a mask serves better, or has to."""
+    """Return the chunks by which to compute query [b, n, q, d]; None if a mask is faster or required."""
     if query.device.type != "cpu" or torch.compiler.is_compiling() or not has_flash_on_cpu():
         return None
     return chunks_of(documents)
 
 
 def document_attention(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, scale: float) -> Tensor:
-    """query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d]."""
+    """Compute attention chunk by chunk: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d]."""
     return _DocumentAttention.apply(query, key, value, chunks, scale)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def laid_out(like: Tensor) -> Tensor:
-    """An empty tensor of the shape [b, n, s, d] of `like` that lies in memory as [s, b, n, d], in which layers go on with it."""
+    """Return an empty tensor [b, n, s, d] like `like`, stored as [s, b, n, d], the layout of the layers around it."""
     b, n, s, d = like.shape
     return like.new_empty(s, b, n, d).permute(1, 2, 0, 3)
 
 
 def parts(chunk: Chunk, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """What of query [b, n, q, ...] and of others [b, n, k, ...] is in the chunk: views [1, n, ..., ...]."""
+    """Return views [1, n, ..., ...] of query [b, n, q, ...] and others [b, n, k, ...], restricted to the chunk."""
     row, queries, keys, _ = chunk
     return query[row, :, queries], *(x[row, :, keys] for x in others)
 

@@ -1,4 +1,4 @@
-"""What stands before the first transformer layer and after the last.
+"""Layers before the first transformer layer and after the last.
 
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
@@ -15,7 +15,7 @@ from .norm import build_norm
 
 
 class WordEmbedding(nn.Module):
-    """Token ids to vectors; at the other end of the model the same matrix turns vectors to logits."""
+    """Token embedding, whose weight also maps hidden states to logits at the end of the model."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -29,27 +29,28 @@ class WordEmbedding(nn.Module):
         self.chunk = config.logits_chunk_size if "cross-entropy" not in config.unfused else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).
+        """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).
 
-        With context parallelism the tokens are this rank's, [b, s/c], as hidden states are; the others are of the whole sequence.
+        With context parallelism tokens are this rank's, [b, s/c], and so are the hidden states; the others
+        are of the whole sequence.
         """
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
     def output(self, hidden: Tensor) -> Tensor | mpu.DeferredLogits:
-        """hidden [s, b, h] -> logits [s, b, v/t] of the padded vocabulary, put off if they are to be computed in more than one chunk."""
+        """Return logits [s, b, v/t] of hidden [s, b, h], padding included; deferred if they exceed one chunk."""
         if self.chunk and mpu.whole_length(hidden, self.sequence) * hidden.shape[1] > self.chunk:
             return self.word_embeddings.deferred_logits(hidden, self.chunk)
         return self.word_embeddings.logits(hidden)
 
     @staticmethod
     def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, Tensor]) -> Tensor | mpu.DeferredLogits:
-        """(hidden [s, b, h], document ids) -> what `output` gives."""
+        """Return what `output` computes from (hidden [s, b, h], document ids)."""
         return embedding.output(inputs[0])
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a learned vector for each position, then dropout."""
+    """Learned vector added for each position, then dropout."""
 
     looks_up = True
 
@@ -62,7 +63,7 @@ class PositionEmbedding(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, name)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids)"""
+        """Add positions: (hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids)."""
         hidden, position_ids, document_ids = inputs
         if position_ids.shape[-1] > self.positions:
             raise ValueError(
@@ -74,10 +75,11 @@ class PositionEmbedding(nn.Module):
 
 
 class RotaryStart(nn.Module):
-    """The foot of a model whose blocks turn queries and keys by their positions: nothing is added here, there is only dropout.
+    """Start of a model with rotary positions: only dropout, because blocks rotate queries and keys themselves.
 
-    With --reset-position-ids blocks count positions by document. Without --reset-attention-mask nobody gives document ids, so they are
-    made here, of positions that begin again, and go on for that alone; other positions than these the model does not have.
+    With --reset-position-ids blocks count positions by document. Without --reset-attention-mask no document
+    ids are given, so they are derived here from positions that restart at 0, and serve only to count
+    positions. Other positions are not supported.
     """
 
     def __init__(self, config: Config, name: str) -> None:
@@ -87,7 +89,10 @@ class RotaryStart(nn.Module):
         self.dropout = Dropout(config.model.hidden_dropout, name)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids). Raises ValueError for ids that contradict the flags."""
+        """Apply dropout: (hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids).
+
+        Raises ValueError for document ids that contradict the flags.
+        """
         hidden, position_ids, document_ids = inputs
         if self.makes_ids:
             if document_ids.numel():
@@ -99,20 +104,20 @@ class RotaryStart(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The norm after the last layer of a pre-norm model."""
+    """Norm after the last layer of a pre-norm model."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = build_norm(config)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(hidden [s, b, h], document ids) -> the same"""
+        """Normalise the hidden states of (hidden [s, b, h], document ids)."""
         hidden, document_ids = inputs
         return self.norm(hidden), document_ids
 
 
 def looked_up(model: nn.Module) -> set[nn.Parameter]:
-    """The tables of tokens and positions, an output matrix that is tied to them among them."""
+    """Return the token and position tables, including an output weight that is tied to one of them."""
     tables = [
         m
         for m in model.modules()

@@ -1,8 +1,9 @@
-"""GPT-2 (Radford et al. 2019) as one list of layers, and, as other settings of it, Llama, Qwen and Mistral (Touvron et al. 2023, Jiang et al. 2023).
+"""GPT-2 (Radford et al. 2019) as one list of layers; other settings give Llama, Qwen and Mistral.
 
         tokens, positions -> embedding -> Block x num_layers -> norm -> (tied) logits
 
-GPT-2 adds a vector for each position after its embedding; the others turn queries and keys in their blocks (`rotary.py`).
+GPT-2 adds a learned vector for each position after its embedding. The others rotate queries and keys in their
+blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
 
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
@@ -25,7 +26,7 @@ from .work import block_work, lengths
 
 
 def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
-    """The layers in order; the last shares the matrix of the first. Raises ValueError for the settings of a T5."""
+    """Return the layers in order; the last shares the weight of the first. Raises ValueError for T5 settings."""
     m = config.model
     if config.is_t5:
         raise ValueError("a GPT-2 cannot be built from settings of family t5: pretrain_t5.py trains them")
@@ -53,24 +54,24 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
 
 
 def output_layer(config: Config, vocab_size: int, call: Callable[[Any, Any], Any]) -> Layer:
-    """The last layer of a model: logits by the matrix of the embedding, or (--no-tie-embeddings) by one of its own."""
+    """Return a model's last layer: logits from the embedding's weight or (--no-tie-embeddings) from a separate one."""
     m, (encoder, decoder) = config.model, lengths(config)
     tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
     return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, puts_out=("logits",), work=work)
 
 
 def vocab_size_of(config: Config) -> int:
-    """The number of tokens of the model. Raises ValueError where nobody has said it."""
+    """Return the vocabulary size of the model. Raises ValueError if it is not set."""
     if config.model.vocab_size is None:
         raise ValueError("the vocabulary size is not known: give --vocab-size or --vocab-file")
     return config.model.vocab_size
 
 
 class GPT2Model(LayerStack):
-    """The whole model (this rank's part of every layer) without a pipeline.
+    """GPT-2 without a pipeline: this rank's shard of every layer.
 
-    parallel_output: leave logits split over the model-parallel ranks, [b, s, v/t] with padding,
-    as the loss wants them; otherwise gather them and cut the padding off, [b, s, v].
+    parallel_output: leave logits sharded over the model-parallel ranks, [b, s, v/t] with padding, as the loss
+    expects them. Otherwise gather them and remove the padding, [b, s, v].
     own: see LayerStack.
     """
 
@@ -88,13 +89,18 @@ class GPT2Model(LayerStack):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens [b, s] -> logits, with labels [b, s] the loss of every token, [b, s] in fp32, with a loss_mask [b, s] its sum.
+        """Return the logits of tokens [b, s], or the loss if labels are given.
 
-        A loss can be differentiated once: its backward pass writes over the logits, which a hook may have kept (see TokenLoss).
-
-        position_ids: [b, s], counted from 0 if not given; rotary ones may only begin again, see `RotaryStart`. document_ids:
-        [b, s], the number of each token's document, to which its view is restricted; all is one if not given.
-        With context parallelism tokens, labels and loss mask are this rank's, [b, s/c], positions and document ids of the whole sequence.
+        With labels [b, s] it is the loss of every token, [b, s] in fp32; with a loss_mask [b, s] as well, the
+        sum.
+        A loss can be differentiated once: its backward pass overwrites the logits, which a hook may have kept
+        (see TokenLoss).
+        position_ids: [b, s], by default counted from 0. For rotary models they may only restart at 0, see
+        `RotaryStart`.
+        document_ids: [b, s], the number of the document to which each token's attention is restricted; by
+        default one document.
+        With context parallelism tokens, labels and loss mask are this rank's, [b, s/c]; position and document
+        ids are those of the whole sequence.
         """
         if position_ids is None:
             b, own = tokens.shape

@@ -1,13 +1,14 @@
-"""A fused projection cut into rotated queries and keys, and values, with fewer heads of keys and values than of queries.
+"""Splitting and rotation of a fused projection for grouped-query attention (Ainslie et al. 2023).
 
-The rows of the projection stand group by group: of each head of keys and values first the queries that share it (Ainslie et al. 2023), then
-its key, then its value; Megatron-LM has the same order. With as many heads of each these are (query, key, value) of head 0 first, as in GPT-2.
-A contiguous cut gives each model-parallel rank whole groups, or, where there are more ranks than groups, a stretch of one:
-then the ranks that share a group put it together (`own_queries`), so no weight is on two ranks.
+The projection's rows are ordered by group: the queries that share a key-value head, then its key, then its
+value, as in Megatron-LM. With as many key-value heads as query heads these are (query, key, value) of head 0
+first, as in GPT-2. A contiguous shard holds whole groups, or part of one if there are more ranks than groups.
+In that case the ranks that share a group gather it (`own_queries`), so no weight is replicated.
 
-Hugging Face's q_proj, k_proj and v_proj are, of the weight seen as [g, p + 2, d, h]: [:, :p], [:, p] and [:, p + 1].
-Shapes: s sequence, b batch, n heads of queries of this rank, g groups of this rank (heads of keys and values), p = n / g queries of a group,
-d width of a head.
+With the weight seen as [g, p + 2, d, h], Hugging Face's q_proj, k_proj and v_proj are [:, :p], [:, p] and
+[:, p + 1].
+Shapes: s sequence, b batch, n query heads of this rank, g groups (key-value heads) of this rank, p = n / g
+queries per group, d width of a head.
 """
 
 import math
@@ -22,14 +23,15 @@ from .rotary import Rotation, rotate, rotate_into
 
 
 def by_head(fused: Tensor, groups: int, size: int) -> Tensor:
-    """[s, b, g (p + 2) d] -> [s, b, g, p + 2, d], the same numbers. groups, size: g and d."""
+    """View [s, b, g (p + 2) d] as [s, b, g, p + 2, d]. groups, size: g and d."""
     return fused.view(*fused.shape[:2], groups, -1, size)
 
 
 def own_queries(fused: Tensor, size: int, sharers: mpu.Axis) -> Tensor:
-    """This rank's stretch of a group, [s, b, (p + 2) d / t], whose t sharers have p queries -> [s, b, (p / t + 2) d], its own queries, the key and the value.
+    """Gather a group over its t sharers, [s, b, (p + 2) d / t] each, and keep this rank's queries, key and value.
 
-    size: d. On the way back the gradients of key and value are summed over the sharers.
+    Returns [s, b, (p / t + 2) d]. size: d. The backward pass sums the gradients of key and value over the
+    sharers.
     """
     whole = by_head(mpu.gather_partial_from_model_parallel_region(fused, sharers), 1, size).squeeze(2)
     own = (whole.shape[2] - 2) // sharers.size
@@ -39,11 +41,12 @@ def own_queries(fused: Tensor, size: int, sharers: mpu.Axis) -> Tensor:
 def cut_groups(
     fused: Tensor, groups: int, size: int, turn: Rotation | None, plain: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, g (p + 2) d] -> queries [b, n, s, d], keys and values [b, g, s, d] each, in one piece of memory.
+    """Split [s, b, g (p + 2) d] into queries [b, n, s, d] and keys and values, [b, g, s, d] each, in one buffer.
 
-    groups, size: g and d. turn: of queries and keys. plain: by torch's own operations, which take memory and gradients as they like.
+    groups, size: g and d. turn: rotation of queries and keys. plain: use torch's operations, whose results
+    need not share a buffer.
     """
-    if plain or torch.compiler.is_compiling():  # a compiler does it in one pass by itself
+    if plain or torch.compiler.is_compiling():  # a compiler does it in one pass
         parts = by_head(fused, groups, size)
         query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
         found = rotate(query, turn), rotate(key, turn), value
@@ -56,7 +59,10 @@ def cut_groups(
 
 
 def _cut(parts: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, g, p + 2, d] -> queries [s, b, n, d], keys and values [s, b, g, d]; one recipe stands for all three (`recompute.py`)."""
+    """Split [s, b, g, p + 2, d] into queries [s, b, n, d] and keys and values [s, b, g, d].
+
+    They share one buffer, so that one recipe can recompute all three (`recompute.py`).
+    """
     s, b, g, each, d = parts.shape
     shapes = [(s, b, g, each - 2, d), (s, b, g, 1, d), (s, b, g, 1, d)]
     memory, begins = parts.new_empty(parts.numel()), (0, s * b * g * (each - 2) * d, s * b * g * (each - 1) * d)
@@ -70,7 +76,10 @@ def _cut(parts: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _CutGroups(torch.autograd.Function):
-    """Writes each gradient where it belongs, turned back; autograd would stack them and lay the stack out again."""
+    """Split of a projection whose backward pass writes each gradient, rotated back, to its place.
+
+    Autograd would stack the gradients and then rearrange the stack.
+    """
 
     @staticmethod
     def forward(

@@ -1,6 +1,7 @@
-"""A fused projection cut into queries, keys and values, whose backward pass writes their gradients where they belong.
+"""Splitting of a fused projection into queries, keys and values, with an efficient backward pass.
 
-Autograd would stack them, and then lay the stack out again as the projection has it: each gradient is copied twice, here once.
+Autograd would stack their gradients and then rearrange the stack, which copies each gradient twice. Here each
+gradient is copied once, to its final place.
 Shapes: s sequence, b batch, n heads of this rank, p parts (query, key, value), d width of a head.
 """
 
@@ -11,9 +12,9 @@ from torch import Tensor
 
 
 def split_heads(fused: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
-    """[s, b, n * p * d], head by head, the parts of each side by side -> p views [b, n, s, d]."""
+    """Split a projection [s, b, n * p * d], ordered head by head and part by part, into p views [b, n, s, d]."""
     if not fused.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return _views(fused, heads, parts)  # a compiler does the copies in one pass by itself
+        return _views(fused, heads, parts)  # a compiler does the copies in one pass
     found: tuple[Tensor, ...] = _SplitHeads.apply(fused, heads, parts)  # type: ignore[no-untyped-call]
     return found
 

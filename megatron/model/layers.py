@@ -1,4 +1,4 @@
-"""A model is one list of layers: the whole of it runs in one process, a stretch of it on a pipeline stage.
+"""Model as a list of layers: all of them in one process, or a range of them on a pipeline stage.
 
 Names are global: `layers.3.attention.dense.weight` is the same parameter in every layout.
 """
@@ -22,7 +22,7 @@ _after_each: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("after 
 
 @contextmanager
 def after_each_layer(then: Callable[[nn.Module], None] | None) -> Iterator[None]:
-    """Inside, a LayerStack calls `then(layer)` for each layer that has its first values, before it builds the next."""
+    """Make each LayerStack built inside call `then(layer)` after initialising a layer, before building the next."""
     token = _after_each.set(then)
     try:
         yield
@@ -32,14 +32,15 @@ def after_each_layer(then: Callable[[nn.Module], None] | None) -> Iterator[None]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer not yet built.
+    """Layer that is not built yet.
 
-    name: its global name, a dotted path. cls(*args) builds it. tied: layers with the same key
-    share one module, which carries the name of the first. call: what to do with the module
-    instead of calling it, `call(module, inputs)`. puts_out: names of the tensors it returns,
-    for the boundary after it. repeated: part of the stack of equal layers, whose activations
-    may be computed again. prelude: not counted, but computed again with the layer after it. work: multiply-adds of its
-    forward pass over a sample, see work.py.
+    name: its global name, a dotted path. `cls(*args)` builds it.
+    tied: layers with the same key share one module, which has the name of the first.
+    call: replaces the call of the module by `call(module, inputs)`.
+    puts_out: names of the tensors it returns, for the stage boundary after it.
+    repeated: belongs to the stack of equal layers, whose activations may be recomputed.
+    prelude: recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
+    work: multiply-adds of its forward pass over a sample, see work.py.
     """
 
     name: str
@@ -53,7 +54,10 @@ class Layer:
     work: int = 0
 
     def build(self, seed: int) -> nn.Module:
-        """The module. What it draws while it is built depends on (seed, name); `init_weights` fills what is declared."""
+        """Build the module, whose constructor draws from a seed derived from (seed, name).
+
+        `init_weights` fills declared parameters afterwards.
+        """
         with mpu.filled_later(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
             return self.cls(*self.args)
 
@@ -71,8 +75,9 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk: int, rng: mpu.RngStreams) -> Any:
     """Pass `inputs` through the steps.
 
-    chunk: 0 keeps all activations; n keeps the inputs of every n-th repeated layer and computes
-    the rest again in the backward pass. rng: what its dropout draws from.
+    chunk: 0 keeps all activations; n keeps the inputs of every n-th repeated layer and recomputes the rest in
+    the backward pass.
+    rng: the dropout streams of the steps.
     """
     at = 0
     while at < len(steps):
@@ -86,7 +91,7 @@ def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk:
 
 
 def _end_of_group(layers: Sequence[Layer], at: int, chunk: int) -> int:
-    """Where the layers end that are computed again together with the one at `at`: up to `chunk` repeated ones."""
+    """Return the end of the group of layers recomputed together from `at` on, with at most `chunk` repeated layers."""
     end, count = at, 0
     while end < len(layers) and count < chunk and (layers[end].repeated or layers[end].prelude):
         count += layers[end].repeated
@@ -105,20 +110,24 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
 
 
 class LooksAside:
-    """A model whose loss function may look at more than the loss."""
+    """Model whose loss function may report values besides the loss."""
 
     loss_fn: Any = None
 
     def get_additional_losses(self) -> dict[str, Tensor]:
-        """What was looked at apart from the loss of the last micro-batch, a scalar each: by the name that DeepSpeed asks pipelines with."""
+        """Return the values besides the loss of the last micro-batch, a scalar each, by name.
+
+        DeepSpeed calls this method on pipeline modules.
+        """
         return getattr(self.loss_fn, "aside", {})
 
 
 class LayerStack(LooksAside, nn.Module):
     """All layers of a model in one process.
 
-    seed: of the initial weights. own: which of the layers to build, for writing text over pipeline stages; the others have no
-    module in `steps`.
+    seed: seed of the initial weights.
+    own: indices of the layers to build, for generation over pipeline stages; calling any other layer raises
+    RuntimeError.
     """
 
     def __init__(
@@ -152,30 +161,30 @@ class LayerStack(LooksAside, nn.Module):
             then(module)
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """(global name, module) of every layer built here, tied ones once."""
+        """Yield (global name, module) of every layer built here, tied ones once."""
         yield from self._named
 
     def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
-        """[s, b, v/t] of the padded vocabulary -> [b, s, v/t] (parallel), or [b, s, v] gathered and without padding."""
+        """Transpose logits [s, b, v/t] to [b, s, v/t] (parallel), or gather them without padding to [b, s, v]."""
         logits = mpu.whole_logits(logits).transpose(0, 1)
         return logits if parallel else mpu.gather_from_model_parallel_region(logits, self._axis)[..., :vocab_size]
 
     def run(self, inputs: Any) -> Any:
-        """All layers, one after another."""
+        """Run all layers in order."""
         return run(self.steps, inputs, self._chunk if self.training else 0, self._rng)
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """(global name, parameter) of every parameter that this process holds.
+    """Yield (global name, parameter) of every parameter that this process holds.
 
-    A model without `named_layers` is named by its module tree, in which a PipelineModule has the number of each layer
-    in the whole list, and the key of each tie.
+    A model without `named_layers` is named by its module tree. In a PipelineModule that tree has each layer's
+    index in the whole list, and the key of each tie.
     """
     yield from _by_layer(model, lambda module: module.named_parameters())
 
 
 def global_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, buffer [...]) of every buffer here that a state_dict holds, named as `global_parameters` does."""
+    """Yield (global name, buffer [...]) of every buffer of a state_dict, named as `global_parameters` does."""
     yield from _by_layer(model, _persistent)
 
 
@@ -186,7 +195,7 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _by_layer(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
-    """Apply `named` to each layer, then to the model for what it holds outside of its layers, e.g. in its loss."""
+    """Apply `named` to each layer, then to the model for tensors outside of its layers, e.g. in its loss."""
     seen: set[int] = set()
     for layer_name, layer in model.named_layers() if hasattr(model, "named_layers") else ():
         for name, tensor in named(layer):
@@ -203,15 +212,16 @@ def _fill(named: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
 
 
 def init_weights(model: Any, seed: int) -> None:
-    """Draw the first values of every declared parameter of `model` from (seed, its global name).
+    """Draw the initial values of every declared parameter of `model` from (seed, its global name).
 
-    So they depend neither on the layout nor on the order of building. Others keep what their module gave them.
+    They thus depend neither on the layout nor on the order of building. Undeclared parameters keep the values
+    that their module gave them.
     """
     _fill(global_parameters(model), seed)
 
 
 def count_parameters(model: Any) -> int:
-    """Parameters of the whole model over all stages, tied ones once, padding left out."""
+    """Return the number of parameters of the whole model over all stages, tied ones once, without padding."""
     line = mpu.get_mesh().pipe
     sizes: list[Any] = [{name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}]
     if line.group is not None:

@@ -1,7 +1,8 @@
-"""Who may look at whom, built where it is needed from the number of the document that each token is in.
+"""Attention masks, built where they are needed from the document id of each token.
 
-Shapes: b batch, q queries, k keys. A document id of 0 is padding; empty ids mean one document without padding. Where nothing looks at what
-is after itself, tokens of id -n are a prefix of document n: they look at each other both ways (Raffel et al. 2020).
+Shapes: b batch, q queries, k keys. A document id of 0 means padding. Empty ids mean one document without
+padding. In causal attention, tokens of id -n are a prefix of document n and attend to each other in both
+directions (Raffel et al. 2020).
 """
 
 from collections.abc import Callable
@@ -17,20 +18,26 @@ Found = TypeVar("Found")
 
 
 class Documents(NamedTuple):
-    """Who may look at whom: document ids int [b, q] of the queries, [b, k] of the keys (None: the same), and whether at nothing after itself."""
+    """Restriction of attention to documents: ids of the queries, int [b, q], and of the keys, [b, k].
+
+    keys: None if they are the queries' tokens. causal: a token attends to nothing after itself.
+    """
 
     queries: Tensor
     keys: Tensor | None = None
     causal: bool = False
 
     def mask(self) -> Tensor:
-        """[b, 1, q, k], see `document_mask`."""
+        """Return the bool mask [b, 1, q, k], see `document_mask`."""
         found = document_mask(*self)
         assert found is not None
         return found
 
     def refuse_others(self, query: Tensor, key: Tensor) -> None:
-        """Raises ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has an id: what has none would never be computed."""
+        """Raise ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has a document id.
+
+        A token without an id would never be computed.
+        """
         of_key = self.queries if self.keys is None else self.keys
         for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
             if tuple(ids.shape) != (tokens.shape[0], tokens.shape[2]):
@@ -41,7 +48,10 @@ class Documents(NamedTuple):
 
 
 def within(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
-    """Document ids [b, q] and [b, k] as `document_mask` takes them; None where every query looks everywhere. Raises its errors."""
+    """Return ids [b, q] and [b, k] as Documents, or None if every query sees all keys.
+
+    Raises ValueError if the ids are in fact a mask.
+    """
     if not queries.numel():
         return None
     _check(queries)
@@ -49,24 +59,25 @@ def within(queries: Tensor, keys: Tensor | None = None, causal: bool = False) ->
 
 
 def no_documents(device: torch.device) -> Tensor:
-    """The document ids of plain attention: an empty tensor [0], int16, which costs nothing to send."""
+    """Return document ids for attention without documents: an empty int16 tensor [0], which costs nothing to send."""
     return torch.empty(0, dtype=torch.int16, device=device)
 
 
 def begun_by_prefix(tokens: Tensor, length: int) -> Tensor:
-    """tokens [b, s] -> the ids of one document each, int32 [b, s], of which the first `length` tokens are a prefix."""
+    """Return ids of one document per row for tokens [b, s], int32 [b, s]; its first `length` tokens are a prefix."""
     ids = torch.ones_like(tokens, dtype=torch.int32)
     ids[:, : max(length, 0)] = -1
     return ids
 
 
 def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Tensor | None:
-    """Document ids [b, q] and [b, k] -> [b, 1, q, k], True where a query may look; None for everywhere.
+    """Return the mask of document ids [b, q] and [b, k]: bool [b, 1, q, k], True where a query may attend, or None.
 
-    keys None: the queries themselves. causal: and at nothing after itself. A query that would see
-    nothing, which padding may bring about, sees everything: what it computes is not used.
-    The layers that are given the same ids share one mask.
-    Raises ValueError for a mask in the place of the ids.
+    None means that every query sees all keys.
+    keys: None if they are the queries' tokens. causal: a query also attends to nothing after itself.
+    A query without any visible key, which padding may cause, sees all keys; its result is not used.
+    Layers that receive the same ids share one mask.
+    Raises ValueError if the ids are in fact a mask.
     """
     if not queries.numel():
         return None
@@ -83,9 +94,9 @@ def _check(queries: Tensor) -> None:
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool [b, 1, q, k] -> what is added to scores, of the same shape: 0 where a query may look, else minus infinity.
+    """Return what to add to scores for a bool mask [b, 1, q, k]: the same shape, 0 if visible, else minus infinity.
 
-    Layers share this one, too; torch would make one of its own for each of them, and keep it for the backward pass.
+    Layers share it as well. Otherwise torch would make one for each layer and save it for the backward pass.
     """
     return follows(
         mask, ("added", dtype), None, lambda: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
@@ -93,11 +104,11 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def follows(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
-    """What `make` makes of `owner` and `other` [...] as they are now, once, and kept as long as `owner` lives."""
-    if torch.compiler.is_compiling():  # which makes one kernel of it
+    """Return `make()` of the present values of `owner` and `other` [...], computed once and cached on `owner`."""
+    if torch.compiler.is_compiling():  # a compiler fuses it into one kernel
         return make()
     found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_follows", {})
-    kept = None if other is owner else other  # no circle; kept, so that its id stays its own
+    kept = None if other is owner else other  # avoids a reference cycle; keeping it alive keeps its id unique
     key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
     if key not in found:
         found[key] = kept, make()
@@ -117,17 +128,18 @@ def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[1, 1, q, k]: the last `queries` of `keys` tokens look at themselves and at what precedes them."""
+    """Return a mask [1, 1, q, k]: the last `queries` of `keys` tokens attend to themselves and to earlier tokens."""
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def window_mask(
     document_ids: Tensor, queries: int, seen: int, window: int, mask: Documents | None
 ) -> Documents | Tensor | None:
-    """`mask`, causal, or None -> the same for tokens that see no more than the last `window`, themselves included: bool [1 or b, 1, q, k].
+    """Restrict a causal `mask`, or None, to the last `window` tokens, the token itself included.
 
-    queries: q; seen: tokens before these, all of which are keys. `mask` itself where that makes no difference. Shared by the layers
-    that are given the same ids.
+    Returns a bool mask [1 or b, 1, q, k], True where a query may attend.
+    queries: q. seen: number of tokens before these, all of which are keys. Returns `mask` itself if the
+    window covers all keys. Layers that receive the same ids share the result.
     """
     keys = seen + queries
     if keys <= window:
@@ -141,19 +153,22 @@ def window_mask(
 
 @lru_cache(maxsize=2)
 def _window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """[1, 1, q, k], of all micro-batches: it is as large as a sequence is long, squared."""
+    """Return the window mask [1, 1, q, k], cached for all micro-batches because it is quadratic in the length."""
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """[b, s] document ids -> [b, s] position of each token in its document, its prefix included, from 0."""
+    """Return the position of each token in its document, from 0, for document ids [b, s] -> [b, s].
+
+    A prefix is part of its document.
+    """
     document_ids = document_ids.abs()
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
     return place - place.masked_fill(~begins(document_ids), 0).cummax(dim=1).values
 
 
 def begins(ids: Tensor) -> Tensor:
-    """[b, s] -> bool [b, s]: whether a token's id is another than that of the token before it."""
+    """Return whether each token's id differs from that of the token before it: [b, s] -> bool [b, s]."""
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return first

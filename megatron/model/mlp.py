@@ -1,4 +1,4 @@
-"""The feed-forward part of a transformer block, split over the model-parallel ranks.
+"""Feed-forward part of a transformer layer, sharded over the model-parallel ranks.
 
 Shapes: s sequence, b batch, h hidden, f inside the MLP, t model-parallel ranks.
 """
@@ -15,16 +15,20 @@ from megatron.config import ModelConfig
 
 from .recompute import Recipe, instead_of
 
-Slope = Callable[[Tensor, Tensor], Tensor]  # gradient of what a function gives, its input -> gradient of its input
+# (gradient of a function's output, the function's input) -> gradient of its input
+Slope = Callable[[Tensor, Tensor], Tensor]
 
 
 def gelu(x: Tensor) -> Tensor:
-    """[...] -> [...], the tanh form, which GPT-2 and T5 were trained with."""
+    """Apply GELU to x [...] -> [...] in its tanh form, with which GPT-2 and T5 were trained."""
     return F.gelu(x, approximate="tanh")
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps only its input. On a CPU gate and value are taken apart first: on every second number torch is four times slower."""
+    """Gated activation that saves only its input.
+
+    On a CPU gate and value are copied apart first, because torch is four times slower on strided elements.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slope: Slope) -> Tensor:
@@ -47,19 +51,19 @@ def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., 2 f] -> gate and value, [..., f] each: copies on a CPU, views elsewhere."""
+    """Split [..., 2 f] into gate and value, [..., f] each: copies on a CPU, views elsewhere."""
     pairs = x.view(*x.shape[:-1], -1, 2)
     gate, value = pairs[..., 0], pairs[..., 1]
     return (gate.contiguous(), value.contiguous()) if x.device.type == "cpu" else (gate, value)
 
 
 def gated_gelu(x: Tensor) -> Tensor:
-    """[..., 2 f], gate and value of each feature next to each other -> [..., f] (Shazeer 2020)."""
+    """Apply gated GELU (Shazeer 2020): [..., 2 f], with gate and value of each feature adjacent, -> [..., f]."""
     return _Gated.apply(x, gelu, _gelu_backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[..., 2 f], as above -> [..., f], the gate through x sigmoid(x)."""
+    """Apply SwiGLU, whose gate is x sigmoid(x): [..., 2 f], laid out as for `gated_gelu`, -> [..., f]."""
     return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -77,16 +81,16 @@ UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ParallelMLP(nn.Module):
-    """h -> f, activation, f -> h. The first is split by columns, the second by rows: one all-reduce in all.
+    """MLP h -> f, activation, f -> h; the first matmul is column-parallel, the second row-parallel: one all-reduce.
 
-    With a gate the first gives 2 f, the rows of gate and value alternating, so that a contiguous
-    cut leaves both of a feature on one rank. Hugging Face's gate_proj and up_proj are rows [::2] and [1::2].
+    With a gate the first matmul has 2 f outputs, the rows of gate and value alternating, so that a contiguous
+    shard holds both of a feature. Hugging Face's gate_proj and up_proj are rows [::2] and [1::2].
     """
 
     def __init__(self, config: ModelConfig, output_std: float) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
-        # A relu keeps what it puts out itself.
+        # A ReLU saves its output itself, so recomputing it would save no memory.
         self.activation_again = "activation" in config.recompute_modules and config.activation != "relu"
         if config.activation in config.unfused:
             self.activation = UNFUSED[config.activation]
@@ -107,7 +111,7 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> ([s, b, h], its bias still to be added)."""
+        """Apply the MLP: [s, b, h] -> ([s, b, h], its bias, which the caller must add)."""
         inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
         active = self.activation(inner)
         recipe = Recipe(self.activation, inner) if self.activation_again else None

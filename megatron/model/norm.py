@@ -1,4 +1,4 @@
-"""The norm before every sub-layer and after every stack.
+"""Norms before every sub-layer and after every stack.
 
 Shapes: h hidden.
 """
@@ -14,17 +14,20 @@ from megatron.kernels import norm_class
 
 
 class RMSNorm(nn.RMSNorm):
-    """On a CPU torch's own keeps both the input and the normalized input, and goes over them a dozen times."""
+    """RMS norm that is faster and saves less on a CPU.
+
+    torch's own saves both the input and the normalised input, and reads them a dozen times.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
+        """Normalise x [..., h] -> [..., h]."""
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """[..., h], in fp32 inside; keeps only its input, and one number a row."""
+    """RMS norm of [..., h], computed in fp32, which saves only its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,7 +51,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def build_head_norm(config: ModelConfig) -> nn.Module:
-    """An RMS norm over the numbers of one head, the same for all heads; a copy on every rank, each of which has heads of its own."""
+    """Build an RMS norm over the features of one head, with one weight for all heads, replicated on every rank.
+
+    Its gradients are summed over the model-parallel ranks, which hold different heads.
+    """
     kind = nn.RMSNorm if "rms-norm" in config.unfused else norm_class(config.kernels, True) or RMSNorm
     norm: Any = kind(config.head_size, eps=config.layernorm_epsilon)
     mpu.declare(norm.weight, mpu.ones, sequence=mpu.get_mesh().model)
@@ -56,7 +62,10 @@ def build_head_norm(config: ModelConfig) -> nn.Module:
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
-    """LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h; a copy on every rank."""
+    """Build LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h.
+
+    Every rank holds a copy of its weights.
+    """
     rms = config.normalization == "rmsnorm"
     if rms and "rms-norm" in config.unfused:
         kind: Any = nn.RMSNorm

@@ -1,7 +1,8 @@
-"""What a layer keeps for its backward pass waits in the host's memory, not in the accelerator's (Rhu et al. 2016).
+"""Offloading of saved activations to host memory (Rhu et al. 2016).
 
-Copies run beside the computation, in a queue for each direction. While a layer's backward pass runs, what the layer
-before it has kept is on its way back already. Memory that several tensors look into is copied once.
+Copies run concurrently with the computation, on one stream for each direction. While a layer's backward pass
+runs, the activations of the layer before it are already being copied back. Storage that several tensors share
+is copied once.
 """
 
 import weakref
@@ -16,32 +17,32 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import base_of, version
 
-SMALLEST = 1 << 20  # bytes; less is not worth a copy
+SMALLEST = 1 << 20  # bytes; smaller tensors are not worth a copy
 
 
 class Copied(NamedTuple):
-    """The result of a copy that is under way. wait: lets what is computed from here on come after it."""
+    """Result of a copy in progress. wait: makes later computation wait for the copy."""
 
     result: Tensor
     wait: Callable[[], None]
 
 
 class Lane:
-    """A queue of copies on a device, beside that of its computations."""
+    """Copy stream of a device, separate from its compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.Stream(device)
 
     def down(self, source: Tensor) -> Copied:
-        """[bytes] of the device -> the same in pinned memory, after what computes `source`."""
+        """Copy [bytes] from the device to pinned memory, after the computation of `source`."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
-        source.record_stream(self.stream)  # or its memory would be given away before it is read
+        source.record_stream(self.stream)  # keeps the allocator from reusing the memory before the copy has read it
         return self._under_way(host)
 
     def up(self, source: Copied) -> Copied:
-        """[bytes] of the host -> the same on the device, after `source` has come down."""
+        """Copy [bytes] from the host to the device, once `source` has arrived there."""
         with self.stream:
             source.wait()
             there = source.result.to(self.device, non_blocking=True)
@@ -60,7 +61,7 @@ class Lane:
 
 
 class Lanes:
-    """Both queues of a device. last: the layer that kept something most recently."""
+    """Both copy streams of a device. last: the layer that offloaded most recently."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = Lane(device), Lane(device)
@@ -69,27 +70,31 @@ class Lanes:
 
 @cache
 def lanes(device: torch.device) -> Lanes:
-    """Of this process on `device`."""
+    """Return the copy streams of `device`, one pair per process."""
     return Lanes(device)
 
 
 class Memory:
-    """A piece of the accelerator's memory, on the host. It comes back once for all tensors in it, and goes when each was asked for."""
+    """Accelerator storage copied to the host.
+
+    It is copied back once for all tensors in it, and freed after each of them has been requested.
+    """
 
     def __init__(self, storage: torch.UntypedStorage, through: Lanes) -> None:
         everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # [bytes]
         self.up, self.host = through.up, through.down.down(everything)
-        self.tensors: set[int] = set()  # that were kept of it and not asked for
+        # Numbers of the tensors saved from this storage and not requested yet.
+        self.tensors: set[int] = set()
         self._there: Copied | None = None
 
     def fetch(self) -> Copied:
-        """Begin to bring it back, if that is not done."""
+        """Start the copy back unless it was started already."""
         if self._there is None:
             self._there = self.up.up(self.host)
         return self._there
 
     def asked_for(self, tensor: int) -> torch.UntypedStorage:
-        """The memory, for what is computed from here on."""
+        """Return the storage on the device, for computation from here on."""
         there = self.fetch()
         there.wait()
         self.tensors.discard(tensor)
@@ -99,7 +104,7 @@ class Memory:
 
 
 class KeptByLayer:
-    """What one layer keeps of one micro-batch."""
+    """Activations that one layer saves for one micro-batch."""
 
     def __init__(self, through: Lanes) -> None:
         self.through, self.before = through, through.last
@@ -107,7 +112,7 @@ class KeptByLayer:
         self.begun = False
 
     def begin_backward(self) -> None:
-        """Its own memory is needed now, that of the layer before it next."""
+        """Fetch this layer's storage, needed now, then that of the layer before it, needed next."""
         if self.begun:
             return
         self.begun = True
@@ -117,7 +122,7 @@ class KeptByLayer:
             before.fetch()
 
     def fetch(self) -> None:
-        """Begin to bring back what is still wanted, the newest first."""
+        """Start copying back the storage that is still needed, the newest first."""
         for each in reversed(self.memories):
             memory = each()
             if memory is not None:
@@ -125,7 +130,7 @@ class KeptByLayer:
 
 
 class Kept(NamedTuple):
-    """A tensor that is elsewhere."""
+    """Reference to an offloaded tensor."""
 
     layer: KeptByLayer
     memory: Memory
@@ -137,7 +142,7 @@ class Kept(NamedTuple):
     stride: tuple[int, ...]
 
     def back(self) -> Tensor:
-        """The tensor [...] on its device again, as it was."""
+        """Return the tensor [...] on its device, as it was."""
         self.layer.begin_backward()
         storage = self.memory.asked_for(self.number)
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.shape, self.stride)
@@ -145,12 +150,14 @@ class Kept(NamedTuple):
 
 @contextmanager
 def offloaded() -> Iterator[None]:
-    """Within, which is one layer's forward pass, autograd keeps what it saves in pinned memory of the host; weights, and what is there already, stay.
+    """Offload what autograd saves inside, one layer's forward pass, to pinned host memory.
 
-    Raises RuntimeError at the end if something was changed in place that was on its way.
+    Weights, small tensors and tensors on the host stay. Raises RuntimeError at the end if an offloaded tensor
+    was changed in place.
     """
     layer: KeptByLayer | None = None
-    copied: dict[tuple[int, int], tuple[Tensor, Memory]] = {}  # held, so that no address is used twice
+    # Holds each tensor, so that no address is reused.
+    copied: dict[tuple[int, int], tuple[Tensor, Memory]] = {}
 
     def away(tensor: Tensor) -> Tensor | Kept:
         nonlocal layer
@@ -177,7 +184,7 @@ def offloaded() -> Iterator[None]:
                 f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had kept it, and --offload-activations may "
                 f"have copied either: compute it out of place, or leave the flag out"
             )
-    copied.clear()  # `away` lives on in the graph
+    copied.clear()  # the graph keeps a reference to `away`
     if layer is not None:
         layer.through.last = weakref.ref(layer)
 

@@ -1,5 +1,6 @@
-"""Self-attention within documents on CUDA by torch's kernel for packed sequences (Dao 2023): no mask, work as on a CPU (document_attention.py).
+"""Self-attention within documents on CUDA by torch's kernel for packed sequences (Dao 2023), which needs no mask.
 
+It does as little work as document_attention.py on a CPU.
 Shapes: s sequence, b batch, n heads of this rank, d width of a head.
 """
 
@@ -15,9 +16,10 @@ from .masks import Documents, begins, follows
 
 
 def serves(query: Tensor, documents: Documents) -> bool:
-    """Whether the kernel is there (torch >= 2.11, Ampere or later) and takes query [b, n, s, d] and the documents' layout.
+    """Return whether the kernel exists and accepts query [b, n, s, d] and the documents.
 
-    Compiled code takes the mask, which a compiler fuses. Asks the device once a batch.
+    It needs torch >= 2.11 and Ampere or later. Compiled code uses the mask, which a compiler fuses. The check
+    synchronises with the device once per batch.
     """
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
         return False
@@ -30,7 +32,7 @@ def serves(query: Tensor, documents: Documents) -> bool:
 
 @functools.cache
 def kernel() -> Callable[..., Any] | None:
-    """torch's `varlen_attn`; None where there is none, or none that takes a scale and a window."""
+    """Return torch's `varlen_attn`; None if it is missing or takes no scale and window."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -39,11 +41,11 @@ def kernel() -> Callable[..., Any] | None:
 
 
 def borders(documents: Documents) -> Tensor | None:
-    """Where documents begin among all tokens, row after row, and the number of tokens: int32 [documents + 1]; None where one is in several pieces, or has a
-    prefix.
+    """Return the start of each document among all tokens, and the number of tokens: int32 [documents + 1].
 
-    Their number is read from the device here, once for all layers: a list of fixed length would have to have room for as many documents
-    as tokens, and the kernel starts its blocks for each of them.
+    The rows of the batch follow each other. None if a document is split or has a prefix.
+    The number of documents is read from the device here, once for all layers. A list of fixed length would
+    need room for as many documents as tokens, and the kernel launches blocks for each entry.
     """
     return follows(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
 
@@ -58,7 +60,7 @@ def _borders(ids: Tensor) -> Tensor | None:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
-    """query, key, value [b, n, s, d] -> [b, n, s, d]; only where `serves`."""
+    """Compute attention within documents: query, key, value [b, n, s, d] -> [b, n, s, d]; requires `serves`."""
     call, ends, (b, _, s, _) = kernel(), borders(documents), query.shape
     assert call is not None and ends is not None
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, n, d]

@@ -1,4 +1,4 @@
-"""The same lists of layers, run by pipeline stages: the only file of the models that knows of `tds`."""
+"""Pipeline versions of the models, from the same lists of layers: the only file of the models that imports `tds`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,10 +20,10 @@ from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
 
-FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4  # times the work of a forward pass
+FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4  # multiples of a layer's forward work
 
-# Hidden states are the same on all model-parallel ranks, so each carries its share of them. With sequence
-# parallelism each rank has only its own stretch, and carries all of it.
+# Hidden states are replicated on all model-parallel ranks, so each rank sends only its share of them. With
+# sequence parallelism each rank holds a different shard and sends all of it.
 BOUNDARIES = {
     "hidden": Boundary("hidden", grad=True, split=True),
     "position_ids": Boundary("position_ids", kind="int", grad=False),
@@ -37,14 +37,18 @@ BOUNDARIES = {
 
 
 class LayerStackPipe(LooksAside, PipelineModule):
-    """This stage's stretch of a list of layers, or its stretches, one a chunk."""
+    """One pipeline stage of a list of layers: a range of layers, or one range per virtual-pipeline chunk."""
 
     def __init__(
         self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any, example: Any
     ) -> None:
-        """tied_weights: for each tie, the path of the shared weight in its module. example: inputs of the first layer."""
+        """Build this stage's layers.
+
+        tied_weights: for each tie, the path of the shared weight in its module. example: inputs of the first
+        layer.
+        """
         p = config.parallel
-        method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)  # tds' name
+        method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)  # name used by tds
         stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
         if p.partition_method == "balanced" and len(layers) >= stretches:
             method = balanced_cuts(layers, stretches, bool(config.recomputed_layers))
@@ -67,7 +71,7 @@ class LayerStackPipe(LooksAside, PipelineModule):
         init_weights(self, config.train.seed)
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """(global name, module) of every layer of this stage, tied ones once."""
+        """Yield (global name, module) of every layer of this stage, tied ones once."""
         seen = set()
         for name, call in zip(self._names, self.forward_funcs, strict=True):
             module = call.args[0] if isinstance(call, partial) else call
@@ -76,19 +80,20 @@ class LayerStackPipe(LooksAside, PipelineModule):
                 yield name, module
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
-        """What comes from the stage before (or the batch) -> what goes to the next (or the logits), through one chunk."""
+        """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
         mine = slice(*self.stretches[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
-        # The engine hands over a bare tensor where a boundary has one; our layers want tuples.
+        # The engine passes a bare tensor if a boundary has only one; our layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return run(steps, inputs, self._chunk if self.training else 0, self._rng)
 
 
 def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:
-    """Where each stretch begins, and the number of layers, so that the one with the most work has as little as can be.
+    """Return the start of each layer range and the number of layers, minimising the work of the heaviest range.
 
-    What is not counted (an embedding, a norm, a table of positions) stays with the layer after it, unless there are more
-    stretches than layers that count. Where nobody has counted, all layers are alike.
+    Layers without counted work (an embedding, a norm, a table of positions) stay with the layer after them,
+    unless there are more ranges than layers with work. If no layer has counted work, all layers weigh the
+    same.
     """
     counted = any(layer.work for layer in layers)
     ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
@@ -103,7 +108,7 @@ def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> 
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     if layer.tied is None and layer.call is None:
         spec = LayerSpec(layer.cls, *layer.args)
-    elif layer.tied is None:  # DeepSpeed knows only calls of tied layers; this one is tied to nothing
+    elif layer.tied is None:  # DeepSpeed supports custom calls only for tied layers; this tie has no other member
         key = layer.name.replace(".", "_")
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=[])
     else:
@@ -114,7 +119,7 @@ def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
 
 
 def _boundaries_after(layer: Layer) -> list[Boundary]:
-    """What crosses a boundary after this layer."""
+    """Return the tensors that cross a stage boundary after this layer."""
     found = [BOUNDARIES[name] for name in layer.puts_out if name in BOUNDARIES]
     whole = mpu.sequence_axis().size > 1
     return [replace(b, split=False) for b in found] if whole else found
@@ -123,8 +128,8 @@ def _boundaries_after(layer: Layer) -> list[Boundary]:
 class GPT2ModelPipe(LayerStackPipe):
     """GPT-2 over pipeline stages. Inputs: (tokens [b, s], position ids [b, s], document ids [b, s] or empty).
 
-    Between stages travel the hidden states, each model-parallel rank carrying its share, and
-    the document ids, which are empty in plain causal attention.
+    Stages exchange the hidden states, of which each model-parallel rank sends its share, and the document
+    ids, which are empty in plain causal attention.
     """
 
     def __init__(self, config: Config) -> None:
@@ -139,10 +144,12 @@ class GPT2ModelPipe(LayerStackPipe):
 
 
 class T5ModelPipe(LayerStackPipe):
-    """T5 over pipeline stages. Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], document ids of both or empty).
+    """T5 over pipeline stages.
 
-    In the encoder travel its hidden states, the decoder's tokens and the document ids (int16); in
-    the decoder the hidden states of both, and the ids. is_text: see TokenLoss.
+    Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], document ids of both or empty).
+    Encoder stages exchange the encoder's hidden states, the decoder's tokens and the document ids (int16).
+    Decoder stages exchange the hidden states of both, and the ids.
+    is_text: see TokenLoss.
     """
 
     def __init__(self, config: Config, is_text: IsText | None = None) -> None:
@@ -164,7 +171,7 @@ class T5ModelPipe(LayerStackPipe):
 
 
 def _example(config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """A micro-batch of zeros: what the first layer is given, for cuts by measured time."""
+    """Return a micro-batch of zeros as the inputs of the first layer, for cuts by measured time."""
     b, s = config.train.batch_size, config.data.seq_length
     return (
         torch.zeros(b, s // mpu.context_axis().size, dtype=torch.int64),

@@ -1,8 +1,8 @@
-"""What is cheap to compute is computed again in the backward pass instead of being kept (Korthikanti et al. 2022).
+"""Selective recomputation of cheap results in the backward pass (Korthikanti et al. 2022).
 
-torch's fused attention keeps no scores, so what a layer keeps most of are the outputs of its norms, its queries, keys
-and values, and what its activation function puts out. Each of these is a result whose own inputs are kept anyway: a
-`Recipe` stands in its place among what autograd saves, and cooks it when the backward pass asks.
+torch's fused attention saves no scores. So most of what a layer saves are the outputs of its norms, its
+queries, keys and values, and the output of its activation function. The inputs of all these are saved anyway.
+Autograd saves a `Recipe` in place of such a result, which recomputes it when the backward pass needs it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Recipe:
-    """How to compute a tensor again, and the result for as long as somebody is still to ask for it.
+    """Recomputation of a tensor, which caches the result until its last use.
 
-    source: what `function` is given, or the recipe for that where it is not kept either.
+    source: the input of `function`, or the recipe of that input if it is not saved either.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], source: "Tensor | Recipe") -> None:
@@ -26,18 +26,18 @@ class Recipe:
         self._found: Tensor | None = None
 
     def cook(self) -> Tensor:
-        """[...], computed again from what the result was made of."""
+        """Recompute the result [...] from its source."""
         source = self._source.cook() if isinstance(self._source, Recipe) else self._source
         with torch.no_grad():
             return self._function(source)
 
     def view(self, tensor: Tensor) -> "_View":
-        """What is saved of `tensor` [...], a view of the result."""
+        """Register `tensor` [...], a view of the result, and return what to save for it."""
         self._uses += 1
         return _View(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def ask(self) -> Tensor:
-        """The result, [...]; computed once for all views."""
+        """Return the result [...], computed once for all views."""
         if self._found is None:
             self._found, self._left = self.cook(), self._uses
         found, self._left = self._found, self._left - 1
@@ -55,7 +55,7 @@ class _View(NamedTuple):
 
 @contextmanager
 def instead_of(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[None]:
-    """Whatever saves one of these results, or a view of it, within this block saves its recipe, if there is one."""
+    """Make autograd save the recipe, if there is one, in place of these results and their views inside the block."""
     recipes = {r.untyped_storage().data_ptr(): recipe for recipe, r in results if recipe and r is not None}
     if not recipes:
         yield

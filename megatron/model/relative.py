@@ -1,4 +1,4 @@
-"""T5's relative positions: a learned number for each head and (bucketed) distance, added to the scores (Raffel et al. 2020).
+"""Relative positions of T5: a learned bias per head and distance bucket, added to the scores (Raffel et al. 2020).
 
 Shapes: q queries, k keys, n heads, t model-parallel ranks, r buckets.
 """
@@ -14,10 +14,10 @@ from megatron.config import ModelConfig
 
 
 def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor:
-    """key position - query position, int64 [...] -> bucket 0 to count - 1.
+    """Map distance, key position - query position, int64 [...], to buckets 0 to count - 1.
 
-    Half of the buckets are single distances, the others grow logarithmically up to `furthest`.
-    Both directions have half of them; causal has all for the past, the only place where it looks.
+    Half of the buckets are single distances. The others grow logarithmically up to `furthest`. Each direction
+    has half of them; if causal, the past has all, since nothing else is visible.
     """
     found = torch.zeros_like(distance)
     if not causal:
@@ -32,7 +32,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
 
 
 class RelativePositions(nn.Module):
-    """The table of one stack, tied and before each of its layers in the list, or that of one layer.
+    """Table of relative positions: one per stack, tied and placed before each of its layers, or one per layer.
 
     weight: [r, n/t]
     """
@@ -50,18 +50,18 @@ class RelativePositions(nn.Module):
         )
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Hand the table to the layer after it: (...) -> (..., weight [r, n/t])."""
+        """Pass the table to the layer after it: (...) -> (..., weight [r, n/t])."""
         return *inputs, self.weight
 
 
 def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, causal: bool) -> Tensor:
-    """[r, n/t] -> [1, n/t, q, k] for the last `queries` of `keys` positions."""
+    """Look up the bias of the last `queries` of `keys` positions in table [r, n/t] -> [1, n/t, q, k]."""
     count, furthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
     if "relative-positions" in config.unfused:
         seen = torch.arange(keys, device=table.device)
         each = buckets(seen - seen[keys - queries :].unsqueeze(1), count, furthest, causal)  # [q, k]
         return F.embedding(each, table).permute(2, 0, 1).unsqueeze(0)
-    # One number for each distance, in a row; the row of a query is a window of it, one further left than its neighbour's.
+    # All distances form one row; each query's bias is a window of it, shifted left by one from query to query.
     distance = torch.arange(1 - keys, queries, device=table.device)
     row = F.embedding(buckets(distance, count, furthest, causal), table).t().contiguous()  # [n/t, q + k - 1]
     return row.unfold(1, keys, 1).flip(1).unsqueeze(0)

@@ -1,8 +1,9 @@
-"""Rotary positions: pairs of numbers of queries and keys are turned by angles that grow with the position (Su et al. 2021).
+"""Rotary positions (Su et al. 2021): pairs of elements are rotated by angles that grow with the position.
 
-The pairs are numbers i and i + r/2 of a head, the halves of what is rotated, as Hugging Face has them. Of a head the first r of d
-numbers are turned (--rotary-percent). Angles, cosines and sines are fp32 in any precision; they are applied in the dtype of what they turn.
-Shapes: s sequence, b batch, n heads, d width of a head, r numbers of it that are turned.
+Elements i and i + r/2 of a head form a pair, as in Hugging Face. Only the first r of d elements are rotated
+(--rotary-percent). Angles, cosines and sines are always fp32; they are applied in the dtype of queries and
+keys.
+Shapes: s sequence, b batch, n heads, d width of a head, r rotated elements of a head.
 """
 
 import math
@@ -19,17 +20,17 @@ from .masks import follows, positions_in_documents
 
 
 class Rotation(NamedTuple):
-    """Of each token and each pair of numbers, fp32 [s, b or 1, 1, r/2] each: the cosine and the sine of its angle."""
+    """Cosine and sine of the angle of each token and pair, fp32 [s, b or 1, 1, r/2] each."""
 
     cos: Tensor
     sin: Tensor
 
 
 def frequencies(m: ModelConfig, device: torch.device) -> Tensor:
-    """[r/2] angle of each pair from one position to the next, fp32, scaled as --rope-scaling says."""
+    """Return the angle of each pair between adjacent positions, fp32 [r/2], scaled by --rope-scaling."""
     r = m.rotary_size
     turns = 1.0 / m.rope_theta ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
-    if m.rope_scaling == "linear":  # positions are pressed together (Chen et al. 2023)
+    if m.rope_scaling == "linear":  # position interpolation (Chen et al. 2023)
         return turns / m.rope_scaling_factor
     if m.rope_scaling == "llama3":
         return _llama3(m, turns)
@@ -37,7 +38,7 @@ def frequencies(m: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
-    """Long waves are stretched, short ones are not, those between in part (Grattafiori et al. 2024)."""
+    """Interpolate long wavelengths, keep short ones and blend those between (Grattafiori et al. 2024)."""
     length, low, high = m.rope_original_length or 0, m.rope_low_freq_factor, m.rope_high_freq_factor
     wave = 2 * math.pi / turns
     kept = ((length / wave - low) / (high - low)).clamp(0, 1)
@@ -47,7 +48,10 @@ def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
 
 
 def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
-    """Pairs that turn often within the original length stay, those that hardly turn are stretched, with a ramp between (Peng et al. 2023)."""
+    """Keep fast pairs, interpolate slow ones, with a ramp between (YaRN, Peng et al. 2023).
+
+    Fast pairs rotate often within the original context length.
+    """
     r, length = m.rotary_size, m.rope_original_length or 0
 
     def pair_that_turns(times: float) -> float:
@@ -61,7 +65,7 @@ def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
 
 
 def attention_factor(m: ModelConfig) -> float:
-    """What yarn multiplies queries and keys with: longer texts want sharper attention."""
+    """Return the factor of queries and keys under YaRN: longer contexts need sharper attention."""
     if m.rope_scaling != "yarn":
         return 1.0
     if m.rope_attention_factor is not None:
@@ -77,10 +81,11 @@ def rotation(
     restart: bool = False,
     context: mpu.Axis | None = None,
 ) -> Rotation:
-    """Of `length` tokens after `seen` others, made once for all layers of such positions that are given the same `document_ids`.
+    """Return the rotation of `length` tokens after `seen` others.
 
-    restart: count positions again in each document, of document ids [b, s]; else, or where these are empty, from 0. context: of
-    these tokens only those that this rank of it has.
+    restart: count positions from 0 in each document of document ids [b, s], if these are not empty.
+    context: keep only the tokens of this context rank.
+    All layers with the same settings and the same `document_ids` share the result.
     """
 
     def make() -> tuple[Tensor, Tensor]:
@@ -94,14 +99,15 @@ def rotation(
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor
 
-    # Two models may be given the same ids: a teacher and its student, or a draft of speculative decoding.
+    # Two models may receive the same ids: a teacher and its student, or the draft model of speculative
+    # decoding.
     angles = m.rotary_size, *[getattr(m, name) for name in OF_ANGLES]
     share = None if context is None else (context.rank, context.size)
     return Rotation(*follows(document_ids, ("rotation", length, seen, restart, share, angles), None, make))
 
 
 def rotate(x: Tensor, turn: Rotation | None) -> Tensor:
-    """[s, b, n, d] -> [s, b, n, d], as the formula says."""
+    """Rotate x [s, b, n, d] -> [s, b, n, d] by plain torch operations."""
     if turn is None:
         return x
     cos, sin = turn.cos.to(x.dtype), turn.sin.to(x.dtype)
@@ -111,7 +117,7 @@ def rotate(x: Tensor, turn: Rotation | None) -> Tensor:
 
 
 def rotate_into(place: Tensor, x: Tensor, turn: Rotation | None, back: bool = False) -> None:
-    """The same, written to `place` [s, b, ..., d] from x of that shape. back: by the opposite angles, as gradients are."""
+    """Rotate x [s, b, ..., d] into `place`, of the same shape. back: by the opposite angles, as for gradients."""
     if turn is None:
         place.copy_(x)
         return

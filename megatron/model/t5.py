@@ -1,12 +1,13 @@
-"""T5 (Raffel et al. 2020) as one list of layers, in the manner of T5 v1.1 or of CPM-2, as the settings say.
+"""T5 (Raffel et al. 2020) as one list of layers; the settings choose between T5 v1.1, CPM-2 and UMT5.
 
         encoder tokens -> embedding -> start -> EncoderBlock x n -> norm -> encoded
         decoder tokens -> (same) embedding -> start -> DecoderBlock x m -> norm -> logits
                                                             ^ encoded
 
-With relative positions the table of a stack is a tied layer before each of its blocks, so a stage
-has it wherever the cuts fall. UMT5 (Chung et al. 2023) has a table of its own for each block. Shapes: q decoder sequence, k encoder sequence, s either, b batch,
-h hidden, v vocabulary, t model-parallel ranks.
+With relative positions, the table of a stack is a tied layer before each of its blocks, so every stage has it
+wherever the cuts fall. UMT5 (Chung et al. 2023) has a separate table for each block.
+Shapes: q decoder sequence, k encoder sequence, s either, b batch, h hidden, v vocabulary, t model-parallel
+ranks.
 """
 
 from collections.abc import Container
@@ -33,9 +34,9 @@ DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(encoder tokens [b, k], decoder tokens [b, q], documents, documents) -> (hidden [k, b, h], the others).
+    """Embed encoder tokens: (tokens [b, k], decoder tokens [b, q], ids of both) -> (hidden [k, b, h], the others).
 
-    Raises ValueError for documents of one of both only.
+    Raises ValueError if only one of both has document ids.
     """
     tokens, *rest = inputs
     of_encoder, of_decoder = rest[1:]
@@ -45,25 +46,31 @@ def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(encoded [k, b, h], decoder tokens [b, q], documents, documents) -> (hidden [q, b, h], encoded, the documents)."""
+    """Embed decoder tokens: (encoded [k, b, h], tokens [b, q], ids of both) -> (hidden [q, b, h], encoded, ids)."""
     encoded, tokens, *documents = inputs
     return embedding.word_embeddings(tokens.long().t()), encoded, *documents
 
 
 class Head:
-    """Called on the output matrix: (hidden [q, b, h], ...) -> logits [q, b, v/t], or what puts them off."""
+    """Output layer: (hidden [q, b, h], ...) -> logits [q, b, v/t], possibly deferred.
+
+    It is called with the embedding whose weight it uses, and scales hidden states if the settings ask for it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
 
     def __call__(self, embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
-        """(hidden [q, b, h], ...) -> what `WordEmbedding.output` gives"""
+        """Compute what `WordEmbedding.output` returns from (hidden [q, b, h], ...)."""
         hidden = inputs[0] * self.factor if self.factor != 1.0 else inputs[0]
         return embedding.output(hidden)
 
 
 class StackStart(nn.Module):
-    """The foot of a stack: learned positions, if the model has them, and dropout. ids_at: which input holds the document ids."""
+    """Start of a stack: learned positions, if the model has them, and dropout.
+
+    ids_at: index of the document ids among the inputs.
+    """
 
     looks_up = True
 
@@ -79,7 +86,10 @@ class StackStart(nn.Module):
             self.weight = mpu.declare(weight, init_method, sequence=self.sequence)
 
     def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
-        """(hidden [s, b, h], ...) -> the same. seen: tokens before these, in incremental decoding."""
+        """Add positions to (hidden [s, b, h], ...), then apply dropout.
+
+        seen: number of earlier tokens in incremental decoding.
+        """
         hidden, *rest = inputs
         if self.weight is not None:
             total = seen + mpu.whole_length(hidden, self.sequence)
@@ -97,14 +107,20 @@ class StackStart(nn.Module):
 
 
 class EncoderBlock(TransformerLayer):
-    """Every token looks at all tokens of its document. Inputs and outputs: ENCODING, with the table after the inputs."""
+    """Encoder layer, in which every token attends to all tokens of its document.
+
+    Inputs and outputs: ENCODING, with the table after the inputs.
+    """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=2 * config.num_layers, causal=False)
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(hidden [k, b, h], decoder tokens [b, q], document ids [b, k] and [b, q] or empty, table [r, n/t] or nothing)"""
+        """Run the layer on (hidden [k, b, h], decoder tokens [b, q], document ids, document ids, optional table).
+
+        Ids of encoder and decoder are [b, k] and [b, q] or empty; the table is [r, n/t].
+        """
         hidden, tokens, encoder_ids, decoder_ids, *table = inputs
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], s, s, self.config, causal=False) if table else None
@@ -112,14 +128,20 @@ class EncoderBlock(TransformerLayer):
 
 
 class DecoderBlock(TransformerLayer):
-    """Looks back in its document, and at the same document of the encoder. Inputs and outputs: DECODING, likewise."""
+    """Decoder layer, causal within its document, with cross-attention to the same document of the encoder.
+
+    Inputs and outputs: DECODING, with the table after the inputs.
+    """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=3 * config.decoder_layers, causal=True, cross=True)
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
-        """(hidden [q, b, h], encoded [k, b, h], document ids [b, k] and [b, q] or empty, table [r, n/t] or nothing)"""
+        """Run the layer on (hidden [q, b, h], encoded [k, b, h], document ids, document ids, optional table).
+
+        Ids of encoder and decoder are [b, k] and [b, q] or empty; the table is [r, n/t].
+        """
         hidden, encoded, encoder_ids, decoder_ids, *table = inputs
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
@@ -129,28 +151,31 @@ class DecoderBlock(TransformerLayer):
 
 
 class StackNorm(nn.Module):
-    """The norm after a stack."""
+    """Norm after a stack."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = build_norm(config)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(hidden [s, b, h], ...) -> the same"""
+        """Normalise the hidden states of (hidden [s, b, h], ...)."""
         hidden, *rest = inputs
         return self.norm(hidden), *rest
 
 
 class DecoderNorm(StackNorm):
-    """The norm after the decoder; after it only the hidden states are needed."""
+    """Norm after the decoder, which passes only the hidden states on."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(hidden [q, b, h], ...) -> (hidden,)"""
+        """Normalise the hidden states: (hidden [q, b, h], ...) -> (hidden,)."""
         return (self.norm(inputs[0]),)
 
 
 def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
-    """The layers in order. Raises ValueError for settings that are not said to be of a T5: a checkpoint could not be read again."""
+    """Return the layers in order. Raises ValueError for settings of another family.
+
+    A checkpoint with such settings could not be loaded again.
+    """
     m = config.model
     if not config.is_t5:
         raise ValueError(
@@ -188,7 +213,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
 
 
 class T5Model(LayerStack):
-    """The whole model (this rank's part of every layer) without a pipeline.
+    """T5 without a pipeline: this rank's shard of every layer.
 
     parallel_output, own: as in GPT2Model. is_text: see TokenLoss.
     """
@@ -214,12 +239,13 @@ class T5Model(LayerStack):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [b, k] and [b, q] -> logits, with labels [b, q] the loss of every token, [b, q] in fp32, with a loss_mask [b, q] its sum.
+        """Return the logits of encoder tokens [b, k] and decoder tokens [b, q], or the loss if labels are given.
 
+        With labels [b, q] it is the loss of every token, [b, q] in fp32; with a loss_mask [b, q] as well, the
+        sum.
         A loss can be differentiated once, as in GPT2Model.
-
-        document_ids: [b, s] number of the document of each token, 0 for padding; tokens see only their own
-        document. Give both or neither; neither is one document without padding.
+        document_ids: [b, s], the number of each token's document, 0 for padding; tokens attend only within
+        their document. Give both or neither; neither means one document without padding.
         """
         none = no_documents(encoder_tokens.device)
         encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids

@@ -1,13 +1,16 @@
-"""How much each layer has to do, counted: multiply-adds of its forward pass over a sample. Stages are cut by it (pipe.py).
+"""Work of each layer in multiply-adds of its forward pass over a sample, by which stages are balanced (pipe.py).
 
-Attention products are counted as if nothing were masked. Norms, activations and look-ups are not counted.
+Attention matmuls are counted without regard to masks. Norms, activations and look-ups are not counted.
 """
 
 from megatron.config import Config, ModelConfig
 
 
 def block_work(m: ModelConfig, tokens: int, encoded: int = 0) -> int:
-    """Of a transformer layer over `tokens` tokens. encoded: tokens of the encoder that a decoder's layer looks at, too."""
+    """Return the multiply-adds of a transformer layer over `tokens` tokens.
+
+    encoded: number of encoder tokens to which a decoder layer cross-attends.
+    """
     inner = m.num_attention_heads * m.head_size
     projection, mlp = m.hidden_size * inner, m.hidden_size * m.ff_size * (3 if m.gated else 2)
     keys_and_values = 2 * m.hidden_size * m.key_value_heads * m.head_size
@@ -17,7 +20,10 @@ def block_work(m: ModelConfig, tokens: int, encoded: int = 0) -> int:
 
 
 def lengths(config: Config) -> tuple[int, int]:
-    """Tokens of a sample: of the encoder or of the whole, of the decoder. Where the objective says how long a decoder is, about that."""
+    """Return the tokens of a sample: (of the encoder or of the whole model, of the decoder or 0).
+
+    If the objective decides the decoder's length, the second is an estimate.
+    """
     data = config.data
     if not config.is_t5:
         return data.seq_length, 0

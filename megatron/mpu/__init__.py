@@ -1,7 +1,7 @@
-"""Where this rank stands in the (pipe, data, model) grid, and layers split over it.
+"""Model-parallel utilities: this rank's place in the (pipe, data, model) grid, and layers sharded over it.
 
-`initialize_model_parallel` builds the grid once; layers take their axis from it when they are
-built and never look it up again. Everything takes numbers, nothing takes a configuration.
+`initialize_model_parallel` builds the grid once. Layers take their axis from it when they are built and never
+look it up again. All functions take plain values, none takes a configuration object.
 """
 
 import torch.distributed as dist
@@ -55,11 +55,12 @@ def initialize_model_parallel(
     options: Options | None = None,
     context_parallel_size: int = 1,
 ) -> Mesh:
-    """Lay the running ranks out as pipe x data x model and make their groups.
+    """Arrange the running ranks in a pipe x data x model grid, create the process groups and enter the mesh.
 
-    seed: of the dropout streams. options: how layers built from now on work on these ranks. context_parallel_size: ranks of the
-    data axis that share out each sample.
-    Raises ValueError if the product of the sizes does not divide the number of ranks.
+    seed: seed of the dropout streams.
+    options: how layers built from now on work on these ranks.
+    context_parallel_size: number of data-parallel ranks over which the tokens of each sample are sharded.
+    Raises ValueError unless the sizes, multiplied, divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
     if world % (cell * context_parallel_size):
@@ -76,100 +77,101 @@ def initialize_model_parallel(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether this process stands in a mesh."""
+    """Return whether this process has entered a mesh."""
     return _mesh.is_initialized()
 
 
 def destroy_model_parallel() -> None:
-    """Leave the mesh; its process groups stay torch's."""
+    """Leave the mesh; torch keeps its process groups."""
     _mesh.enter(None)
 
 
 def get_mesh() -> Mesh:
-    """Where this rank stands. Raises RuntimeError before `initialize_model_parallel`."""
+    """Return the mesh of this rank. Raises RuntimeError before `initialize_model_parallel`."""
     return _mesh.current()
 
 
 def get_options() -> Options:
-    """How layers built now work."""
+    """Return the options that layers built now would use."""
     return _mesh.surroundings().options
 
 
 def get_rng() -> RngStreams:
-    """The dropout streams that layers built now draw from."""
+    """Return the dropout streams that layers built now would draw from."""
     return _mesh.surroundings().rng
 
 
 def sequence_axis() -> Axis:
-    """The ranks over which layers built now share a sequence out: the model-parallel ones, or nobody else."""
+    """Return the sequence-parallel axis of layers built now: the model axis, or an axis of this rank alone."""
     return _mesh.surroundings().sequence
 
 
 def context_axis() -> Axis:
-    """The ranks that share out the tokens of the same samples."""
+    """Return the context-parallel axis: the ranks that hold different tokens of the same samples."""
     return _mesh.current().context
 
 
 def get_topology() -> Topology:
-    """The whole (pipe, data, model) grid."""
+    """Return the (pipe, data, model) grid of all ranks."""
     return _mesh.current().topology
 
 
 def get_model_parallel_rank() -> int:
-    """On the model axis, that of tensor parallelism."""
+    """Return this rank's index on the model axis (tensor parallelism)."""
     return _mesh.current().model.rank
 
 
 def get_model_parallel_world_size() -> int:
-    """Of the model axis, that of tensor parallelism."""
+    """Return the number of ranks on the model axis (tensor parallelism)."""
     return _mesh.current().model.size
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """Of the model axis, that of tensor parallelism."""
+    """Return the process group of the model axis (tensor parallelism)."""
     return _group(_mesh.current().model)
 
 
 def get_model_parallel_src_rank() -> int:
-    """Global rank of the first rank of this model-parallel line: the one that reads data."""
+    """Return the global rank of the first rank of this model-parallel group, which reads the data."""
     return _mesh.current().model.first
 
 
 def get_data_parallel_rank() -> int:
-    """On the data axis, on which the ranks of a context group follow each other."""
+    """Return this rank's index on the data axis, on which the ranks of a context-parallel group are adjacent."""
     return _mesh.current().data.rank
 
 
 def get_data_parallel_world_size() -> int:
-    """Of the data axis: all that hold copies of the same weights, those of a context group among them."""
+    """Return the number of ranks on the data axis: all that replicate the same weights, context ranks included."""
     return _mesh.current().data.size
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """Of the data axis."""
+    """Return the process group of the data axis."""
     return _group(_mesh.current().data)
 
 
 def get_pipe_parallel_rank() -> int:
-    """On the pipe axis."""
+    """Return this rank's pipeline stage."""
     return _mesh.current().pipe.rank
 
 
 def get_pipe_parallel_world_size() -> int:
-    """Of the pipe axis."""
+    """Return the number of pipeline stages."""
     return _mesh.current().pipe.size
 
 
 def get_pipe_parallel_group() -> dist.ProcessGroup:
-    """Of the pipe axis."""
+    """Return the process group of the pipe axis."""
     return _group(_mesh.current().pipe)
 
 
 def get_io_parallel_group() -> dist.ProcessGroup:
-    """The ranks that read data: the first model-parallel rank of each replica, of a pipeline on its first and last stage.
+    """Return the process group of the ranks that read data.
 
-    All of them must call it the first time. Without a pipeline it is the data-parallel group of every rank. Raises
-    RuntimeError on a rank of a pipeline that reads nothing.
+    These are the first model-parallel ranks of each replica; in a pipeline, those of its first and last
+    stage. All of them must make the first call together. Without a pipeline each rank gets its data-parallel
+    group. Raises RuntimeError on a pipeline rank that reads no data.
     """
     grid = get_topology()
     if grid.pipe == 1:
@@ -181,7 +183,7 @@ def get_io_parallel_group() -> dist.ProcessGroup:
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
-    """The process group of `axis`; DeepSpeed wants one even where a rank is alone."""
+    """Return the process group of `axis`; DeepSpeed requires one even for a single rank."""
     if axis.group is not None:
         return axis.group
     if dist.get_world_size() == 1:
@@ -190,7 +192,7 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 
 def _of_these(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group made when it is first asked for, without the others, so that only ranks that ask for it take part."""
+    """Return the process group of `ranks`, created at the first call; only its members need to call."""
     return _mesh.group_of_members(ranks)
 
 

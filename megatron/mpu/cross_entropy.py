@@ -1,8 +1,8 @@
-"""Cross entropy over a vocabulary whose logits are split over the model-parallel ranks.
+"""Cross entropy over a vocabulary whose logits are sharded over the model-parallel ranks.
 
-Only three numbers per token cross the ranks (the maximum, the sum of exponentials and the
-target's logit), never a logit matrix. Padding rows count as minus infinity. No more than a chunk
-of the logits is in fp32 at any time.
+Ranks exchange only three numbers per token: the maximum, the sum of exponentials and the target's logit. No
+logit matrix is communicated. Padding rows count as minus infinity. At any time only one chunk of the logits
+is held in fp32.
 
 Shapes: ... any leading dimensions (tokens), v/t this rank's rows of the padded vocabulary.
 """
@@ -22,17 +22,17 @@ def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
-CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits that are in fp32 at the same time: 64 MiB, or what caches hold
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits held in fp32 at a time: 64 MiB, or what CPU caches hold
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Stretches of tokens [n, v/t] whose logits make a chunk each."""
+    """Return slices of the tokens of logits [n, v/t] such that each slice has at most one chunk of logits."""
     step = max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // max(1, logits.shape[-1]))
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
 def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """The losses and log Z where this rank has all logits [n, v]: in one pass."""
+    """Compute the losses and log Z, [n] each, when this rank holds all logits [n, v]."""
     loss, log_z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
     for chunk in _chunks(x):
         logs, at = torch.log_softmax(x[chunk], dim=-1, dtype=dtype), target[chunk].unsqueeze(-1)
@@ -46,19 +46,21 @@ def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float
 def _together(
     x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's share of each token's probability, the losses and log Z. x: its logits; target: -1 where another rank has it.
+    """Compute this rank's share of each token's probability mass, the losses and log Z, [n] each, over all ranks.
 
-    torch's softmax is one fast pass on every device; what the other ranks hold only scales it.
+    x: this rank's logits without padding.
+    target: the local row of each target, -1 if another rank holds it.
+    torch's softmax is one fast pass on every device, and the other ranks' logits only rescale it.
     """
-    # A rank with nothing but padding adds nothing: its maximum is minus infinity.
+    # A rank that holds only padding contributes nothing: its maximum is minus infinity.
     real = x.shape[-1]
     top = x.amax(dim=-1).to(dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
-    of_top = torch.ones_like(top)  # probability of the maximum among the logits of this rank
+    of_top = torch.ones_like(top)  # probability of this rank's largest logit among its own logits
     for chunk in _chunks(x) if real else []:
         of_top[chunk] = torch.softmax(x[chunk], dim=-1, dtype=dtype).amax(dim=-1)
 
     shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
-    own_sum = (top - shift).exp() / of_top  # of exponentials, less shift, as all that follows
+    own_sum = (top - shift).exp() / of_top  # this rank's sum of exp(logit - shift)
     sum_exp = _total(own_sum.clone(), axis)
     target_logit = torch.zeros_like(top)
     if real:
@@ -73,10 +75,12 @@ def _together(
 
 
 class Found(NamedTuple):
-    """What the gradient of the logits of tokens [n] is made of, besides these.
+    """Values that `gradient` needs in addition to the logits, for n tokens.
 
-    share: of each token's probability, what this rank's logits hold, [n]; with z-loss times its gradient's 1 + 2 c log Z. target: the row
-    of the target among this rank's, 0 where another has it; mine: whether this rank has it, both [n]. real: rows that are not padding.
+    share: [n] this rank's share of each token's probability mass; with z-loss multiplied by 1 + 2 c log Z.
+    target: [n] the target's row on this rank, 0 if another rank holds it.
+    mine: [n] whether this rank holds the target.
+    real: number of this rank's rows that are not padding.
     """
 
     share: Tensor
@@ -88,7 +92,11 @@ class Found(NamedTuple):
 def find(
     logits: Tensor, target: Tensor, vocab_size: int, axis: Axis, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Found]:
-    """logits [n, v/t], target [n] -> the losses and c (log Z)^2 with c = z_loss, [n] each in fp32 (fp64 for fp64 logits), and what `gradient` asks for."""
+    """Compute the losses and z-losses, [n] each, and the values that `gradient` needs.
+
+    logits: [n, v/t]. target: [n]. The z-loss is c (log Z)^2 with c = z_loss. Both losses are fp32 (fp64 for
+    fp64 logits).
+    """
     rows = logits.shape[-1]
     first = axis.rank * rows
     real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
@@ -103,7 +111,7 @@ def find(
     else:
         share, loss, log_z = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
     if z_loss:
-        share = share * (1 + 2 * z_loss * log_z)  # of (log Z)^2 the gradient is 2 log Z times the probabilities
+        share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
     return loss, z_loss * log_z**2, Found(share, local, mine, real)
 
 
@@ -115,15 +123,17 @@ def gradient(
     label_smoothing: float = 0.0,
     overwrite: bool = False,
 ) -> Tensor:
-    """Of the losses [n] (and their z-loss), whose gradient is `grad` [n], with respect to logits [n, v/t]: of their shape and dtype.
+    """Return the gradient of the losses with respect to logits [n, v/t], in their shape and dtype.
 
-    smoothed: what label smoothing takes from each row of the vocabulary, label_smoothing / v. overwrite: into the memory of the logits.
+    grad: [n] gradient of the losses, z-losses included.
+    smoothed: label_smoothing / v, which label smoothing subtracts from every row of the vocabulary.
+    overwrite: write the result into the memory of the logits.
     """
     real = found.real
     out = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
     for chunk in _chunks(logits) if real else []:
-        same = out.dtype == grad.dtype and not overwrite  # then no copy is needed
+        same = out.dtype == grad.dtype and not overwrite  # then softmax writes straight into `out`
         d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
         d *= (grad[chunk] * found.share[chunk]).unsqueeze(-1)
         if smoothed:
@@ -136,7 +146,7 @@ def gradient(
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """On [n, v/t]. Probabilities are computed again for the backward pass, chunk by chunk, and never stored."""
+    """Cross entropy of logits [n, v/t] that recomputes probabilities chunk by chunk in the backward pass."""
 
     @staticmethod
     def forward(
@@ -175,10 +185,10 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     axis: Axis | None = None,
 ) -> Tensor:
-    """Per-token loss in nats, [...] in fp32 (fp64 for fp64 logits).
+    """Return the loss of each token in nats, [...] in fp32 (fp64 for fp64 logits).
 
-    logits: [..., v/t], any float dtype, not overwritten. target: [...] ids < vocab_size.
-    vocab_size: number of real rows, padding left out; by default all rows are real.
+    logits: [..., v/t], any float dtype, left unchanged. target: [...] ids < vocab_size.
+    vocab_size: number of rows without padding; by default no row is padding.
     label_smoothing: weight of the uniform distribution over the vocabulary (Szegedy et al. 2016).
     """
     return vocab_parallel_losses(logits, target, vocab_size, label_smoothing, 0.0, axis)[0]
@@ -193,12 +203,15 @@ def vocab_parallel_losses(
     axis: Axis | None = None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The cross entropy of each token, and its z-loss, [...] each; other arguments as in `vocab_parallel_cross_entropy`.
+    """Return the cross entropy and the z-loss of each token, [...] each.
 
-    z_loss: c of c (log Z)^2, which keeps the sum Z of exponentials near 1 (Chowdhery et al. 2022). The gradient of the first is that of the
-    sum of both, so that who learns from it reads the cross entropy; the second has none.
-    overwrite: the backward pass writes the gradient of the logits over them, as they and it are the largest activations of most models. Who
-    else needs the logits for a gradient gets autograd's error, and a second backward pass a RuntimeError.
+    The other arguments are those of `vocab_parallel_cross_entropy`.
+    z_loss: the factor c of c (log Z)^2, which keeps the sum Z of exponentials near 1 (Chowdhery et al. 2022).
+    The first result has the value of the cross entropy and the gradient of both losses. The second has no
+    gradient.
+    overwrite: let the backward pass write the gradient over the logits; the two are the largest activations
+    of most models. If another operation needs these logits for its gradient, autograd raises its error. A
+    second backward pass raises RuntimeError.
     """
     axis = axis or current().model
     vocab_size = vocab_size or logits.shape[-1] * axis.size
@@ -213,7 +226,7 @@ def vocab_parallel_losses(
 def vocab_parallel_right(
     logits: Tensor, target: Tensor, vocab_size: int | None = None, axis: Axis | None = None
 ) -> Tensor:
-    """Whether each target has the largest logit, [...] bool; one that shares it with another counts as right.
+    """Return whether each target has the largest logit, bool [...]; a tie counts as correct.
 
     Arguments as in `vocab_parallel_cross_entropy`.
     """
@@ -221,7 +234,7 @@ def vocab_parallel_right(
     rows = logits.shape[-1]
     first = axis.rank * rows
     real = max(0, min(rows, (vocab_size or rows * axis.size) - first))
-    # The largest logit and that of the target, as far as this rank has them.
+    # The largest logit and the target's logit among those that this rank holds.
     best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
     if real:
         x, local = logits[..., :real], target - first

@@ -1,4 +1,4 @@
-"""One rank of each model-parallel line reads data; the others get it from there in one message."""
+"""Data broadcast: the first rank of each model-parallel group reads data and sends it in one message."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,13 +20,13 @@ def broadcast_data(
     device: torch.device | str | None = None,
     axis: Axis | None = None,
 ) -> dict[str, Tensor]:
-    """`data[key]` of the first rank of the line, for every key, on every rank of the line.
+    """Return `data[key]` of the group's first rank, for every key, on every rank of the group.
 
-    data: tensors of `datatype` with at most 8 dimensions; only looked at on the first rank,
-    None elsewhere. sizes: of each, where all ranks know them; by default they are sent first, and a rank on an
+    data: tensors of `datatype` with at most 8 dimensions; only used on the first rank, None elsewhere.
+    sizes: the shape of each tensor, if all ranks know them. By default shapes are sent first, and ranks on an
     accelerator must wait for them.
-    Raises ValueError for a missing key, another dtype or another size, on every rank; with `sizes` on an accelerator, where
-    nobody waits, on the first only.
+    Raises ValueError on every rank for a missing key, another dtype or another size. With `sizes` on an
+    accelerator only the first rank raises, because the others do not wait.
     """
     axis = axis or current().model
     device = torch.device(device) if device is not None else default_device(axis)
@@ -39,7 +39,7 @@ def broadcast_data(
     known = [torch.Size(sizes[key]) for key in keys] if sizes is not None else None
     shapes = known or _sent_shapes(keys, data, problem, device, axis)
     counts = [1, *(shape.numel() for shape in shapes)]
-    # The number before the data says whether they are as they should be.
+    # The element before the data is 1 if the data is valid, else 0.
     flat = torch.zeros(sum(counts), dtype=datatype, device=device)
     if source and not problem and data is not None:
         torch.cat(
@@ -55,7 +55,7 @@ def broadcast_data(
 def _sent_shapes(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, problem: str, device: torch.device, axis: Axis
 ) -> list[torch.Size]:
-    """Those of the first rank's data. Raises ValueError on all ranks if it has a problem."""
+    """Broadcast and return the shapes of the first rank's data. Raises ValueError on all ranks for invalid data."""
     header = torch.full((1 + len(keys) * (MAX_DIMS + 1),), -1, dtype=torch.int64)
     if axis.rank == 0 and not problem and data is not None:
         header[0] = 1
@@ -98,7 +98,7 @@ def _problem(
 
 
 def default_device(axis: Axis) -> torch.device:
-    """Where the ranks of a line compute: on the CPU if they talk over gloo or there is nothing else."""
+    """Return the device on which the group's ranks compute: the CPU for gloo or if there is no accelerator."""
     if axis.group is not None and dist.get_backend(axis.group) == "gloo":
         return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

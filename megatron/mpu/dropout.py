@@ -1,8 +1,8 @@
-"""Dropout that draws from a named stream, in code that is compiled as in code that is not.
+"""Dropout that draws from a named stream, in eager and in compiled code alike.
 
-A compiler cannot look into a generator. It sees one operation without inputs that it could fuse, `megatron::keep_mask`, and
-fuses what is done with the mask. Which stream an operation draws from is told by a number in a tensor, because a name would be
-compiled into the graph, and every layer would need a graph of its own.
+A compiler cannot trace a generator. It sees an operation without tensors to fuse, `megatron::keep_mask`, and
+fuses only what uses the mask. A number in a tensor identifies the stream. A name would be compiled into the
+graph, and every layer would need its own graph.
 
 Shapes: ... any.
 """
@@ -21,7 +21,10 @@ _generators: dict[torch.device, torch.Generator] = {}
 
 
 class Stream:
-    """One dropout site. split: each model-parallel rank draws its own masks, because it holds a part of what is dropped from."""
+    """Random stream of one dropout site.
+
+    split: each model-parallel rank draws its own masks, because it holds a different part of the activation.
+    """
 
     def __init__(self, rng: RngStreams, name: str, split: bool = False) -> None:
         self.rng, self.name, self.split = rng, name, split
@@ -30,30 +33,32 @@ class Stream:
         self.number = torch.tensor(number, device="cpu")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stream, (self.rng, self.name, self.split)  # a copy has a number of its own
+        return Stream, (self.rng, self.name, self.split)  # a copy registers under its own number
 
     def drop(self, x: Tensor, p: float, turn: int = 0) -> Tensor:
-        """[...] -> [...]: each element 0 with probability p, else divided by 1 - p (Srivastava et al. 2014).
+        """Set each element of x [...] to 0 with probability p, else divide it by 1 - p (Srivastava et al. 2014).
 
-        turn: of several draws from one stream within a layer, which of them this is: a compiler takes two that are told alike for one.
+        turn: index of this draw among several from one stream within a layer. A compiler merges draws with
+        equal arguments.
         """
-        rest = 1 - p or 1.0  # where all are dropped nothing is divided
-        if x.device.type == "cpu":  # which multiplies by a bool at half the speed
+        rest = 1 - p or 1.0  # p = 1 drops everything: avoid 0 / 0
+        # Multiplying by a bool mask is half as fast on a CPU.
+        if x.device.type == "cpu":
             return x * self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(rest)
-        mask = self.keep_mask(x.shape, p, x.device, torch.bool, turn)  # a byte is kept for each element
+        mask = self.keep_mask(x.shape, p, x.device, torch.bool, turn)  # autograd saves the mask: a byte an element
         return (x * mask).mul_(1 / rest)
 
     def keep_mask(
         self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype, turn: int = 0
     ) -> Tensor:
-        """[*shape] of that dtype: 0 with probability p, else 1. turn: see `drop`."""
+        """Return a mask [*shape] of `dtype`: 0 with probability p, else 1. turn: see `drop`."""
         if torch.compiler.is_compiling():
             found: Tensor = _in_graph(self.number, list(shape), p, device, dtype, turn)
             return found
         return self.draw(shape, p, device, dtype)
 
     def draw(self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[*shape], the same, at once."""
+        """Draw the mask [*shape] eagerly, outside of any compiled graph."""
         generator = _generators.get(device)
         if generator is None:
             generator = _generators[device] = torch.Generator(device)

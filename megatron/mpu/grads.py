@@ -1,4 +1,4 @@
-"""The norm of all gradients of the model, each parameter counted once over the whole grid: `tds.clip` on a mesh."""
+"""Norm and clipping of the whole model's gradients, each parameter counted once over the grid: `tds.clip` on a mesh."""
 
 from collections.abc import Iterable
 
@@ -8,21 +8,21 @@ from torch import Tensor, nn
 
 from .mesh import Mesh, current
 
-# tds is imported where it is needed: it brings DeepSpeed, which takes seconds that only training should pay.
+# tds is imported inside functions: it imports DeepSpeed, which takes seconds that only training should pay.
 
 
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
-    """Whether this rank answers for `parameter` in a sum over all parameters of the model: see `tds.clip.counts_here`."""
+    """Return whether this rank counts `parameter` in sums over the model's parameters, see `tds.clip`."""
     from tds import clip
 
     return clip.counts_here(parameter, model_rank)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
-    """The 2-norm of the gradients of the whole model, a scalar, the same on every rank, fp32 (fp64 for fp64).
+    """Return the 2-norm of the whole model's gradients, a scalar, equal on every rank, in fp32 (fp64 for fp64).
 
-    Gradients must already agree over the data-parallel ranks. It is not finite if any gradient on any rank of the
-    model is not.
+    The gradients must already be reduced over the data-parallel ranks. The norm is not finite if any gradient
+    on any rank of the model is not.
     """
     from tds.clip import squared_norm_here
 
@@ -36,7 +36,10 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh | None = None) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before, a scalar. 0 only measures."""
+    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before scaling, a scalar.
+
+    With a max_norm of 0 the norm is only measured.
+    """
     from tds.clip import clip_by_norm
 
     parameters = list(parameters)

@@ -1,10 +1,10 @@
-"""Linear layers and an embedding split over the model-parallel ranks (Shoeybi et al. 2019).
+"""Linear layers and an embedding sharded over the model-parallel ranks (Shoeybi et al. 2019).
 
-Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary,
-t model-parallel ranks. A layer draws its first values when it is built, from torch's default generator and
-for the whole of the weight, so that they do not depend on t; `init_method` fills a whole weight in place.
-axis, options: the ranks that a layer is split over, and how it works on them; by default those of the mesh and the
-options that are entered when it is built.
+Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary, t model-parallel ranks.
+A layer draws the initial values of its whole weight when it is built, from torch's default generator, so that
+they do not depend on t. `init_method` fills a whole weight in place.
+axis, options: the ranks that a layer is sharded over, and how it works on them; by default those of the
+current mesh and options.
 """
 
 import torch
@@ -32,7 +32,7 @@ def _divide(total: int, axis: Axis, what: str) -> int:
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
-    """The number of embedding rows: `vocab_size` rounded up to a multiple of `multiple * ranks`."""
+    """Return the number of embedding rows: `vocab_size` rounded up to a multiple of `multiple * ranks`."""
     step = multiple * ranks
     return -(-vocab_size // step) * step
 
@@ -49,11 +49,10 @@ def _refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding with its rows split over the model-parallel ranks.
+    """Embedding with its rows sharded over the model-parallel ranks.
 
-    vocab_size rows are real; the table is padded so that it splits evenly, and the padding
-    never takes part in anything: it is zero, masked out of the softmax and not saved.
-
+    The table has vocab_size real rows, padded to shard evenly. Padding rows are zero, masked out of the
+    softmax and not saved.
     Raises IndexError for an id outside the vocabulary.
     """
 
@@ -81,8 +80,8 @@ class VocabParallelEmbedding(nn.Module):
         )  # [v/t, h]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] integer ids -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]"""
-        self.weight.looked_up = True  # type: ignore[attr-defined]  # see linear.py
+        """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
+        self.weight.looked_up = True  # type: ignore[attr-defined]  # see `_taker` in linear.py
         self._refuse_strange(ids)
         if self.axis.size == 1:
             return F.embedding(ids, self.weight)
@@ -92,7 +91,10 @@ class VocabParallelEmbedding(nn.Module):
         return _sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis, self.options)
 
     def _refuse_strange(self, ids: Tensor) -> None:
-        """A rank by itself cannot tell what no rank has from what another one has. On a device nobody waits for the answer."""
+        """Raise IndexError for ids outside the vocabulary, for which a sharded lookup would silently return zeros.
+
+        On an accelerator the check is asynchronous, and the device reports the error.
+        """
         if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta or not ids.numel():
             return
         words = f"is outside of the vocabulary of {self.vocab_size}"
@@ -105,16 +107,16 @@ class VocabParallelEmbedding(nn.Module):
             raise IndexError(f"the token id {lowest if lowest < 0 else highest} {words}") from None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., h] (or [s/t, b, h]) -> [..., v/t], this rank's rows of the padded vocabulary (a tied output layer)."""
+        """Compute logits of hidden [..., h] (or [s/t, b, h]) for this rank's rows: [..., v/t], padding included."""
         return linear(hidden, self.weight, None, self.axis, self.options)
 
     def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:
-        """[s, b, h] (or [s/t, b, h]) -> the same logits, for a loss that computes those of `chunk` tokens at a time."""
+        """Defer the logits of hidden [s, b, h] (or [s/t, b, h]) to a loss that computes `chunk` tokens at a time."""
         return deferred(hidden, self.weight, self.axis, self.options, chunk)
 
 
 def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
-    """What the ranks' parts [s, ...], results of the layer itself, add up to: all of it, or this rank's stretch [s/t, ...] of the sequence."""
+    """Sum the ranks' partial results [s, ...] in place; with sequence parallelism reduce-scatter to [s/t, ...]."""
     if axis.size == 1:
         return x
     if is_traced(axis):
@@ -125,11 +127,11 @@ def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with W split by output feature: each rank computes its own columns of y.
+    """Linear layer y = x W^T + b with W sharded by output feature: each rank computes its own columns of y.
 
-    gather_output: give every rank the whole [..., o]; otherwise each keeps its [..., o/t].
-    skip_bias_add: leave the bias to the caller, who may fuse it with what follows.
-    Returns `(output, bias)`; bias is None unless skip_bias_add asked for it.
+    gather_output: return the whole [..., o] on every rank; otherwise each rank keeps its [..., o/t].
+    skip_bias_add: leave the bias to the caller, who may fuse it with the next operation.
+    Returns `(output, bias)`; bias is None without skip_bias_add.
     Raises ValueError if the ranks do not divide the output features.
     """
 
@@ -159,7 +161,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = declare(nn.Parameter(torch.zeros(columns)), dim=0, full_size=output_size, axis=self.axis)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., i] -> [..., o/t] or [..., o]; with sequence parallelism from [s/t, b, i], of the whole sequence"""
+        """Apply the layer: x [..., i] -> [..., o/t] or [..., o]; with sequence parallelism x is [s/t, b, i]."""
         y = linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis, self.options)
         if self.gather_output:
             y = gather_from_model_parallel_region(y, self.axis)
@@ -167,11 +169,12 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with W split by input feature: each rank adds its part of the sum.
+    """Linear layer y = x W^T + b with W sharded by input feature: the ranks' partial results are summed.
 
-    input_is_parallel: x is already split, as a ColumnParallelLinear leaves it.
-    skip_bias_add: leave the bias (a copy on every rank, added once) to the caller, who may fuse it with what follows.
-    Returns `(output, bias still to be added or None)`.
+    input_is_parallel: x is already sharded, as the output of a ColumnParallelLinear.
+    skip_bias_add: leave the bias (replicated on every rank, added once) to the caller, who may fuse it with
+    the next operation.
+    Returns `(output, bias)`; bias is None without skip_bias_add.
     Raises ValueError if the ranks do not divide the input features.
     """
 
@@ -203,7 +206,7 @@ class RowParallelLinear(nn.Module):
             )  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]"""
+        """Apply the layer: x [..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
         y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)

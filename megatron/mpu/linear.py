@@ -1,12 +1,12 @@
-"""x W^T + b, whose backward pass talks to the other ranks while it computes.
+"""Linear function x W^T + b whose backward pass overlaps communication with computation.
 
-The gradient of the input is a sum over the ranks, that of the weight is each rank's own: so the sum is
-under way while the weight's gradient is computed (Narayanan et al. 2021; in Megatron-LM
-`LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only the rank's own stretch of
-the input is kept, and gathered once more while the input's gradient is computed (Korthikanti et al. 2022).
+The gradient of the input is summed over the ranks, that of the weight is local to each rank. So the sum runs
+while the weight's gradient is computed (Narayanan et al. 2021; Megatron-LM's
+`LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only the rank's shard of the
+input is saved. It is gathered again while the input's gradient is computed (Korthikanti et al. 2022).
 
-On a CPU torch multiplies fp32 matrices by the BLAS that it was built with. That is MKL, which uses half of what
-the AVX-512 units of other makers' CPUs can do; oneDNN, which torch brings along, uses them whole.
+On a CPU torch runs fp32 matmuls in the BLAS that it was built with. MKL uses half of the AVX-512 throughput
+of CPUs other than Intel's; oneDNN, which torch bundles, uses all of it.
 
 Shapes: ... s, b sequence and batch or any others, i features in, o features out, t model-parallel ranks.
 """
@@ -23,13 +23,15 @@ from .mesh import Axis, Options
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 from .traced import enter, is_traced
 
-FEWEST_ROWS = 32  # fewer, as in decoding, are a matter of reading the weights, where torch's BLAS is as fast
+# Matmuls with fewer rows, as in decoding, are bound by reading the weights, where torch's BLAS is as fast.
+FEWEST_ROWS = 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
-    """x [..., i], the same on all ranks of `axis`, or with sequence parallelism [s/t, ..., i] -> [..., o/t] of the whole sequence.
+    """Compute x W^T + b on this rank's columns: x [..., i] -> [..., o/t] of the whole sequence.
 
-    weight [o/t, i], bias [o/t]. By oneDNN or torch's BLAS, see `by_onednn`.
+    x: the same on all ranks of `axis`, or with sequence parallelism [s/t, ..., i].
+    weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
     """
     onednn = by_onednn(x, options)
     if axis.size == 1 and not onednn and _taker(x, weight, options) is None:
@@ -41,9 +43,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 
 
 def _taker(x: Tensor, weight: Tensor, options: Options) -> Any:
-    """Who takes the factors of the weight's gradient, `weight.take_product`, or None; autocast, compilers and oneDNN know only autograd's way.
+    """Return `weight.take_product`, the callable that accepts both factors of the weight's gradient, or None.
 
-    Neither is it for a weight that an embedding looks up in, too: autograd adds both gradients up, so that they come at once in every step.
+    It is None under autocast, compilers and oneDNN, which leave all gradients to autograd. It is also None
+    for a weight that an embedding looks up, too: autograd sums both gradients before it accumulates them.
     """
     take = getattr(weight, "take_product", None)
     if take is None or torch.compiler.is_compiling() or options.onednn or hasattr(weight, "looked_up"):
@@ -52,7 +55,7 @@ def _taker(x: Tensor, weight: Tensor, options: Options) -> Any:
 
 
 def by_onednn(x: Tensor, options: Options) -> bool:
-    """Whether products of x [..., i] are oneDNN's: if `options` ask for it, where the dtype is fp32 and the device a CPU."""
+    """Return whether oneDNN multiplies x [..., i]: if enabled, for fp32 on a CPU and at least FEWEST_ROWS rows."""
     rows = x.shape[:-1].numel()
     return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
 
@@ -64,17 +67,18 @@ def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, opti
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
-    """x [..., i] times weight [o, i] transposed, either of them laid out in any way -> [..., o]"""
+    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both may have any memory layout."""
     if onednn:
         return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def transposed_product(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
-    """x [n, o] transposed times y [n, i] -> [o, i].
+    """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
 
-    oneDNN copies its first factor if that is not laid out row by row, as x.t() is not: the logits' gradient, say. So the smaller one comes first,
-    unless the result, which is then laid out column by column, is larger still.
+    oneDNN copies a first factor that is not row-major, such as a transpose. x is large if it is, say, the
+    gradient of logits. If copying x costs more than copying y and the result, y goes first and the result is
+    transposed.
     """
     (n, o), i = x.shape, y.shape[1]
     if onednn and n * o > n * i + o * i:
@@ -82,7 +86,7 @@ def transposed_product(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     return product(x.t(), y.t(), None, onednn)
 
 
-# oneDNN's products as operations that a compiler takes as they are: it cannot look into them, and need not.
+# oneDNN matmuls are registered as custom operations, into which a compiler need not trace.
 
 
 @torch.library.custom_op("megatron::onednn_product", mutates_args=())
@@ -124,9 +128,10 @@ _in_graph.register_autograd(_gradients_in_graph, setup_context=_keep_factors)
 
 
 def add_product(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
-    """total [..., o] with factor * (x [..., i] times weight [o, i] transposed) added in place; None begins one, in fp32 at least.
+    """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
 
-    In one pass over memory where it is torch's product and of the dtype of the total.
+    A total of None starts a new one, in at least fp32. torch's matmul adds in a single pass over memory if
+    the total has its dtype.
     """
     if total is not None and total.dtype == x.dtype and not onednn:
         return total.addmm_(x, weight.t(), alpha=factor)
@@ -158,7 +163,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = (is_asked_for(ctx, i) for i in range(3))
-        # Started first, so that all ranks start the same collectives in the same order.
+        # The all-gather starts first, so that all ranks start the same collectives in the same order.
         whole = start_all_gather(x, ctx.sequence) if of_weight and ctx.sequence.size > 1 else None
         if whole is not None and not ctx.overlap:
             whole.settle()
@@ -176,26 +181,36 @@ class _Linear(torch.autograd.Function):
 
 
 def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad [s b, o] transposed times x [s b, i]; None if somebody has taken both and added that to a sum, in the product's own pass over memory."""
+    """Return the transpose of grad [s b, o] times x [s b, i]; None if `ctx.take` accepted both factors.
+
+    `ctx.take` runs the matmul itself and adds it to a sum in one pass over memory.
+    """
     apart = ctx.take is None or torch.is_grad_enabled() or not _is_added_up(ctx, 1)
     return transposed_product(grad, x, ctx.onednn) if apart or not ctx.take(grad.t(), x) else None
 
 
 def _is_added_up(ctx: Any, i: int) -> bool:
-    """Whether this backward pass adds the gradient of input `i` to its `.grad`, and does not hand it out."""
+    """Return whether this backward pass accumulates the gradient of input `i` into `.grad`.
+
+    torch.autograd.grad returns gradients instead.
+    """
     return will_run(ctx.next_functions[i][0], otherwise=False)
 
 
 def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
-    """Partial sums [s, ...] of the ranks of `axis` -> their total, or with sequence parallelism this rank's stretch [s/t, ...] of it."""
+    """Start an all-reduce of partial sums [s, ...], with sequence parallelism a reduce-scatter to [s/t, ...]."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
 
 
 def is_asked_for(ctx: Any, i: int) -> bool:
-    """Whether this backward pass goes on to input `i`: a pipeline may ask for inputs and weights apart (Qi et al. 2023)."""
+    """Return whether this backward pass needs the gradient of input `i`.
+
+    A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).
+    """
     if torch.compiler.is_compiling():
-        return bool(ctx.needs_input_grad[i])  # torch 2.11's compiler knows no `next_functions`; it drops what is unused
-    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None is not counted
-    return node is not None and will_run(node, otherwise=True)  # what nobody wants is dropped
+        # torch 2.11's compiler lacks `next_functions`; it removes unused gradients.
+        return bool(ctx.needs_input_grad[i])
+    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None has no entry
+    return node is not None and will_run(node, otherwise=True)  # autograd drops a superfluous gradient

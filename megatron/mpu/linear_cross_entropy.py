@@ -1,8 +1,10 @@
-"""An output layer whose logits are computed with the loss, a chunk of tokens at a time (as in Liger Kernel, Hsu et al. 2024).
+"""Output layer whose logits are computed within the loss, one chunk of tokens at a time.
 
-The logits of a large vocabulary and their gradient outweigh every other activation. The loss of a chunk needs its own
-logits only, and their gradient is known up to a factor as soon as the loss is: so each chunk's logits become at once
-the gradients of hidden states and weight, and are forgotten. The backward pass multiplies by the factor.
+The method is that of Liger Kernel (Hsu et al. 2024).
+The logits of a large vocabulary and their gradient are larger than all other activations. The loss of a chunk
+needs only the chunk's logits. Once the loss is known, so is their gradient, up to a factor. So each chunk's
+logits are turned at once into gradients of hidden states and weight, and freed. The backward pass multiplies
+by the factor.
 
 Shapes: s sequence, b batch, n = s b tokens, h hidden, v vocabulary, t model-parallel ranks.
 """
@@ -19,16 +21,18 @@ from .linear import add_product, by_onednn, is_asked_for, linear, product, start
 from .mesh import Axis, Options
 from .sequence import start_all_gather
 
-# fp16 has no number below 6e-8, and the loss is not scaled yet when gradients are computed: what they are multiplied by meanwhile.
+# Gradients are computed before the loss is scaled, and fp16 has no number below 6e-8. They are multiplied by
+# this factor until the backward pass.
 FP16_UNIT = 256.0
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """What an output layer gives instead of logits, for a loss that computes them in chunks.
+    """Inputs of an output layer, for a loss that computes the logits in chunks.
 
-    hidden: [s, b, h], or [s/t, b, h] with sequence parallelism. weight: [v/t, h]. axis, options: see `linear`. chunk: tokens
-    whose logits exist at the same time.
+    hidden: [s, b, h], or [s/t, b, h] with sequence parallelism. weight: [v/t, h]. axis, options: see
+    `linear`.
+    chunk: number of tokens whose logits exist at the same time.
     """
 
     hidden: Tensor
@@ -38,23 +42,24 @@ class DeferredLogits:
     chunk: int
 
     def in_full(self) -> Tensor:
-        """The logits of all tokens, [s, b, v/t]."""
+        """Compute the logits of all tokens, [s, b, v/t]."""
         return linear(self.hidden, self.weight, None, self.axis, self.options)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Which of the n tokens, and their logits [c, v/t]; without gradients."""
+        """Yield (slice of the n tokens, their logits [c, v/t]), without gradients."""
         with torch.no_grad():
             yield from _chunks(self)
 
     def summed_loss(
         self, target: Tensor, weights: Tensor, vocab_size: int, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """The cross entropy in nats of every token, times its weight, summed: a scalar in fp32 (fp64 for fp64 hidden states); and the z-loss.
+        """Return the weighted sums of cross entropy and z-loss over all tokens, a scalar each, in nats.
 
-        As in `vocab_parallel_losses` the first has the gradient of both.
-
-        target: ids [s, b] < vocab_size, weights: [s, b], which get no gradient. The product is done in the dtype that autocast asks for.
-        Its backward pass may run once, or once for the hidden states and once for the weight; RuntimeError after that.
+        They are fp32 (fp64 for fp64 hidden states). As in `vocab_parallel_losses`, the first has the gradient
+        of both.
+        target: ids [s, b] < vocab_size. weights: [s, b], which get no gradient.
+        The matmul runs in autocast's dtype. The backward pass may run once, or once for the hidden states and
+        once for the weight. Raises RuntimeError after that.
         """
         return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call,no-any-return]
             self.hidden, self.weight, target.reshape(-1), weights.reshape(-1), vocab_size, z_loss, self
@@ -62,7 +67,10 @@ class DeferredLogits:
 
 
 def deferred(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
-    """hidden [s, b, h] or [s/t, b, h] and weight [v/t, h], in the dtype that autocast asks for now: it may end before the loss is computed."""
+    """Defer the logits of hidden [s, b, h] or [s/t, b, h] times weight [v/t, h].
+
+    Both are cast to autocast's dtype here, because autocast may end before the loss is computed.
+    """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -71,12 +79,12 @@ def deferred(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk
 
 
 def whole_logits(logits: Tensor | DeferredLogits) -> Tensor:
-    """[s, b, v/t], computed now if they were put off."""
+    """Return logits [s, b, v/t], computing them now if they were deferred."""
     return logits.in_full() if isinstance(logits, DeferredLogits) else logits
 
 
 def _all_tokens(put_off: DeferredLogits) -> Tensor:
-    """The hidden states of all tokens, [n, h]."""
+    """Return the hidden states of all tokens, [n, h]."""
     hidden, sequence = put_off.hidden, put_off.options.sequence_axis(put_off.axis)
     whole = start_all_gather(hidden, sequence).wait() if sequence.size > 1 else hidden
     return whole.reshape(-1, whole.shape[-1])
@@ -116,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[rows] = product(d, weight.t(), None, onednn)
             if of_weight:
-                # A sum over many tokens would leave fp16's range: a mean does not.
+                # A sum over many tokens would overflow fp16; a mean does not.
                 count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
                 mean = x / count if count != 1.0 else x
                 weight_grad = add_product(weight_grad, d.t(), mean.t(), onednn, count)
@@ -144,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _places(put_off: DeferredLogits) -> tuple[Axis, Axis, bool]:
-    """Over which ranks a gradient is summed and a sequence shared out, and whether sums may be under way meanwhile."""
+    """Return the axis that sums gradients, the sequence-parallel axis, and whether communication may overlap."""
     return put_off.axis, put_off.options.sequence_axis(put_off.axis), put_off.options.overlap
 
 

@@ -1,11 +1,11 @@
-"""The ways an activation enters or leaves the model-parallel ranks, each with its mirror image.
+"""Communication of activations at the boundaries of model-parallel regions, each with its backward pass.
 
                  forward                 backward
     copy         identity                all-reduce      Megatron's f (Shoeybi et al. 2019)
     reduce       all-reduce              identity        Megatron's g
     scatter      keep own part           all-gather
     gather       all-gather              keep own part
-    partial      all-gather              sum, keep own part    what follows differs from rank to rank
+    partial      all-gather              sum, keep own part    later computation differs between ranks
 
 Shapes: ... any leading dimensions, n last dimension, t model-parallel ranks.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-Way = Callable[[Tensor, Any], Tensor]  # of an Axis, or, in a compiled graph, of the name of its group
+Way = Callable[[Tensor, Any], Tensor]  # takes an Axis, or in a compiled graph the name of its group
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """[...] -> [...], the sum of `x` over the line, in a new tensor (in `x` itself where this rank is alone)."""
+    """Return the sum of x [...] over the group, in a new tensor (`x` itself on an axis of one rank)."""
     if axis.size == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -32,7 +32,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[..., n/t] on each rank -> [..., n] on every rank."""
+    """Gather [..., n/t] of each rank into [..., n] on every rank."""
     if axis.size == 1:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
@@ -41,7 +41,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def own_part(x: Tensor, axis: Axis) -> Tensor:
-    """[..., n] -> [..., n/t], this rank's part."""
+    """Return this rank's part of x along the last dimension: [..., n] -> [..., n/t]."""
     if axis.size == 1:
         return x
     if x.shape[-1] % axis.size:
@@ -50,12 +50,12 @@ def own_part(x: Tensor, axis: Axis) -> Tensor:
 
 
 def keep(x: Tensor, axis: Any) -> Tensor:
-    """[...] -> [...], `x` itself."""
+    """Return x [...] as a view, without communication."""
     return x.view_as(x)
 
 
 class _Mapped(torch.autograd.Function):
-    """`there(x, axis)`, whose gradient is `back(gradient, axis)`."""
+    """Autograd function that computes `there(x, axis)` forward and `back(gradient, axis)` backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Any, there: Way, back: Way) -> Tensor:
@@ -68,7 +68,7 @@ class _Mapped(torch.autograd.Function):
 
 
 def over_ranks(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
-    """`there(x, axis)`, whose gradient is `back(gradient, axis)`; [...] -> [...], of the shapes that these two make."""
+    """Return `there(x, axis)` with the gradient `back(gradient, axis)`: [...] -> [...], shapes as the two define."""
     return _Mapped.apply(x, axis, there, back)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -85,7 +85,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 
 def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
-    """`reduce_from_model_parallel_region` over several ranks in the memory of `x` [...], which nobody else needs any more."""
+    """All-reduce x [...] over several ranks in its own memory; the caller must not use `x` afterwards."""
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -95,27 +95,30 @@ def _apply(x: Tensor, axis: Axis | None, there: Way, back: Way) -> Tensor:
 
 
 def copy_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
-    """[..., n] -> [..., n]; gradients of all ranks are summed on the way back."""
+    """Return x [..., n] unchanged; the backward pass all-reduces its gradient."""
     return _apply(x, axis, keep, all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
-    """[..., n] partial sums -> [..., n] their total on every rank."""
+    """All-reduce partial sums [..., n] -> [..., n] on every rank."""
     return _apply(x, axis, all_reduce, keep)
 
 
 def scatter_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
-    """[..., n] -> [..., n/t]. Raises ValueError if t does not divide n."""
+    """Keep this rank's part: [..., n] -> [..., n/t]. Raises ValueError if t does not divide n."""
     return _apply(x, axis, own_part, all_gather)
 
 
 def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
-    """[..., n/t] -> [..., n]."""
+    """All-gather [..., n/t] -> [..., n]; the backward pass keeps this rank's part of the gradient."""
     return _apply(x, axis, all_gather, own_part)
 
 
 def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
-    """[..., n/t] -> [..., n], of which each rank makes something of its own: gradients of all ranks are summed on the way back."""
+    """All-gather [..., n/t] -> [..., n]; the backward pass sums the ranks' gradients and keeps this rank's part.
+
+    For a region in which the ranks compute different things.
+    """
     return _apply(x, axis, all_gather, _own_part_of_sum)
 
 

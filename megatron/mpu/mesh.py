@@ -1,4 +1,7 @@
-"""Where this process stands (Mesh) and how layers use it (Options); what new layers are built with is the only global in mpu."""
+"""Process groups of this rank (Mesh) and how layers use them (Options).
+
+The defaults of new layers are the only global state of mpu.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +16,11 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's line of neighbours along some axes of the grid.
+    """Process group of this rank along some axes of the grid.
 
-    group: the process group, None when this rank is alone (nothing to say to anybody);
-    ranks: global ranks of the line; rank: this process's place in it.
+    group: the process group, None for a single rank, which never communicates.
+    ranks: global ranks of the group.
+    rank: index of this process within the group.
     """
 
     group: dist.ProcessGroup | None
@@ -25,17 +29,17 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def first(self) -> int:
-        """Global rank of the first process of the line."""
+        """Global rank of the group's first process."""
         return self.ranks[0]
 
     @property
     def name(self) -> str:
-        """By which functional collectives know its group."""
+        """Group name that functional collectives use."""
         return self.group.group_name if self.group is not None else ""
 
 
@@ -43,7 +47,10 @@ ALONE = Axis(None, (0,), 0)
 
 
 def neighbours(axis: Axis, count: int) -> Axis:
-    """Those `count` ranks of `axis`, counted off from its first, of which this is one; all of them must call it. count divides the axis."""
+    """Return the block of `count` consecutive ranks of `axis` that contains this rank; all ranks of it must call.
+
+    count must divide the size of the axis.
+    """
     if count == axis.size:
         return axis
     first = axis.rank - axis.rank % count
@@ -53,11 +60,12 @@ def neighbours(axis: Axis, count: int) -> Axis:
 
 @dataclass(frozen=True)
 class Options:
-    """How layers work on the ranks that they are split over.
+    """How layers work on the ranks that they are sharded over.
 
-    sequence_parallel: between layers that are split, each rank has its own stretch of the sequence only (Korthikanti
-    et al. 2022). overlap: sum the gradients of a layer's input over the ranks while those of its weight are computed.
-    onednn: multiply fp32 matrices on a CPU by oneDNN instead of torch's BLAS; for the last two see `linear.py`.
+    sequence_parallel: between sharded layers, each rank holds only its shard of the sequence
+    (Korthikanti et al. 2022).
+    overlap: sum the gradients of a layer's input over the ranks while those of its weight are computed.
+    onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains the last two.
     """
 
     sequence_parallel: bool = False
@@ -65,12 +73,12 @@ class Options:
     onednn: bool = False
 
     def sequence_axis(self, axis: Axis) -> Axis:
-        """The ranks that share a sequence out between layers that are split over `axis`: all of these, or nobody else."""
+        """Return the ranks over which a sequence is sharded between layers: those of `axis`, or this rank alone."""
         return axis if self.sequence_parallel else ALONE
 
 
 class Share(NamedTuple):
-    """Which of the equal shares of the samples of an iteration a rank reads: `number`, from 0, of `of`."""
+    """Share of an iteration's samples that a rank reads: `number`, from 0, of `of` equal shares."""
 
     number: int
     of: int
@@ -78,11 +86,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """All lines through this rank.
+    """All process groups of this rank.
 
-    pipe, data, model: along one axis; replica: the ranks that hold one copy of the model
-    together (pipe x model), over which a norm of all parameters is summed. context: those neighbours of the data axis that share
-    out the tokens of the same samples.
+    pipe, data, model: groups along one axis.
+    replica: the ranks that together hold one copy of the model (pipe x model), over which norms of all
+    parameters are summed.
+    context: consecutive ranks of the data axis that hold different tokens of the same samples.
     """
 
     topology: Topology = Topology()
@@ -94,12 +103,12 @@ class Mesh:
 
     @property
     def share(self) -> Share:
-        """Of the samples; the ranks of `context` have the same."""
+        """This rank's share of the samples; the ranks of `context` have the same one."""
         return Share(self.data.rank // self.context.size, self.data.size // self.context.size)
 
     @classmethod
     def build(cls, topology: Topology) -> "Mesh":
-        """Make the groups; every rank of the world must call this with the same arguments."""
+        """Create the process groups; every rank of the world must call this with the same arguments."""
         if dist.get_world_size() != topology.world_size():
             raise ValueError(
                 f"{dist.get_world_size()} ranks are running, but the grid {topology} has {topology.world_size()} places"
@@ -109,12 +118,12 @@ class Mesh:
         return cls(topology, **lines, replica=replica, context=cls._line(topology.context_lines()))
 
     def streams(self, seed: int) -> RngStreams:
-        """The dropout streams of this rank."""
+        """Return the dropout streams of this rank."""
         return RngStreams(seed, self.data.rank, self.model.rank, self.pipe.rank)
 
     @staticmethod
     def _line(lines: list[list[int]]) -> Axis:
-        from tds.groups import shared  # DeepSpeed, which one process without ranks is spared
+        from tds.groups import shared  # imports DeepSpeed, which a single process does not need
 
         ranks = next(line for line in lines if dist.get_rank() in line)
         return Axis(shared(lines) if len(ranks) > 1 else None, tuple(ranks), ranks.index(dist.get_rank()))
@@ -122,7 +131,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What layers are built with: where the ranks are, how to work on them, and what dropout draws from."""
+    """Defaults of layers that are built now: mesh, options and dropout streams."""
 
     mesh: Mesh = field(default_factory=Mesh)
     options: Options = Options()
@@ -130,12 +139,12 @@ class Surroundings:
 
     @property
     def sequence(self) -> Axis:
-        """The ranks that share a sequence out; see `Options.sequence_axis`."""
+        """Sequence-parallel axis; see `Options.sequence_axis`."""
         return self.options.sequence_axis(self.mesh.model)
 
 
 def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these ranks, in whose making no other takes part."""
+    """Return the process group of these ranks; only they need to call."""
     from tds.groups import of_members
 
     return of_members(ranks)  # type: ignore[no-any-return]
@@ -146,15 +155,16 @@ class _Current:
 
 
 def enter(here: Surroundings | None) -> None:
-    """Let layers built from now on take what they need from `here`."""
+    """Make `here` the defaults of layers built from now on."""
     _Current.here = here
 
 
 @contextmanager
 def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> Iterator[Surroundings]:
-    """Layers built inside stand on `mesh` for good and work as `options` say; afterwards all is as it was.
+    """Build layers inside on `mesh` with `options`, which they keep for good; restore the previous defaults afterwards.
 
-    So models on several meshes live in one process. seed: of the dropout streams of what is built inside.
+    Models on several meshes can so live in one process. seed: seed of the dropout streams of layers built
+    inside.
     """
     before = _Current.here
     here = Surroundings(mesh, options or Options(), mesh.streams(seed))
@@ -166,12 +176,15 @@ def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> 
 
 
 def is_initialized() -> bool:
-    """Whether this process stands in a mesh."""
+    """Return whether this process has entered a mesh."""
     return _Current.here is not None
 
 
 def surroundings() -> Surroundings:
-    """What layers built now take; a single process needs to say nothing, and stands alone on every axis."""
+    """Return the defaults of layers built now; a single process needs no mesh and is alone on every axis.
+
+    Raises RuntimeError if several ranks run and no mesh has been entered.
+    """
     if _Current.here is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError("no mesh yet: call mpu.initialize_model_parallel() before building layers")
@@ -180,5 +193,5 @@ def surroundings() -> Surroundings:
 
 
 def current() -> Mesh:
-    """The mesh of `surroundings()`."""
+    """Return the mesh of `surroundings()`."""
     return surroundings().mesh

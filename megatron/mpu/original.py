@@ -1,4 +1,4 @@
-"""What tutorials of Megatron-LM and CPM-Pretrain call of mpu and our own layers do not need, on our grid.
+"""Megatron-LM's mpu functions that tutorials and CPM-Pretrain call and our own layers do not need, on our grid.
 
 Shapes: ... any leading dimensions, n last dimension.
 """
@@ -17,7 +17,7 @@ from .random import RngStreams, checkpoint_with, derive_seed
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient. Raises ValueError where something is left over."""
+    """Return the quotient. Raises ValueError if there is a remainder."""
     if numerator % denominator:
         raise ValueError(f"{numerator} cannot be divided by {denominator} without a rest")
     return numerator // denominator
@@ -26,7 +26,7 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """[..., n] -> `num_partitions` tensors [..., n/num_partitions]: views, unless they are asked to be contiguous.
+    """Split [..., n] into `num_partitions` tensors [..., n/num_partitions]: views, or contiguous copies.
 
     Raises ValueError if they do not divide n.
     """
@@ -35,7 +35,7 @@ def split_tensor_along_last_dim(
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's (Ba et al. 2016), with weights that know they are copies on the model-parallel ranks."""
+    """torch's LayerNorm (Ba et al. 2016), with weights declared as replicated on the model-parallel ranks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,17 +45,17 @@ class LayerNorm(nn.LayerNorm):
 
 
 def is_unitialized() -> bool:
-    """Whether `initialize_model_parallel` is still to be called; spelled as in the original."""
+    """Return whether `initialize_model_parallel` has not been called yet; the spelling is Megatron-LM's."""
     return not _mesh.is_initialized()
 
 
 def set_model_parallel_rank(rank: int) -> None:
-    """Does nothing where `rank` is the rank of this process. Raises RuntimeError for another."""
+    """Do nothing if `rank` is this process's rank. Raises RuntimeError otherwise."""
     _same("set_model_parallel_rank", rank, _mesh.current().model.rank)
 
 
 def set_model_parallel_world_size(world_size: int) -> None:
-    """Does nothing where it is the size already. Raises RuntimeError for another."""
+    """Do nothing if `world_size` is the actual size. Raises RuntimeError otherwise."""
     _same("set_model_parallel_world_size", world_size, _mesh.current().model.size)
 
 
@@ -68,13 +68,13 @@ def _same(name: str, wanted: int, there: int) -> None:
 
 
 class RngTracker:
-    """The dropout streams of this rank under the original's name; where its states are kept, ours are computed."""
+    """Dropout streams of this rank under Megatron-LM's interface; its states are stored, ours are computed."""
 
     def fork(self, name: str = "model-parallel-rng") -> AbstractContextManager[None]:
-        """Draw inside the block from a stream that differs on each model-parallel rank, as a layer that is split wants it.
+        """Draw inside the block from a stream that differs on each model-parallel rank, as sharded layers need.
 
-        Layers that use the same name draw from it in turn, so that their masks depend on which of them are on this
-        rank; with a name for each (`fork(f"layers.{i}.mlp")`) all layouts drop the same.
+        Layers that use the same name draw from it in turn, so their masks depend on which of them are on this
+        rank. With a name for each layer (`fork(f"layers.{i}.mlp")`) the masks are the same in all layouts.
         """
         here = _mesh.surroundings()
         return here.rng.fork(name, default_device(here.mesh.replica), split=True)
@@ -88,7 +88,7 @@ class RngTracker:
         _mesh.surroundings().rng.set_state(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Raises RuntimeError: nothing needs to be added."""
+        """Raise RuntimeError: streams need no registration."""
         raise RuntimeError(
             f"get_cuda_rng_tracker().add({name!r}, {seed}): a stream is there when fork({name!r}) first asks for it, and "
             f"begins where --seed and the iteration put it; leave the call out"
@@ -96,22 +96,23 @@ class RngTracker:
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """The random streams, under the original's name."""
+    """Return the random streams, under Megatron-LM's name."""
     return RngTracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Start torch's own generators, alike on all ranks, and the dropout streams, each rank's own, from `seed` again."""
+    """Reseed torch's generators, alike on all ranks, and the dropout streams, which differ by rank."""
     rng = _mesh.surroundings().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
-    torch.manual_seed(seed)  # after the streams, which start torch's own generators by iteration
+    torch.manual_seed(seed)  # after `begin`, which seeds torch's generators by iteration
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:
-    """Run `function(*args)` keeping only its inputs; run it again in the backward pass.
+    """Run `function(*args)` keeping only its inputs; recompute it in the backward pass.
 
-    Whatever it draws, from a stream or as nn.Dropout does from torch's own generators, it draws again.
-    rng: the streams; this rank's if not given.
+    The recomputation repeats all random draws: those from streams and, as by nn.Dropout, from torch's
+    generators.
+    rng: the streams; by default this rank's.
     """
     return checkpoint_with(rng or _mesh.surroundings().rng, function, *args, torchs_own=True)

@@ -1,7 +1,8 @@
-"""What a parameter knows of itself, in one record: which part of the whole it is, and how its first values are drawn.
+"""Record of a parameter: which part of the whole parameter this rank holds, and how its initial values are drawn.
 
-Initial values are the same for any number of model-parallel ranks: those of a large parameter are drawn in stretches of rows,
-each from a seed of its own, of which a rank draws the ones that it has rows of; others for the whole, which is then cut.
+Initial values do not depend on the number of model-parallel ranks. A large parameter is drawn in blocks of
+rows, each from its own seed, and a rank draws only the blocks in which it holds rows. Initialisers that look
+at the whole parameter fill it whole, and each rank keeps its part.
 """
 
 import math
@@ -19,7 +20,7 @@ from .mappings import all_reduce
 from .mesh import Axis
 from .random import derive_seed, seeded
 
-InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, as those of torch.nn.init do
+InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
 
 zeros: InitMethod = nn.init.zeros_
 ones: InitMethod = nn.init.ones_
@@ -28,7 +29,7 @@ _filled_later: ContextVar[bool] = ContextVar("filled later", default=False)
 _undrawn: ContextVar[bool] = ContextVar("undrawn", default=False)
 
 
-# Which give each number without looking at the others or at the shape.
+# These draw each element without looking at the others or at the shape.
 _BY_NUMBER = (
     nn.init.zeros_,
     nn.init.ones_,
@@ -37,19 +38,19 @@ _BY_NUMBER = (
     nn.init.uniform_,
     nn.init.trunc_normal_,
 )
-AT_ONCE = 1 << 20  # numbers that are drawn from one seed, or those of a row if it has more
+AT_ONCE = 1 << 20  # elements drawn from one seed, or those of one row if it has more
 
 
 def normal(std: float) -> InitMethod:
-    """Values of a normal distribution around 0."""
+    """Return an initialiser that draws from a normal distribution around 0."""
     return partial(nn.init.normal_, mean=0.0, std=std)
 
 
-NORMAL = normal(0.02)  # what GPT-2 and BERT begin with
+NORMAL = normal(0.02)  # initialisation of GPT-2 and BERT
 
 
 class Rows(NamedTuple):
-    """Rows `begin` to `end` (not included) along the dimension `dim` of a whole parameter."""
+    """Rows `begin` to `end` (exclusive) along dimension `dim` of a whole parameter."""
 
     dim: int
     begin: int
@@ -58,12 +59,15 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Of a parameter of this rank: its part of the whole. Shapes: [local], its own, padding included; [full], the whole's, without.
+    """Record of this rank's part of a parameter.
 
-    init_method: draws the first values; None where nobody declared any, and those of its module stay.
-    dim: the dimension that is split, None for a copy on every rank. full_size: true size of that dimension over all ranks.
-    rank, size: which of how many parts. shared_along_sequence: a copy whose gradients are summed over the ranks, as
-    each of them sees its own stretch of the sequence only.
+    Shapes: [local] of this rank's part, padding included; [full] of the whole parameter, without padding.
+    init_method: draws the initial values; None keeps those that the module has set.
+    dim: the sharded dimension, None if every rank holds a copy.
+    full_size: size of that dimension over all ranks, without padding.
+    rank, size: index of this part, and number of parts.
+    shared_along_sequence: every rank holds a copy and sees only its shard of the sequence, so gradients are
+    summed over the ranks.
     """
 
     local_shape: tuple[int, ...]
@@ -76,12 +80,12 @@ class ParamSpec:
 
     @property
     def split(self) -> bool:
-        """Whether other ranks hold other parts."""
+        """True if other ranks hold other parts of the parameter."""
         return self.dim is not None and self.size > 1
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter, as if there were one rank and no padding."""
+        """Shape of the whole parameter, as on one rank and without padding."""
         shape = list(self.local_shape)
         if self.dim is not None:
             shape[self.dim] = self.full_size
@@ -89,19 +93,19 @@ class ParamSpec:
 
     @property
     def rows(self) -> Rows:
-        """The true rows of the whole parameter that this rank holds, without padding; all of them of a copy."""
+        """Rows of the whole parameter that this rank holds, without padding; all rows of a copy."""
         if self.dim is None:
             return Rows(0, 0, self.local_shape[0])
         length = self.local_shape[self.dim]
         return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
 
     def without_padding(self, part: Tensor) -> Tensor:
-        """What this rank holds, of any shape with as many numbers as [local] -> its true rows, a view."""
+        """Return a view of `part` without padding rows; it may have any shape with as many elements as [local]."""
         dim, begin, end = self.rows
         return part.view(self.local_shape).narrow(dim, 0, end - begin)
 
     def with_padding(self, rows: Tensor) -> Tensor:
-        """The true rows of this rank -> [local], with zeros as padding; itself where there is none."""
+        """Pad this rank's rows with zeros to [local]; return them unchanged if there is no padding."""
         if rows.shape == self.local_shape:
             return rows
         part = torch.zeros(self.local_shape, dtype=rows.dtype)
@@ -116,9 +120,10 @@ class ParamSpec:
         parameter.narrow(dim, 0, end - begin).copy_(whole.narrow(dim, begin, end - begin))
 
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
-        """Draw the first values into `parameter` [local]; with a seed from that, leaving torch's generator as it is.
+        """Draw the initial values of `parameter` [local]; with a seed, from that, leaving torch's generator unchanged.
 
-        Nothing where nobody declared any, where the parameter is on the meta device, and, with a seed, inside `undrawn`.
+        Does nothing if no initialiser was declared or the parameter is on the meta device. With a seed, also
+        does nothing inside `undrawn`.
         """
         if self.init_method is None or parameter.is_meta or (_undrawn.get() and seed is not None):
             return
@@ -132,7 +137,7 @@ class ParamSpec:
 
     @torch.no_grad()
     def _fill_by_rows(self, parameter: nn.Parameter, init_method: InitMethod, seed: int) -> None:
-        """The same values whoever holds which rows; what is not held is not drawn but up to the borders of a stretch."""
+        """Draw the same values however rows are sharded, skipping blocks in which this rank holds no rows."""
         dim, begin, end = self.rows
         shape = list(self.full_shape)
         step = max(AT_ONCE * shape[dim] // max(math.prod(shape), 1), 1)
@@ -147,7 +152,10 @@ class ParamSpec:
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
-    """What was declared of `parameter`; of any other that it is a copy on every rank, also where ZeRO-3 has taken it apart."""
+    """Return the record of `parameter`; an undeclared parameter counts as a copy on every rank.
+
+    Its shape is the full one, even if ZeRO-3 has partitioned it.
+    """
     spec = getattr(parameter, "spec", None)
     if isinstance(spec, ParamSpec):
         return spec
@@ -155,7 +163,10 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """Whether `parameter` says that model-parallel ranks hold other parts, by either name that DeepSpeed reads and users set."""
+    """Return whether `parameter` is marked as sharded over model-parallel ranks.
+
+    DeepSpeed reads two attribute names for this mark, and users set either.
+    """
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
 
@@ -168,14 +179,15 @@ def declare(
     axis: Axis | None = None,
     sequence: Axis | None = None,
 ) -> nn.Parameter:
-    """Give `parameter` [local] its first values, and write on it, as `parameter.spec`, what norms and checkpoints must know of it.
+    """Initialise `parameter` [local] and attach its record, `parameter.spec`, which norms and checkpoints use.
 
-    init_method: is given the whole parameter, on the CPU, and draws from torch's default generator; ranks that hold
-    parts of it must have the same seed, as after `torch.manual_seed(seed)` on all of them.
-    dim: the dimension that is split over `axis`, None for a copy on every rank.
-    full_size: true size of that dimension over all ranks, padding left out; by default there is none.
-    sequence: the ranks over which the gradients of a copy are summed, as each of them sees its own stretch of the
-    sequence, or of the heads, only: for the weights of norms, biases after a sum, learned positions.
+    init_method: fills the whole parameter, on the CPU, from torch's default generator. Ranks that hold parts
+    of it must have the same seed, for instance by `torch.manual_seed(seed)` on all of them.
+    dim: the dimension that is sharded over `axis`, None for a copy on every rank.
+    full_size: size of that dimension over all ranks, without padding; by default there is no padding.
+    sequence: the ranks over which the gradients of a copy are summed, because each rank sees only its shard
+    of the sequence or of the heads. It applies to weights of norms, biases added after a reduce-scatter, and
+    learned positions.
     """
     size, rank = (axis.size, axis.rank) if axis is not None and dim is not None else (1, 0)
     if dim is not None and full_size is None:
@@ -193,7 +205,7 @@ def declare(
 
 @contextmanager
 def filled_later() -> Iterator[None]:
-    """Parameters declared inside stay as they are: who builds them knows their names, and fills them by these."""
+    """Leave parameters declared inside the block uninitialised; the caller fills them later by global name."""
     token = _filled_later.set(True)
     try:
         yield
@@ -203,9 +215,9 @@ def filled_later() -> Iterator[None]:
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Declared parameters that are filled from a seed get no values inside: for a model whose weights are all read from a file next.
+    """Skip seeded initialisation inside the block, for a model whose weights are all loaded from a file next.
 
-    What is drawn from torch's generator still is, or what a user's layer draws after it would be other numbers.
+    Draws from torch's generator still happen, because they decide what a user's layer draws afterwards.
     """
     token = _undrawn.set(True)
     try:

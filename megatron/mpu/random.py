@@ -1,9 +1,10 @@
-"""Named streams of random numbers, and activation checkpointing that replays them.
+"""Named random streams, and activation checkpointing that replays them.
 
-Every dropout site draws from a stream of its own. What it draws is a pure function of (seed, iteration, name, data rank, the model
-rank where activations are split, and how often it has drawn in this iteration). So masks do not depend on how layers are cut into
-pipeline stages nor on the schedule, model-parallel ranks agree where they hold copies and differ where they hold parts, a resumed
-run needs no saved generator state, and a recomputation needs only to count from the same number again.
+Every dropout site draws from its own stream. Its draws are a pure function of seed, iteration, name, data
+rank, the number of earlier draws in this iteration and, where activations are sharded, the model rank. So
+masks depend neither on how layers are cut into pipeline stages nor on the schedule. Model-parallel ranks draw
+equal masks for replicated activations and different ones for sharded activations. A resumed run needs no
+saved generator state, and a recomputation only resets the counters.
 """
 
 import hashlib
@@ -15,18 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-GOLDEN = 0x9E3779B97F4A7C15  # odd in each half, so that seeds differ where a generator takes only 32 bits of them (Steele et al. 2014)
+# Odd in both halves, so that seeds differ even if a generator uses only 32 bits (Steele et al. 2014).
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any parts, the same on every machine and Python."""
+    """Return a 63-bit seed derived from any parts, the same on every machine and Python version."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch's generator of the CPU starts from `seed`; afterwards it is as it was."""
+    """Seed torch's CPU generator with `seed` inside the block; restore its state afterwards."""
     outside = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -56,19 +58,19 @@ def _seed(seed: int, device: torch.device) -> None:
 
 
 class RngStreams:
-    """The dropout streams of this rank, made when first used."""
+    """Dropout streams of this rank, created on first use."""
 
     def __init__(self, seed: int = 1234, data_rank: int = 0, model_rank: int = 0, pipe_rank: int = 0) -> None:
         self.seed, self.data_rank, self.model_rank, self.pipe_rank = seed, data_rank, model_rank, pipe_rank
         self.iteration = 0
-        self._draws: dict[str, int] = {}  # of each stream in this iteration
+        self._draws: dict[str, int] = {}  # number of draws of each stream in this iteration
         self._seeds: dict[tuple[int, int, str, bool], int] = {}
 
     def begin(self, iteration: int) -> None:
-        """Start every stream again for this iteration (one optimizer step), and torch's own generators with them.
+        """Restart every stream for this iteration (one optimizer step) and reseed torch's generators.
 
-        Layers that draw from torch's own, as nn.Dropout, so draw the same on all ranks of a model-parallel line, and again
-        after a resume; which numbers, depends on the layout.
+        Layers that use torch's generators, such as nn.Dropout, thus draw the same on all ranks of a
+        model-parallel group, and the same after a resume. Their values depend on the layout.
         """
         self.iteration = iteration
         self._draws.clear()
@@ -76,7 +78,10 @@ class RngStreams:
         torch.manual_seed(derive_seed(self.seed, iteration, "torch", self.data_rank, self.pipe_rank))
 
     def next_seed(self, name: str, split: bool) -> int:
-        """Of the next draw from the stream `name`; split: the activation is split over the model-parallel ranks, so each draws its own."""
+        """Return the seed of the next draw from stream `name`.
+
+        split: the activation is sharded over the model-parallel ranks, so each rank gets its own seed.
+        """
         key = self.seed, self.iteration, name, split
         if key not in self._seeds:
             where = self.model_rank if split else "all"
@@ -87,7 +92,7 @@ class RngStreams:
 
     @contextmanager
     def fork(self, name: str, device: torch.device, split: bool = False) -> Iterator[None]:
-        """Draw from the stream `name` inside the block, leaving torch's own generator untouched. split: see `next_seed`."""
+        """Draw from stream `name` inside the block, leaving torch's generator unchanged. split: see `next_seed`."""
         outside = _get_state(device)
         _seed(self.next_seed(name, split), device)
         try:
@@ -114,16 +119,20 @@ class RngStreams:
         self._draws = dict(draws)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For torch's checkpoint: nothing around the forward pass, around its repeat the streams as they are at this moment."""
+        """Return the contexts that torch's checkpoint needs: none for the forward pass, a replay for the recomputation.
+
+        The replay restores the draw counters of this moment.
+        """
         return nullcontext(), self._replay(dict(self._draws), self.iteration)
 
 
 def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any, torchs_own: bool = False) -> Any:
-    """Run `function(*args)` keeping only its inputs; run it again in the backward pass.
+    """Run `function(*args)` keeping only its inputs; recompute it in the backward pass.
 
-    The repeat draws the very dropout masks of the first run (Chen et al. 2016, with the
-    replay of Megatron-LM). Not re-entrant, so inputs without gradient are fine. torchs_own: it may draw from torch's own
-    generators, too, as nn.Dropout does; their states are then kept.
+    The recomputation draws the same dropout masks as the first run (Chen et al. 2016, with the replay of
+    Megatron-LM). It is not re-entrant, so inputs need not require gradients.
+    torchs_own: `function` may also draw from torch's generators, as nn.Dropout does, so their states are
+    saved.
     """
     return torch_checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=torchs_own, context_fn=rng.contexts

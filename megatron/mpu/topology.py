@@ -1,4 +1,4 @@
-"""Where each rank stands in the pipe x data x model grid: arithmetic only, no processes."""
+"""Coordinates of each rank in the pipe x data x model grid: arithmetic only, no processes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ AXES = ("pipe", "data", "model")
 
 
 class Coord(NamedTuple):
-    """The place of one rank: pipeline stage, data-parallel replica, model-parallel rank."""
+    """Coordinates of one rank: pipeline stage, data-parallel replica, model-parallel rank."""
 
     pipe: int
     data: int
@@ -18,15 +18,15 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks laid out row by row over (pipe, data, model); `model` is the fastest axis.
+    """Ranks in row-major order over (pipe, data, model); `model` is the fastest axis.
 
-    Neighbours on the model axis talk most (twice a layer), so they get adjacent ranks and
-    with them the fastest links; stages talk least and lie farthest apart (Narayanan et al. 2021).
-    The method names are those that DeepSpeed calls on its own `ProcessTopology`, so that one
-    object serves both.
+    Model-parallel neighbours communicate most (twice a layer), so they get adjacent ranks and with them the
+    fastest links. Stages communicate least and are farthest apart (Narayanan et al. 2021).
+    Method names are those of DeepSpeed's `ProcessTopology`, so that DeepSpeed can use this object.
 
-    context: so many neighbours of the data axis share out the tokens of the same samples (context parallelism). They hold copies of
-    the same weights as other ranks of that axis do, and their gradients are summed like theirs, so it is no axis of its own.
+    context: number of consecutive data-parallel ranks that hold different tokens of the same samples (context
+    parallelism). They replicate the same weights and sum gradients with the other data-parallel ranks, so
+    context is not an axis of its own.
     """
 
     pipe: int = 1
@@ -45,7 +45,7 @@ class Topology:
 
     @property
     def replicas(self) -> int:
-        """How many read samples of their own: data-parallel ranks, of which `context` together are one."""
+        """Number of replicas that read different samples: data-parallel ranks / context ranks."""
         return self.data // self.context
 
     def __str__(self) -> str:
@@ -53,24 +53,24 @@ class Topology:
         return f"pipe {self.pipe} x data {self.replicas} x {context}model {self.model}"
 
     def context_lines(self) -> list[list[int]]:
-        """Groups of ranks that share samples out."""
+        """Return the context-parallel groups, each a list of ranks."""
         c = self.context
         return [line[at : at + c] for line in self.lines("data") for at in range(0, self.data, c)]
 
     def world_size(self) -> int:
-        """Ranks of the whole grid."""
+        """Return the number of ranks in the grid."""
         return self.pipe * self.data * self.model
 
     def get_axis_names(self) -> list[str]:
-        """As DeepSpeed's topology names them."""
+        """Return the axis names, for DeepSpeed."""
         return list(AXES)
 
     def get_dim(self, axis: str) -> int:
-        """Size of `axis`; 0 for an axis this grid does not have, as DeepSpeed expects."""
+        """Return the size of `axis`; 0 for an unknown axis, as DeepSpeed expects."""
         return int(getattr(self, axis)) if axis in AXES else 0
 
     def get_rank(self, *, pipe: int, data: int, model: int) -> int:
-        """The rank at these coordinates, all of which are given by name."""
+        """Return the rank at these coordinates. Raises ValueError outside the grid."""
         coord = Coord(pipe, data, model)
         for axis, at in zip(AXES, coord, strict=True):
             if not 0 <= at < getattr(self, axis):
@@ -78,7 +78,7 @@ class Topology:
         return (pipe * self.data + data) * self.model + model
 
     def get_coord(self, rank: int) -> Coord:
-        """Where `rank` stands."""
+        """Return the coordinates of `rank`. Raises ValueError outside the grid."""
         if not 0 <= rank < self.world_size():
             raise ValueError(f"rank {rank} lies outside the grid {self} of {self.world_size()} ranks")
         rest, model = divmod(rank, self.model)
@@ -88,13 +88,16 @@ class Topology:
     def get_rank_repr(
         self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A name for `rank` in file names, e.g. `model_01`."""
+        """Return a name of `rank` for file names, e.g. `model_01`."""
         coord = self.get_coord(rank)
         kept = [axis for axis in AXES if axis not in frozenset(omit_axes)]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
 
     def filter_match(self, **wanted: int) -> list[int]:
-        """Ranks standing at every wanted coordinate, rising: `filter_match(pipe=0)` is the first stage."""
+        """Return the ranks with all given coordinates, in ascending order; `filter_match(pipe=0)` is the first stage.
+
+        Raises ValueError for an unknown axis.
+        """
         ranges = [(wanted[axis],) if axis in wanted else range(getattr(self, axis)) for axis in AXES]
         if unknown := wanted.keys() - set(AXES):
             raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {', '.join(AXES)}")
@@ -103,15 +106,15 @@ class Topology:
         return [(pipe * self.data + data) * self.model + model for pipe, data, model in product(*ranges)]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks whose coordinate on `axis` is `idx`."""
+        """Return the ranks whose coordinate on `axis` is `idx`."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups that talk along `axis`: ranks that differ in nothing else."""
+        """Return the groups that communicate along `axis`; none for an unknown axis."""
         return self.lines(axis) if axis in AXES else []
 
     def lines(self, *varying: str) -> list[list[int]]:
-        """Groups of ranks that differ only in the `varying` axes, in rank order."""
+        """Return groups of ranks that differ only in the `varying` axes, each in rank order."""
         fixed = [axis for axis in AXES if axis not in varying]
         places = product(*(range(getattr(self, axis)) for axis in fixed))
         return [self.filter_match(**dict(zip(fixed, place, strict=True))) for place in places]

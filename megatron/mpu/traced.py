@@ -1,7 +1,8 @@
-"""The sums over model-parallel ranks as functional collectives: torch.compile takes these into its graphs, a Work it cannot.
+"""Model-parallel sums as functional collectives, which torch.compile can trace, unlike a `Work` handle.
 
-Only what is compiled goes this way. A compiler orders communication and computation by itself, so nothing is started early by hand, and
-it decides what is kept for the backward pass: with sequence parallelism that may be the gathered sequence.
+Only compiled code uses these. The compiler schedules communication itself, so nothing is started early by
+hand. It also decides what is saved for the backward pass: with sequence parallelism that may be the gathered
+sequence.
 Shapes: see `mappings` and `sequence`.
 """
 
@@ -14,17 +15,17 @@ from .mesh import Axis
 
 
 def is_traced(axis: Axis) -> bool:
-    """Whether this code is being compiled, for several ranks."""
+    """Return whether this code is being compiled and runs on several ranks."""
     return axis.size > 1 and torch.compiler.is_compiling()
 
 
 def enter(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    """What a product split by columns takes: `x` [s, ...], or with sequence parallelism the whole [s, ...] of [s/t, ...]."""
+    """Return the input of a column-parallel matmul: x [s, ...]; with sequence parallelism gather [s/t, ...]."""
     there, back = (gather_in_graph, scatter_sum_in_graph) if sequence else (keep, sum_in_graph)
     return _Mapped.apply(x, axis.name, there, back)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def leave(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    """What a product split by rows gives: the sum of the ranks' [s, ...], or with sequence parallelism this rank's [s/t, ...] of it."""
+    """Sum the results of a row-parallel matmul: [s, ...], or with sequence parallelism [s, ...] -> [s/t, ...]."""
     there, back = (scatter_sum_in_graph, gather_in_graph) if sequence else (sum_in_graph, keep)
     return _Mapped.apply(x, axis.name, there, back)  # type: ignore[no-untyped-call,no-any-return]

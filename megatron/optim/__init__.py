@@ -1,4 +1,4 @@
-"""The optimizer of a run and its learning rate."""
+"""Optimizer and learning-rate schedule of a run."""
 
 from .lr import lr_at, settled
 from .optimizer import build_optimizer

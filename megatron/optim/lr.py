@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the iteration: no state to save, nothing to restore."""
+"""Learning rate as a pure function of the iteration: no state to save or restore."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from megatron.config.optim import share_of
 
 
 def lr_at(iteration: int, config: Config) -> float:
-    """Learning rate of the optimizer step number `iteration`, counted from 0.
+    """Return the learning rate of optimizer step `iteration`, counted from 0.
 
-    It rises linearly to --lr over the warm-up, then falls so that the last iteration of the
-    decay has exactly --min-lr; `constant` stays at the peak, `wsd` until it falls at the end (Hu et al. 2024).
+    It rises linearly to --lr over the warm-up, then falls so that the last iteration of the decay has exactly
+    --min-lr. `constant` stays at the peak. `wsd` stays there until the final decay (Hu et al. 2024).
     """
     o, total = config.optim, config.lr_decay_iters
     warmup = share_of(o.warmup, total)
@@ -27,7 +27,8 @@ def lr_at(iteration: int, config: Config) -> float:
     return o.min_lr + (o.lr - o.min_lr) * LEFT[style](done)
 
 
-LEFT: dict[str, Callable[[float], float]] = {  # of the way down, by the share of the fall that is done
+# Fraction of lr - min_lr that remains, given the fraction of the decay that is done.
+LEFT: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "minus-sqrt": lambda done: 1 - math.sqrt(done),
@@ -36,12 +37,12 @@ LEFT: dict[str, Callable[[float], float]] = {  # of the way down, by the share o
 
 
 def _falling(config: Config) -> int:
-    """Iterations of the fall at the end of `wsd`."""
+    """Return the number of iterations of the final decay of `wsd`."""
     return config.optim.lr_wsd_decay_iters or max(config.lr_decay_iters // 10, 1)
 
 
 def _schedule(config: Config) -> dict[str, Any]:
-    """All that the learning rate depends on, apart from the iteration."""
+    """Return all settings that determine the learning rate at an iteration."""
     wsd = config.optim.lr_decay_style == "wsd"
     names = ("lr", "min_lr", "lr_decay_style", "warmup", *(("lr_wsd_decay_style",) if wsd else ()))
     schedule = {**{name: getattr(config.optim, name) for name in names}, "lr_decay_iters": config.lr_decay_iters}
@@ -49,7 +50,7 @@ def _schedule(config: Config) -> dict[str, Any]:
 
 
 def describe(config: Config) -> str:
-    """The schedule in words."""
+    """Return a description of the schedule for messages."""
     o, total = config.optim, config.lr_decay_iters
     rise = f"up to {o.lr:g} over {share_of(o.warmup, total)} iterations"
     if o.lr_decay_style == "constant":
@@ -60,10 +61,10 @@ def describe(config: Config) -> str:
 
 
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
-    """(the settings to go on with, a line where those of the checkpoint have another schedule than these).
+    """Return the settings to continue with, and a message if the checkpoint's schedule differs from the flags.
 
-    saved: the settings of the checkpoint. Without --override-lr-schedule its schedule stays, whatever --train-iters
-    says: the curve would bend in the middle of the run otherwise.
+    saved: the settings of the checkpoint. Without --override-lr-schedule the checkpoint's schedule stays,
+    even if --train-iters changes. Otherwise the curve would bend in the middle of the run.
     """
     of_checkpoint = _schedule(saved)
     if of_checkpoint == _schedule(config):

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay only on matrices."""
+"""Optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay only on matrices."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,25 +14,28 @@ from megatron.mpu import spec_of
 def parameter_groups(
     module: nn.Module, weight_decay: float, spared: Collection[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms, which have one dimension, do not. spared: matrices that do not either."""
+    """Return parameter groups that decay matrices, but neither biases nor norms, which have one dimension.
+
+    spared: matrices that do not decay either.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     spared = set(spared)
     groups = [
         {"params": [p for p in parameters if _is_matrix(p) and p not in spared], "weight_decay": weight_decay},
         {"params": [p for p in parameters if not _is_matrix(p) or p in spared], "weight_decay": 0.0},
     ]
-    # A pipeline stage may have no parameters (a stretch of norms or starts), but an optimizer must have one.
+    # A pipeline stage may hold no parameters, but an optimizer needs at least one.
     return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}]
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    return len(spec_of(parameter).local_shape) > 1  # the shape that ZeRO-3 leaves it says nothing
+    return len(spec_of(parameter).local_shape) > 1  # ZeRO-3 replaces the parameter's own shape
 
 
 def build_optimizer(
     module: nn.Module, config: OptimConfig, kernels: str = "torch", spared: Collection[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """kernels: see `megatron.kernels`. spared: see `parameter_groups`."""
+    """Build AdamW or SGD with momentum. kernels: see `megatron.kernels`. spared: see `parameter_groups`."""
     groups = parameter_groups(module, config.weight_decay, spared)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
