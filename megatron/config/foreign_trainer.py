@@ -1,4 +1,7 @@
-"""Flags of Hugging Face's Trainer and its scripts, and names in its config.json and in DeepSpeed's JSON; see foreign_flags.py."""
+"""Foreign flags of Hugging Face's Trainer and scripts, and keys of its config.json and DeepSpeed's JSON.
+
+See foreign_flags.py.
+"""
 
 from .dependent import accumulation, warmup_iterations
 from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, same
