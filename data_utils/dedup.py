@@ -79,8 +79,8 @@ class ExactDuplicates:
 class NearDuplicates:
     """Set of texts that finds near duplicates, with a Jaccard similarity of about `threshold` or more.
 
-    Similarity is that of the sets in `sketch`, looked up by datasketch's locality-sensitive hashing.
-    Takes about 2 kB per document. Raises ValueError without the package datasketch.
+    Similarity is that of the sets in `sketch`, looked up by datasketch's locality-sensitive hashing. Takes
+    about 2 kB per document. Raises ValueError without the package datasketch.
     """
 
     def __init__(self, threshold: float = 0.8) -> None:

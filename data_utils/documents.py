@@ -5,10 +5,8 @@
     .txt                    plain text, a blank line between documents
 
 Files are plain or compressed (.gz, .bz2, .xz, .zst). Each is cut into chunks of about a megabyte at document
-boundaries.
-A chunk of a plain file is only a byte range, which worker processes read themselves. Other files are readable
-only
-sequentially (streams.py, records.py), so their chunks carry the bytes.
+boundaries. A chunk of a plain file is only a byte range, which worker processes read themselves. Other files
+are readable only sequentially (streams.py, records.py), so their chunks carry the bytes.
 """
 
 import bisect

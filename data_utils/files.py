@@ -32,10 +32,8 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
     """Return the text files that `inputs` name, in the order of the inputs and sorted by name within each.
 
     An input is a file, a folder or a glob pattern, and may end with `@WEIGHT`. Folders are searched
-    recursively, through
-    links, without hidden entries. say: receives messages about skipped files: other kinds, reports of
-    tools/clean_corpus.py,
-    and links to files that are already read.
+    recursively, through links, without hidden entries. say: receives messages about skipped files: other kinds,
+    reports of tools/clean_corpus.py, and links to files that are already read.
     Raises InputError for an input that does not exist, cannot be read or is of an unknown kind.
     """
     is_utf8(encoding)

@@ -1,8 +1,7 @@
 """`ordered_map` over the machines of a Ray cluster (Moritz et al. 2018): the same results in the same order.
 
 Ray starts the processes, transfers items and results, and restarts processes of a failed machine. All machines
-need the
-project and the data under the same paths.
+need the project and the data under the same paths.
 """
 
 import importlib

@@ -171,7 +171,7 @@ def _unread_columns(path: str, changed: int) -> dict[str, str]:
 
 
 def other_columns(path: str) -> list[str]:
-    """Return the nested columns of a parquet file that are read now but were ignored by earlier versions."""
+    """Return the columns of a parquet file that are read although not plain strings; earlier versions ignored them."""
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
     return [f.name for f in _schema(path) if _is_read(pyarrow.types, f.type) and f.type not in plain]

@@ -41,8 +41,7 @@ def is_misread(text: str) -> bool:
     """Return True if the text was decoded throughout with a wrong encoding.
 
     Detects UTF-8 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Decoding it the other way
-    gives Chinese.
-    Where invalid bytes were dropped, a mixture of many scripts remains.
+    gives Chinese. Where invalid bytes were dropped, a mixture of many scripts remains.
     """
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20 and _is_han(
         "".join(_LATIN.findall(text)), "latin-1", "gb18030"

@@ -14,8 +14,7 @@ def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles
     """Yield the lines (each ending with a newline) in an order that is uniformly random for `seed`.
 
     Each line goes to a random pile, and then each pile is shuffled in memory. `folder` (default: the system's
-    temporary
-    folder) holds a copy of the lines meanwhile.
+    temporary folder) holds a copy of the lines meanwhile.
     """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -1,4 +1,7 @@
-"""Start of Python's resource tracker, which removes leaked semaphores of a killed process, without its warning."""
+"""Start of Python's resource tracker without its warning about leaked semaphores.
+
+The tracker removes the semaphores of a killed process, so users need no warning.
+"""
 
 import sys
 from multiprocessing import resource_tracker

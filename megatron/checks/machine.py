@@ -96,7 +96,10 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
 
 
 def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
-    """Check for another package `megatron` on `paths`, above all before ours. ours: our folder of that name."""
+    """Check for other packages named `megatron` on `paths`; one before ours would hide it.
+
+    ours: our folder of that name.
+    """
     others, first = [], True
     for entry in paths:
         there = Path(entry or ".", "megatron")

@@ -1,7 +1,7 @@
-"""Fast check of a training script's flags: `python -m megatron.config.check gpt2 RANKS FLAGS...`
+"""Fast check of a training script's flags, without the import of torch.
 
-Imports settings only. Shell scripts check flags before they prepare a corpus, training scripts before they
-import torch.
+Run it as `python -m megatron.config.check gpt2 RANKS FLAGS...`. Shell scripts check flags before they prepare a
+corpus, training scripts before they import torch.
 """
 
 import os

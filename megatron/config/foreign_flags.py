@@ -36,7 +36,7 @@ _ROPE = Means({"position_embedding": "rope"})
 
 
 def counted_from_1(words: Sequence[Any]) -> list[str]:
-    """Return zero-based iterations, or ranges A-B of them, as one-based.
+    """Convert zero-based iterations, or ranges A-B of them, to one-based.
 
     The setting's own check refuses words that contain no number.
     """
@@ -103,7 +103,7 @@ MEGATRON = (
     Row("--attention-backend", SAME_LOSS, str),
     Row("--use-mcore-models", NoEffect("there is one form of each model")),
     Row("--transformer-impl", NoEffect("there is one form of each model"), str),
-    # Llama's
+    # Llama
     Row("--num-query-groups", same("num_key_value_heads"), int),
     Row("--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else one of them")),
     Row(

@@ -18,8 +18,7 @@ class Means:
 
     but: note on what differs from the original project.
     unless: further settings that apply only where the user leaves them at their defaults. Each is a constant or
-    a function
-    of all flat settings. `but` then describes these.
+    a function of all flat settings. `but` then describes these.
     """
 
     settings: Mapping[str, Any]

@@ -1,14 +1,12 @@
 """Blend of several corpora in given proportions; each is always within one sample of its exact share.
 
 Shares become whole numbers of samples per block (0.7 and 0.3: 7 and 3 of 10). All blocks have the same order:
-of the
-corpora that are due, the one with the earliest deadline comes next. Steiner and Yeomans (1993) prove that such
-an order
-exists for any shares with a deviation below one sample. The corpus of sample n is therefore a table look-up.
+of the corpora that are due, the one with the earliest deadline comes next. Steiner and Yeomans (1993) prove
+that such an order exists for any shares with a deviation below one sample. The corpus of sample n is therefore
+a table look-up.
 
 If the weights have too many digits for an exact block, corpora with few samples in a block or none form a
-separate
-blend. With a share w of all samples, it provides sample n where n * w passes a whole number.
+separate blend. With a share w of all samples, it provides sample n where n * w passes a whole number.
 """
 
 import heapq

@@ -59,8 +59,7 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
     """Return the datasets for training, validation and test, and notes on empty parts.
 
     paths: corpora that --split divides by documents, or a mapping `train`, `valid`, `test` to corpora used
-    whole.
-    The factory from `open_` raises ValueError if its documents do not fill a sample.
+    whole. The factory from `open_` raises ValueError if its documents do not fill a sample.
     Raises DatasetError if nothing is left for training.
     """
     notes: list[str] = []

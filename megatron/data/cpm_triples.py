@@ -32,8 +32,7 @@ class CPMTripleDataset(T5Samples):
     """Dataset with samples like those of `T5Dataset`, cut from concatenated contexts of `encoder` tokens.
 
     A sample ends at a span for which the decoder or the sentinels have no room. The rest becomes padding on
-    both sides,
-    so no target is cut.
+    both sides, so no target is cut.
     """
 
     def __init__(

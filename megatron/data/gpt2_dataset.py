@@ -19,8 +19,8 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
     """Dataset of `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
 
     Consecutive samples of the text overlap by one token, so every token is a target once.
-    gaps: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`.
-    A sample with an id outside the vocabulary raises DatasetError.
+    gaps: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`. A
+    sample with an id outside the vocabulary raises DatasetError.
     """
 
     def __init__(

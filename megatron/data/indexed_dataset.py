@@ -70,8 +70,7 @@ class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
     Attributes: sizes int32 [S], document_index int64 [D], dtype. Raises DatasetError if the two files do not
-    match.
-    Unpickling reopens the files. Returned arrays stay valid as long as they are referenced.
+    match. Unpickling reopens the files. Returned arrays stay valid as long as they are referenced.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -128,8 +127,7 @@ class IndexedDataset:
         """Raise DatasetError for an index whose sequences or documents are out of order.
 
         Such an index would silently give wrong tokens later. Plain reads are used because pages of a map count
-        as memory
-        of this process.
+        as memory of this process.
         """
         count, ends_at = len(self.sizes), len(self.document_index)
         path, begin, self._one_each = self.prefix + ".idx", 0, True

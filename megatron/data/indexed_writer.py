@@ -1,9 +1,8 @@
 """Writing of `.bin/.idx` pairs (format: indexed_dataset.py) in constant memory.
 
 Tokens, lengths and documents are appended to temporary files. At the end the index is assembled from them block
-by block.
-The pair is renamed last, the .idx after the .bin, so an .idx proves that the pair is complete.
-A writer can save its state, and a later writer can resume from it.
+by block. The pair is renamed last, the .idx after the .bin, so an .idx proves that the pair is complete. A
+writer can save its state, and a later writer can resume from it.
 """
 
 import contextlib

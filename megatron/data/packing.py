@@ -1,9 +1,8 @@
 """Packing of whole records into windows.
 
-Which lengths share a window is decided once, which records of these lengths in each epoch.
-Best-fit decreasing looks at lengths only (Krell et al. 2021). So all epochs have equally many windows, window n
-is
-computed without its predecessors, and records of equal length are permuted between epochs.
+Which lengths share a window is decided once, which records of these lengths in each epoch. Best-fit decreasing
+looks at lengths only (Krell et al. 2021). So all epochs have equally many windows, window n is computed without
+its predecessors, and records of equal length are permuted between epochs.
 """
 
 import bisect
@@ -56,8 +55,8 @@ def fit(lengths: Ints, capacity: int) -> Ints:
 class PackedOrder:
     """Records of window n, a pure function of (lengths, seed, stream, n), for any n >= 0.
 
-    lengths: [records] positions that each record occupies, 0 to leave it out. Raises ValueError if all are 0.
-    A process holds 24 bytes a record, and 8 more for each of the last two epochs.
+    lengths: [records] positions that each record occupies, 0 to leave it out. Raises ValueError if all are 0. A
+    process holds 24 bytes a record, and 8 more for each of the last two epochs.
     """
 
     def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:

@@ -1,14 +1,12 @@
 """Position of the n-th training sample in the corpus: a pure function of (document lengths, seed, n).
 
 Each epoch shuffles the documents, concatenates them, cuts them into samples and shuffles these. A sample is
-located
-on demand by binary search. The order does not depend on the length of a run, its layout or its number of
-workers.
-(Megatron shuffles the documents of all epochs together, so its order changes with --train-iters.)
+located on demand by binary search. The order does not depend on the length of a run, its layout or its number
+of workers. (Megatron shuffles the documents of all epochs together, so its order changes with --train-iters.)
 
 An epoch covers each document once, except the final tokens that fill no sample. A small epoch is computed in
-memory
-on first use. A large one is a file shared by a node (order_file.py), which is recomputed if it is deleted.
+memory on first use. A large one is a file shared by a node (order_file.py), which is recomputed if it is
+deleted.
 """
 
 import hashlib
@@ -137,7 +135,8 @@ class SampleOrder:
             return self._in_memory(number)
         for array in made.values():
             order_file.forget(array)
-        order_file.remove(self._folder, self._name(number - 2))  # such a file is large
+        # Order files are as large as the lengths of all documents, so an old one is deleted.
+        order_file.remove(self._folder, self._name(number - 2))
         return Epoch(made["order"], made["ends"], made["samples"])
 
     def _name(self, number: int) -> str:

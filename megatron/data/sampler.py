@@ -12,9 +12,8 @@ class ConsecutiveSampler(Sampler[list[int]]):
     """Sampler of endless micro-batches of sample numbers for one data-parallel rank.
 
     Iteration k takes samples k*B to (k+1)*B - 1 for global batch size B. Every rank takes an equal consecutive
-    share of them,
-    split into micro-batches. So the samples of an iteration do not depend on the number of ranks or
-    micro-batches.
+    share of them, split into micro-batches. So the samples of an iteration do not depend on the number of ranks
+    or micro-batches.
 
     consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
     passed_over: predicate on the first sample of an iteration; True skips the iteration without reading its

@@ -1,8 +1,8 @@
 """Samples for supervised fine-tuning: whole conversations packed into a window, with loss on answers only.
 
 The records of a window are independent of each other. The corpus is a pair PREFIX.bin/.idx of tokens and a pair
-PREFIX_loss.bin/.idx of uint8 with the same documents, 1 where a token counts in the loss.
-A record of L tokens occupies L - 1 positions because its last token is only a target.
+PREFIX_loss.bin/.idx of uint8 with the same documents, 1 where a token counts in the loss. A record of L tokens
+occupies L - 1 positions because its last token is only a target.
 """
 
 from collections.abc import Iterator
@@ -78,8 +78,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     """Dataset of packed records; a sample is a dict of int64 tensors [seq_length].
 
     Sample n >= 0 is a pure function of (corpus, part, seed, n). tokens, labels: ids, padded with `eod`.
-    loss_mask: 1 where a label counts. document_ids: index of the record in the window from 1, 0 for padding.
-    A record of more than seq_length + 1 tokens is truncated. One without a trained token is left out.
+    loss_mask: 1 where a label counts. document_ids: index of the record in the window from 1, 0 for padding. A
+    record of more than seq_length + 1 tokens is truncated. One without a trained token is left out.
     Attributes cut, left_out, records: numbers of truncated, omitted and all records. Raises ValueError if no
     record is left.
     """

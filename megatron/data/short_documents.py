@@ -1,9 +1,8 @@
 """Sample lengths for CPM's objective, where every document ends with a span, on short documents.
 
 T5's rates give a span for about every 20 tokens. With shorter documents a window contains more of them than it
-has spans,
-and the rest of the window would be unused. That would be most of a corpus of single lines.
-So windows become shorter and get room for as many spans as documents end in them.
+has spans, and the rest of the window would be unused. That would be most of a corpus of single lines. So
+windows become shorter and get room for as many spans as documents end in them.
 """
 
 from collections.abc import Sequence

@@ -88,8 +88,7 @@ def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) 
     """Draw spans like `draw_spans`, with the last token of each document (ends [l]) as the end of a span, for CPM.
 
     Returns masked [l], first token of a span [l], and the number of tokens used. The rest of the window is
-    dropped if it has
-    more documents than spans, or if documents are too short to mask enough tokens.
+    dropped if it has more documents than spans, or if documents are too short to mask enough tokens.
     """
     borders = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)
@@ -150,8 +149,7 @@ def splice(text: Ids, masked: Mask, first: Mask, marks: Ids) -> tuple[Ids, Ids, 
     """Split a text for encoder and decoder.
 
     Returns the kept tokens with a sentinel from `marks` for each span, the spans with their sentinels, and the
-    start of each
-    span there.
+    start of each span there.
     """
     kept = text.copy()
     kept[first] = marks

@@ -1,10 +1,8 @@
 """Samples for an encoder-decoder from an ordinary corpus, with spans masked when a sample is read.
 
 A sample is a window of concatenated documents, as in gpt2_dataset.py, of a length that fills encoder and
-decoder exactly.
-The masked tokens are a pure function of (corpus, part, seed, sample number). So every epoch masks different
-tokens
-and nothing is stored.
+decoder exactly. The masked tokens are a pure function of (corpus, part, seed, sample number). So every epoch
+masks different tokens and nothing is stored.
 
     text      A B C D E F G H
     encoder   A B <1> E F <2> H             t5: followed by an end token

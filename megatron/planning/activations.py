@@ -1,9 +1,8 @@
 """Bytes of activations that layers keep from the forward to the backward pass.
 
 The formulas follow what each autograd function of ours saves. Korthikanti et al. 2022 give those of
-Megatron-LM's layers.
-Ours keep less where a function has a custom backward pass, and more on a CPU, where dropout masks have full
-width.
+Megatron-LM's layers. Ours keep less where a function has a custom backward pass, and more on a CPU, where
+dropout masks have full width.
 Letters: s tokens of a sequence on this context rank, b batch, h hidden, t model-parallel ranks, e bytes per
 element.
 """
@@ -137,7 +136,7 @@ def other_kept(x: Shapes, layer: Layer) -> float:
 def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
     """Return the bytes that these layers keep for one micro-batch, without logits.
 
-    With full recomputation these are only the inputs of transformer layers.
+    With full recomputation, transformer layers keep only one input per --checkpoint-num-layers layers.
     """
     n, total, at = x.config.recomputed_layers, 0.0, 0
     for layer in layers:
@@ -153,7 +152,7 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 
 
 def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
-    """Return the largest bytes of recomputed activations at once: the layers between two kept inputs."""
+    """Return the peak bytes of recomputed activations: those of all layers between two kept inputs."""
     n = x.config.recomputed_layers
     whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
     return max((sum(whole[at : at + n]) for at in range(0, len(whole), n)), default=0.0) if n else 0.0
@@ -181,7 +180,7 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     copies = 3 if padded else 2
     if (
         "cross-entropy" in m.unfused
-    ):  # log-probabilities, their gradient and that of the logits; below fp32 of an fp32 copy
+    ):  # log-probabilities, their gradient and that of the logits; for 16-bit logits in fp32, with an fp32 copy
         return logits, 3 * logits if e >= 4 else 8 * logits
     of_matrix = rows * m.hidden_size * e  # the output matrix's gradient follows that of its last chunk
     of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN makes a column-major copy first

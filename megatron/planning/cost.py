@@ -1,8 +1,7 @@
 """Step time from shapes and a data sheet: matmuls, memory traffic, collectives, stage boundaries and the bubble.
 
 Every constant that is neither a shape nor on a data sheet is a field of `Efficiency`, so that it can be
-replaced by a
-measured one.
+replaced by a measured one.
 """
 
 from collections.abc import Sequence
@@ -30,8 +29,7 @@ class Efficiency:
     product: fraction of the peak in wide matmuls. narrow: matmul width at which half of that is reached.
     attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
     hidden_passes, inner_passes: how often a layer's forward pass reads or writes hidden states and the MLP's
-    inner
-    activations outside matmuls. score_passes: the same for attention scores, 0 for fused kernels.
+    inner activations outside matmuls. score_passes: the same for attention scores, 0 for fused kernels.
     overlap: fraction of the gradient reduction hidden by the last backward pass.
     step_seconds: constant overhead of a step.
     """
@@ -97,7 +95,7 @@ class Cost:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s per device, with recomputation counted as in most publications."""
+        """TFLOP/s per device; recomputation counts, as in most publications."""
         return self.done_flops / self.step / self.devices / 1e12
 
     @property
@@ -115,8 +113,7 @@ def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int)
     """Return the duration of a step, in units of a micro-batch's forward and backward pass on one stage.
 
     Stages are assumed equal. The duration comes from the schedule's timetable. A long schedule is extrapolated
-    from its
-    steady state.
+    from its steady state.
     """
     if stages == 1:
         return float(micros)

@@ -41,7 +41,7 @@ class Memory:
 
 @lru_cache(maxsize=65536)
 def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
-    """Return the most micro-batch chunks whose activations a stage keeps at once.
+    """Return the maximum number of micro-batch chunks whose activations a stage keeps at once.
 
     Computed from the schedule; long ones from a shorter schedule with the same steady state.
     """

@@ -59,8 +59,8 @@ class GPT2(Task):
 
         data: {"text": [b, s + 1]}, or records of sft.py.
 
-        Ranks of a context-parallel group each take their own tokens, labels and loss mask, [b, s/c].
-        Positions and document ids cover the whole sequence on every rank.
+        Ranks of a context-parallel group each take their own tokens, labels and loss mask, [b, s/c]. Positions
+        and document ids cover the whole sequence on every rank.
         """
         (tokens, *others), (labels, loss_mask) = self._whole_batch(data, config, tokenizer)
         tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))

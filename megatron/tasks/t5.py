@@ -31,8 +31,7 @@ def _without_needless_ids(data: Batch) -> Batch:
     """Merge all documents into one; drop the ids, leaving them empty, if there is no padding either.
 
     Padding is rare, and empty ids need not be sent. The check runs on the reader's CPU tensors because a check
-    on
-    the device would synchronise in every micro-batch.
+    on the device would synchronise in every micro-batch.
     """
     names = ["encoder_document_ids", "decoder_document_ids"]
     ids = {name: data[name].clamp(max=1) for name in names}
@@ -82,8 +81,8 @@ class T5(Task):
         """Return (encoder [b, k], decoder [b, q], document ids of both), (labels, loss mask), both [b, q].
 
         Attention masks are built later, from the document ids, which also separate padding.
-        Padding after the last decoder token is never attended to, so any document id works (1 is used).
-        A label that does not count becomes padding.
+        Padding after the last decoder token is never attended to, so any document id works (1 is used). A label
+        that does not count becomes padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
