@@ -1,1 +1,1 @@
-"""From raw text files to an iterator of clean documents."""
+"""Data preparation: from raw text files to an iterator of clean documents."""

@@ -1,6 +1,7 @@
-"""Rules that a document goes through: each mends it, or says why it is dropped. All can be switched off.
+"""Cleaning rules for documents: each rule fixes a document or drops it with a reason.
 
-A rule is a function (text, limits) -> text, or raises Drop. They run in the order of RULES.
+A rule is a function (text, limits) -> text, or raises Drop. Rules run in the order of RULES, and each can be
+switched off.
 """
 
 import re
@@ -23,12 +24,12 @@ from .rubbish import (
 
 
 class Drop(Exception):
-    """The document is left out; the argument is the reason."""
+    """Raised by a rule to drop a document; the argument is the reason."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where the rules draw their lines. Shares are of characters, or of lines for `repeated`."""
+    """Thresholds of the rules. Shares are fractions of the characters, for `repeated` of the lines."""
 
     min_chars: int = 16
     max_chars: int = 10_000_000
@@ -38,66 +39,67 @@ class Limits:
     max_encoded: float = 0.2
     max_urls: float = 0.5
     script: str = "Han"
-    min_script: float = 0.0  # of the letters; 0 switches the rule off
+    min_script: float = 0.0  # fraction of the letters; 0 switches the rule off
 
 
 Rule = Callable[[str, Limits], str]
 
-# Control characters but tab, newline and what stands between words; soft hyphens, invisible spaces and marks of
-# direction; a byte order mark.
+# Control characters except tabs and line breaks; soft hyphens, zero-width spaces, word joiners, directional
+# marks and byte order marks.
 _INVISIBLE = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff\u202a-\u202e\u2066-\u2069]")
 _FEEDS = re.compile("[\x0b\x0c]+")
 _BREAKS = re.compile("\r\n?|\u2028|\u2029|\x85")
 
 
 def nfkc(text: str, _: Limits) -> str:
-    """Full-width letters become plain ones, ligatures are taken apart. Chinese punctuation changes, too (，becomes ,)."""
+    """Normalise to NFKC, which replaces full-width letters, ligatures and some Chinese punctuation (， becomes ,)."""
     return unicodedata.normalize("NFKC", text)
 
 
 def control(text: str, _: Limits) -> str:
-    """Control and invisible characters go, form feeds become spaces, line breaks newlines."""
+    """Remove control and invisible characters, turn form feeds into spaces and line breaks into newlines."""
     return _INVISIBLE.sub("", _FEEDS.sub(" ", _BREAKS.sub("\n", text)))
 
 
 def whitespace(text: str, _: Limits) -> str:
-    """No spaces at line ends, at most one empty line, nothing around the text."""
+    """Strip the text and the ends of lines, and keep at most one empty line in a row."""
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip()
 
 
 def mojibake(text: str, limits: Limits) -> str:
-    """Drops text that was read in a wrong encoding."""
+    """Drop text that was decoded with a wrong encoding."""
     if broken_characters(text) > limits.max_mojibake * len(text) or is_misread(text):
         raise Drop("mojibake")
     return text
 
 
 def html(text: str, limits: Limits) -> str:
-    """Drops markup."""
+    """Drop markup."""
     if html_characters(text) > limits.max_markup * len(text):
         raise Drop("html")
     return text
 
 
 def base64(text: str, limits: Limits) -> str:
-    """Drops encoded bytes."""
+    """Drop base64 and similar encoded bytes."""
     if encoded_characters(text) > limits.max_encoded * len(text):
         raise Drop("base64")
     return text
 
 
 def urls(text: str, limits: Limits) -> str:
-    """Drops lists of addresses."""
+    """Drop lists of URLs."""
     if url_characters(text) > limits.max_urls * len(text):
         raise Drop("urls")
     return text
 
 
 def repeated(text: str, limits: Limits) -> str:
-    """A line that stands three times or more in a row is kept once, and so is a phrase that fills a line again and again.
+    """Keep one of three or more equal consecutive lines, and one of a phrase that repeats within a line.
 
-    Lines of code stay. A text that still repeats its lines too often is dropped, and so is one that was mostly such phrases.
+    In code, equal lines are kept. Drops a text that consisted mostly of such phrases or still repeats too many
+    lines.
     """
     lines = text.split("\n")
     mended = [once(line) for line in lines]
@@ -115,7 +117,7 @@ def repeated(text: str, limits: Limits) -> str:
 
 
 def length(text: str, limits: Limits) -> str:
-    """Drops what is too short or too long."""
+    """Drop text that is too short or too long."""
     if len(text) < limits.min_chars:
         raise Drop("too short")
     if len(text) > limits.max_chars:
@@ -124,7 +126,10 @@ def length(text: str, limits: Limits) -> str:
 
 
 def script(text: str, limits: Limits) -> str:
-    """Enough of the letters must be of one script. Raises ValueError without the package regex, or for no script."""
+    """Drop text with too few letters of the wanted script.
+
+    Raises ValueError without the package regex or for an unknown script.
+    """
     if not limits.min_script:
         return text
     try:
@@ -148,7 +153,7 @@ DEFAULT_RULES = tuple(name for name in RULES if name != "nfkc")
 
 
 class Outcome(NamedTuple):
-    """text: None if dropped, because of `reason`. changed: the rules that changed it."""
+    """Result of the rules. text: None if dropped, for `reason`. changed: names of the rules that changed it."""
 
     text: str | None
     reason: str = ""
@@ -156,7 +161,7 @@ class Outcome(NamedTuple):
 
 
 def clean(text: str, rules: Sequence[str] = DEFAULT_RULES, limits: Limits | None = None) -> Outcome:
-    """One document through the rules named, in their own order."""
+    """Apply the rules named in `rules` to a document, in the order of RULES."""
     limits = limits or Limits()
     changed: list[str] = []
     for name, rule in RULES.items():

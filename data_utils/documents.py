@@ -1,12 +1,12 @@
-"""Text files as documents.
+"""Reading of text files as documents.
 
     .jsonl, .ndjson, .json  a JSON object a line; a .json may also be one array of objects
     .csv, .parquet          a record a row; the header or the schema names the keys
     .txt                    plain text, a blank line between documents
 
-plain or compressed (.gz, .bz2, .xz, .zst). A file is cut into chunks of about a megabyte that end where a
-document ends. A chunk of a plain file is only a place in it, so that worker processes read their
-own; other files can be read from the front only (streams.py, records.py), so their chunks carry their bytes.
+Files are plain or compressed (.gz, .bz2, .xz, .zst). Each is cut into chunks of about a megabyte at document
+boundaries. A chunk of a plain file is only a byte range, which worker processes read themselves. Other files
+are readable only sequentially (streams.py, records.py), so their chunks carry the bytes.
 """
 
 import bisect
@@ -24,10 +24,10 @@ from .records import is_array, records, too_long, unread_columns
 from .streams import BadLine, InputError, blocks, is_utf8, looks_like
 
 CHUNK_BYTES = 1 << 20
-LARGEST_DOCUMENT = 1 << 23  # bytes; memory is bounded by it
-SKIPPED_BYTES = 1 << 26  # of a document that is too long, passed over at once
+LARGEST_DOCUMENT = 1 << 23  # bytes; bounds the memory use
+SKIPPED_BYTES = 1 << 26  # bytes of an overlong document skipped at once
 
-# A blank line may hold spaces, those of Chinese text (U+3000) included; line ends are those of any system.
+# A blank line may contain spaces, including U+3000 of Chinese text. Line ends of all systems are accepted.
 _SPACES = rb"(?:[ \t\x0b\x0c]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*"
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?:" + _SPACES + rb"(?>\r\n|\r|\n))+")
 _LINE_END = re.compile(rb"\n")
@@ -42,11 +42,12 @@ Take = Callable[[Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes `start` to `start + length` of a file; `content` holds them where they cannot be read from there.
+    """Bytes `start` to `start + length` of a file; `content` holds them unless they can be read by offset.
 
-    lines: number, from 1, of the first line of `content`, or of each of its lines; None where it
-    must be counted when needed. bad: documents that were no good already when the file was cut, by
-    their places in `content`. Of compressed files `start` counts decompressed bytes.
+    lines: number, from 1, of the first line of `content`, or of each of its lines; None if it is counted on
+    demand.
+    bad: documents found unreadable during cutting, by their offsets in `content`.
+    For compressed files `start` counts decompressed bytes.
     """
 
     source: Source
@@ -58,11 +59,11 @@ class Chunk:
 
     @property
     def path(self) -> str:
-        """Of the file."""
+        """Path of the file."""
         return self.source.path
 
     def read(self) -> bytes:
-        """Its bytes."""
+        """Return the bytes of the chunk."""
         if self.content is not None:
             return self.content
         with open(self.path, "rb") as file:
@@ -73,7 +74,7 @@ class Chunk:
         return content
 
     def line_number(self, offset: int) -> int:
-        """Number, from 1, of the line that byte `offset` of this chunk lies in."""
+        """Return the number, from 1, of the line that contains byte `offset` of this chunk."""
         if self.lines is not None:
             before = self.read()[:offset].count(b"\n")
             return self.lines + before if isinstance(self.lines, int) else self.lines[before]
@@ -91,7 +92,7 @@ def _line_number(path: str, offset: int) -> int:
     return 1 + before + bisect.bisect_left(_line_ends(path, changed, full), rest)
 
 
-# Both are kept, or a file with many bad lines would be read again for each of them.
+# Cached, else a file with many bad lines would be read again for each of them.
 @lru_cache(maxsize=1 << 16)
 def _lines_of(path: str, changed: int, block: int) -> int:
     with open(path, "rb") as file:
@@ -107,7 +108,7 @@ def _line_ends(path: str, changed: int, block: int) -> list[int]:
 
 
 def _border(path: str) -> re.Pattern[bytes]:
-    """What stands between two documents."""
+    """Return the pattern that separates two documents."""
     return _BLANK_LINE if kind(path) == ".txt" else _LINE_END
 
 
@@ -118,7 +119,7 @@ def _too_long(path: str, line: int, largest: int, hint: str = "") -> BadLine:
 def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUMENT) -> Iterator[Chunk]:
     """Cut one file into chunks of about `size` bytes; none of them holds a document of more than `largest`.
 
-    Raises InputError where the file as a whole cannot be read.
+    Raises InputError if the file as a whole cannot be read.
     """
     path, holds = source.path, kind(source.path)
     if holds in (".csv", ".parquet") or (holds == ".json" and is_array(path, source.encoding)):
@@ -155,7 +156,7 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 
 def _next_border(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int | None:
-    """The first place from `at_least` on where a document ends; None if there is none within `largest` bytes."""
+    """Return the first document end at or after `at_least`; None if there is none within `largest` bytes."""
     border, at, carried = _border(path), at_least, b""
     while at < total:
         file.seek(at)
@@ -174,7 +175,7 @@ def _next_border(file: BinaryIO, path: str, at_least: int, total: int, largest: 
 
 
 def _last_border(file: BinaryIO, path: str, start: int, size: int) -> int:
-    """Where, from `start` on, the document begins that lies `size` bytes further."""
+    """Return the end of the last delimiter within `size` bytes of `start`, relative to `start`; 0 if none."""
     file.seek(start)
     ends = [found.end() for found in _border(path).finditer(file.read(size + 4096)) if found.start() < size]
     return ends[-1] if ends else 0
@@ -188,7 +189,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         cut = (ends[0] if skipping else ends[-1]) if ends else 0
         bad: Bad = ()
         if not ends and (skipping or len(held) > largest):
-            # Of a document that is too long nothing is kept but the line breaks at its end: a border may begin there.
+            # Keep only the final line breaks of an overlong document, as a delimiter may start there.
             bad = () if skipping else ((0, _too_long(source.path, line, largest)),)
             cut = len(held.rstrip(b" \t\r\n"))
             skipping = True
@@ -233,7 +234,8 @@ def documents(
 ) -> Iterator[tuple[Any, ...] | BadLine]:
     """Yield the texts under `keys` of each document of a chunk, in order; an unreadable document yields a BadLine.
 
-    keys: names of keys, or a function that extracts the result from a record and raises ValueError if it cannot.
+    keys: names of keys, or a function that extracts the result from a record and raises ValueError if it
+    cannot.
     seed: selects, with `draw`, the documents of a source with a fractional weight.
     """
     content, bad = chunk.read(), dict(chunk.bad)
@@ -257,7 +259,7 @@ def documents(
 
 
 def _unread(path: str, keys: Sequence[str] | Take) -> str:
-    """Return what to add to the error of a record if the wanted columns of a parquet file are not read."""
+    """Return an addition to a record's error that names wanted parquet columns without text."""
     if kind(path) != ".parquet":
         return ""
     columns = unread_columns(path).items()
@@ -298,7 +300,7 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except ValueError:  # Python reads no number of more than 4300 digits
+    except ValueError:  # Python refuses integers of more than 4300 digits
         raise ValueError("JSON with a number of thousands of digits") from None
     except RecursionError:
         raise ValueError("not JSON that anybody writes (nested too deep)") from None
@@ -328,7 +330,10 @@ def texts(
     largest: int = LARGEST_DOCUMENT,
     on_bad: Callable[[BadLine], None] | None = None,
 ) -> Iterator[str]:
-    """All documents of all inputs in order, in this process. Raises InputError at the first bad line, unless `on_bad` takes it."""
+    """Yield all documents of all inputs in order, in this process.
+
+    Raises InputError at the first bad line unless `on_bad` is given, which then receives each bad line.
+    """
     names = [each for each in inputs if isinstance(each, str)]
     for source in [*(each for each in inputs if isinstance(each, Source)), *(find_files(names) if names else [])]:
         for chunk in chunks(source, largest=largest):

@@ -1,4 +1,4 @@
-"""Random numbers for the documents of a file: a pure function of the seed, the file and the place in it."""
+"""Random numbers for the documents of a file: a pure function of the seed, the file and the offset."""
 
 import hashlib
 import struct
@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Draw = Callable[[int, int, int], float]  # (seed, number of the file, offset in bytes) -> a number in [0, 1)
+Draw = Callable[[int, int, int], float]  # (seed, number of the file, offset in bytes) -> number in [0, 1)
 
 
 def uniform(seed: int, file: int, offset: int) -> float:
@@ -17,9 +17,10 @@ def uniform(seed: int, file: int, offset: int) -> float:
 
 
 def crc32(seed: int, file: int, offset: int) -> float:
-    """Return the number that earlier versions drew, only to finish a job which one of them began.
+    """Return the number that earlier versions drew; only used to finish jobs that they began.
 
-    CRC-32 is linear: a change of the seed flips the same bits of every number, so these draws are not independent.
+    CRC-32 is linear: a change of the seed flips the same bits of every number, so these draws are not
+    independent.
     """
     return zlib.crc32(f"{seed}/{file}/{offset}".encode()) / 2**32
 
@@ -28,5 +29,5 @@ DRAWS: dict[str, Draw] = {"blake2b": uniform, "crc32": crc32}
 
 
 def draw_of(journal: Mapping[str, Any] | None) -> str:
-    """Return the name of the draws of a job: of a new one, or of the one whose journal has this content."""
+    """Return the name of a job's random draws: the default for a new job, or the one in its journal."""
     return "blake2b" if journal is None else str(journal.get("draw", "crc32"))

@@ -1,4 +1,4 @@
-"""Which files are read, in which order, and which are not."""
+"""Selection of input files: which files are read, and in which order."""
 
 import glob
 import os
@@ -11,12 +11,12 @@ from .streams import COMPRESSED, InputError, is_utf8
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".parquet")
 KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
-REPORT = ".report.json"  # what tools/clean_corpus.py adds to the name of its output
-NAMED = 3  # of the files that are not read
+REPORT = ".report.json"  # suffix that tools/clean_corpus.py appends to the name of its output
+NAMED = 3  # skipped files that a message names
 
 
 class Source(NamedTuple):
-    """A file, how often each of its documents is taken (0.5: every second one at random), its place among all, its encoding."""
+    """Input file. weight: copies of each document (0.5: a random half). number: its index among all inputs."""
 
     path: str
     weight: float = 1.0
@@ -29,12 +29,12 @@ def _to_stderr(message: str) -> None:
 
 
 def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[str], None] = _to_stderr) -> list[Source]:
-    """The text files that `inputs` name, in the order of the inputs and there by name.
+    """Return the text files that `inputs` name, in the order of the inputs and sorted by name within each.
 
-    An input is a file, a folder (searched through with the folders that it links to, but for what is hidden) or a glob
-    pattern of files and folders, and may end with `@WEIGHT`. say: is told which files of folders and patterns are of no
-    kind that is read or reports of tools/clean_corpus.py, and which links lead to what is read already.
-    Raises InputError for what does not exist, cannot be read, or is of an unknown kind.
+    An input is a file, a folder or a glob pattern, and may end with `@WEIGHT`. Folders are searched
+    recursively, through links, without hidden entries. say: receives messages about skipped files: other kinds,
+    reports of tools/clean_corpus.py, and links to files that are already read.
+    Raises InputError for an input that does not exist, cannot be read or is of an unknown kind.
     """
     is_utf8(encoding)
     files: list[Source] = []
@@ -59,13 +59,13 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
 
 
 def absent(inputs: Sequence[str]) -> list[str]:
-    """The inputs that are neither a file, nor a folder, nor a pattern, nor `-`; each may end with `@WEIGHT`."""
+    """Return the inputs that are no existing path, no pattern and not `-`; each may end with `@WEIGHT`."""
     names = [_weight(given)[0] for given in inputs]
     return [name for name in names if name != "-" and not glob.has_magic(name) and not os.path.exists(name)]
 
 
 def _all_files(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[Path]:
-    """`given`, but for folders what is in them and in the folders that they link to; each once, as links may go in a circle."""
+    """Return the files in `given` and in its folders, also through links; each once, as links may form cycles."""
     search, found = _Search(), list[Path]()
     for path in sorted(given, key=lambda path: (len(path.parts), path)):
         found += search.files(path)
@@ -75,15 +75,16 @@ def _all_files(where: str, given: Iterable[Path], say: Callable[[str], None]) ->
 
 
 class _Search:
-    """What was found: paths by their real ones. again: other ways to the same."""
+    """Recursive search that finds each file once, by its real path. again: other paths to the same files."""
 
     def __init__(self) -> None:
         self._found: dict[str, Path] = {}
         self.again: list[Path] = []
 
     def files(self, path: Path) -> Iterator[Path]:
-        """The path of a file, those of the files in a folder. Raises InputError for a folder that cannot be read."""
-        # A link to a file is a file of its own, as a copy would be. A pattern may name what stands behind more links than the system follows.
+        """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
+        # A link to a file counts as a separate file, like a copy. The parent is resolved here because a pattern
+        # may match a path through more links than the system follows.
         place = os.path.join(os.path.realpath(path.parent), path.name)
         if not os.path.isdir(place):
             if self._is_new(place, path):
@@ -119,7 +120,7 @@ def _check_folder(path: str) -> None:
 
 
 def _check_folders_of(pattern: str) -> None:
-    """Raise InputError for a folder that a pattern looks into and cannot read: glob would pass over it."""
+    """Raise InputError for an unreadable folder in a pattern, which glob would silently skip."""
     while (above := os.path.dirname(pattern)) != pattern:
         for folder in glob.glob(above or os.curdir, recursive=True):
             if os.path.isdir(folder):
@@ -130,7 +131,7 @@ def _check_folders_of(pattern: str) -> None:
 
 
 def _there(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files among them. Raises InputError for a link to nothing, such as to a disk that is not mounted."""
+    """Yield the paths that are files. Raises InputError for a broken link, such as to an unmounted disk."""
     for path in paths:
         if path.is_symlink() and not path.exists():
             raise InputError(f"{path} is a link to {os.readlink(path)}, which is not there")
@@ -139,7 +140,7 @@ def _there(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding: str = "utf-8") -> None:
-    """Raise InputError if something would be written over what is read, or two outputs over each other."""
+    """Raise InputError if an output would overwrite an input or another output."""
     read = {os.path.realpath(source.path) for source in find_files(inputs, encoding, lambda message: None)}
     written: set[str] = set()
     for each in filter(None, outputs):
@@ -152,7 +153,7 @@ def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], enco
 
 
 def _known(where: str, paths: Iterable[Path], say: Callable[[str], None]) -> list[str]:
-    """Those of a kind that is read, sorted; the others are said, and the reports of what is read."""
+    """Return the paths of a readable kind, sorted; report the other files and clean_corpus.py's reports."""
     every = sorted(map(str, paths))
     reports = [path for path in every if _is_report(path)]
     if reports:
@@ -166,7 +167,7 @@ def _known(where: str, paths: Iterable[Path], say: Callable[[str], None]) -> lis
 
 
 def _is_report(path: str) -> bool:
-    """By its name, which goes on after that of a corpus: x.report.json alone may be a text."""
+    """Return True for a corpus's report; `x.report.json` without a corpus name before it may be text."""
     return path.endswith(REPORT) and kind(path.removesuffix(REPORT)) is not None
 
 
@@ -197,12 +198,12 @@ def _check_file(path: str) -> None:
 
 
 def is_compressed(path: str) -> bool:
-    """By the ending of its name."""
+    """Return True if the file name has a compression suffix."""
     return path.lower().endswith(COMPRESSED)
 
 
 def kind(path: str) -> str | None:
-    """The suffix that says what a file holds, e.g. `.jsonl` for x.jsonl.gz or X.JSONL."""
+    """Return the suffix that determines a file's format, e.g. `.jsonl` for x.jsonl.gz or X.JSONL, or None."""
     stem = os.path.splitext(path)[0].lower() if is_compressed(path) else path.lower()
     found = next((suffix for suffix in SUFFIXES if stem.endswith(suffix)), None)
-    return None if found == ".parquet" and is_compressed(path) else found  # parquet compresses by itself
+    return None if found == ".parquet" and is_compressed(path) else found  # parquet has its own compression

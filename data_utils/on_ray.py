@@ -1,7 +1,7 @@
 """`ordered_map` over the machines of a Ray cluster (Moritz et al. 2018): the same results in the same order.
 
-Ray starts the processes, moves what they are given and make, and starts again what dies with a machine. All machines must see the
-project and the data under the same paths.
+Ray starts the processes, transfers items and results, and restarts processes of a failed machine. All machines
+need the project and the data under the same paths.
 """
 
 import importlib
@@ -17,13 +17,13 @@ from .streams import InputError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-AHEAD = 3  # items under way for each process
-TRIES = 3  # of an item whose process dies
+AHEAD = 3  # items in flight for each process
+TRIES = 3  # retries of an item whose process dies
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class _Process:
-    """One process of the cluster; functions are known by their names, as a tool is a script."""
+    """Ray actor; functions are passed by name because a tool is a script, not an importable module."""
 
     def __init__(self, folder: str, module: str, start: str, settings: tuple[Any, ...]) -> None:
         os.chdir(folder)
@@ -35,15 +35,16 @@ class _Process:
 
 
 def connect(address: str) -> Any:
-    """Ray's package, connected; address: of a cluster, `auto` for the one that this machine belongs to, `local` to start one.
+    """Connect to a Ray cluster and return the package ray.
 
-    Raises InputError where Ray is missing, or the cluster.
+    address: of a cluster, `auto` for the cluster of this machine, `local` to start one.
+    Raises InputError if Ray or the cluster is missing.
     """
     try:
         import ray
     except ImportError:
         raise InputError("--ray needs the package ray: pip install ray") from None
-    # Processes import the tools as this one does. Ray starts them before it knows what they will run.
+    # Actors need this process's import path. Ray starts them before it knows what they will run.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     how: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -64,7 +65,10 @@ def ordered_map_on_ray(
     settings: tuple[Any, ...],
     address: str,
 ) -> Iterator[Result]:
-    """As parallel.ordered_map; `work` and `start` are functions of a module, or of the script that runs."""
+    """Yield the results of `work` in order, as parallel.ordered_map does, from processes of a Ray cluster.
+
+    `work` and `start` must be top-level functions of a module or of the running script.
+    """
     ray = connect(address)
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None
     module = Path(script).stem if script else work.__module__

@@ -1,4 +1,4 @@
-"""`map` over worker processes: results in the order of the items, a bounded number of them under way."""
+"""`map` over worker processes with ordered results and a bounded number of items in flight."""
 
 import os
 import threading
@@ -14,11 +14,11 @@ from .tracker import start_tracker
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-AHEAD = 3  # items under way for each worker
+AHEAD = 3  # items in flight for each worker
 
 
 def _begin(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
-    """In a worker: it must not outlive its parent, which a pool sees to only where the parent ends in order."""
+    """Initialise a worker that ends with its parent; a pool ensures that only if the parent exits normally."""
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -38,9 +38,10 @@ def ordered_map(
     settings: tuple[Any, ...],
     cluster: str | None = None,
 ) -> Iterator[Result]:
-    """`map(work, items)` by `workers` processes (0: in this one); each first calls `start(*settings)`.
+    """Yield `map(work, items)` computed by `workers` processes (0: in this one).
 
-    cluster: they are processes of a Ray cluster (on_ray.py). Raises what `work` raises, and RuntimeError if a worker dies.
+    Each process first calls `start(*settings)`. cluster: address of a Ray cluster to run on (on_ray.py).
+    Raises what `work` raises, and RuntimeError if a worker dies.
     """
     if cluster:
         yield from ordered_map_on_ray(work, items, workers, start, settings, cluster)

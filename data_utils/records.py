@@ -1,6 +1,6 @@
-"""Files of records that are read from the front only: CSV, JSON arrays, parquet. Each record comes as one line of JSON.
+"""Sequential readers for files of records (CSV, JSON arrays, parquet); each record is returned as one line of JSON.
 
-What is wrong with a record is its own: the one after it is read again.
+An unreadable record does not affect the next one.
 """
 
 import codecs
@@ -14,25 +14,25 @@ from typing import Any
 
 from .streams import BadLine, InputError, blocks, open_text
 
-Record = tuple[int, bytes]  # the number, from 1, of the line (of parquet: the row) it begins on; JSON
+Record = tuple[int, bytes]  # (number of its first line, of parquet its row, from 1; JSON)
 BLOCK = 1 << 20
 
 
 def is_array(path: str, encoding: str) -> bool:
-    """Whether a .json file holds one array, not an object a line."""
+    """Return True if a .json file holds one array instead of an object per line."""
     head = b"".join(piece for piece, _ in zip(blocks(path, 4096, encoding), range(2), strict=False))
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def too_long(largest: int, ends: str) -> str:
-    """The error of a document above --max-document-mb."""
+    """Return the error for a document above --max-document-mb."""
     return f"a document of more than {largest} bytes, which --max-document-mb bounds; documents end with {ends}"
 
 
 def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterator[Record | BadLine]:
-    """The records of a file in order, and what is wrong with those that are none.
+    """Yield the records of a file in order, with a BadLine for each unreadable one.
 
-    largest: bytes of a record. Raises InputError where the file as a whole is at fault.
+    largest: most bytes of a record. Raises InputError if the file as a whole is unreadable.
     """
     if kind == ".csv":
         yield from _rows(path, encoding, largest)
@@ -43,7 +43,7 @@ def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterato
 
 
 class _Lines:
-    """The lines of a CSV file, and of the record under way: its first line, whether a quote is open, whether it is too long."""
+    """Lines of a CSV file, with the state of the current record: its first line, size and open quote."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
         self._file, self._largest = open_text(path, encoding), largest
@@ -67,11 +67,11 @@ class _Lines:
             self.open ^= part.count('"') % 2 == 1
             if len(part) <= self._largest or part.endswith(("\n", "\r")):
                 break
-            part, line = self._file.readline(self._largest + 1), ""  # of a line that is too long nothing is kept
+            part, line = self._file.readline(self._largest + 1), ""  # an overlong line is not kept
         return line
 
     def leave(self) -> None:
-        """Read to the end of the record."""
+        """Read to the end of the current record."""
         while self.open and next(self, None) is not None:
             pass
 
@@ -136,7 +136,7 @@ def _table(path: str) -> Iterator[Record]:
 
 
 def _is_read(types: Any, column: Any) -> bool:
-    """Return whether a column of this Arrow type is text, or is made of JSON's types with some text in it."""
+    """Return True if an Arrow type is text, or consists of JSON's types with some text in it."""
     leaves = list(_leaves(types, column))
     texts = [leaf for leaf in leaves if _is_text(types, leaf)]
     plain = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
@@ -171,14 +171,14 @@ def _unread_columns(path: str, changed: int) -> dict[str, str]:
 
 
 def other_columns(path: str) -> list[str]:
-    """Return the columns of a parquet file that are read although they are not plain text; earlier versions left them out."""
+    """Return the columns of a parquet file that are read although not plain strings; earlier versions ignored them."""
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
     return [f.name for f in _schema(path) if _is_read(pyarrow.types, f.type) and f.type not in plain]
 
 
 def _schema(path: str) -> Any:
-    """Return the Arrow schema of a parquet file. Raises InputError for a damaged one."""
+    """Return the Arrow schema of a parquet file. Raises InputError for a damaged file."""
     pyarrow = _pyarrow(path)
     try:
         return pyarrow.parquet.read_schema(path)
@@ -190,21 +190,21 @@ _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MARKS = re.compile(r'\\.|["\n\[\]{},]', re.DOTALL)
 _DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1, ",": 0}
-_NEAR = 16  # an item that is cut off can look wrong in its last few characters
+_NEAR = 16  # a truncated item may fail to parse this close to the end of the window
 
 
 class _Array:
-    """A JSON array in a window that moves over the file; no character is copied more than a few times."""
+    """JSON array read through a window that moves over the file; each character is copied only a few times."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
         self._path, self._largest = path, largest
         self._blocks = blocks(path, BLOCK, encoding)
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
-        self._held, self._at, self._line = "", 0, 1  # the window, the place in it, the line of that place
+        self._held, self._at, self._line = "", 0, 1  # window, position in it, line of the position
 
     def items(self) -> Iterator[Record | BadLine]:
         self._skip(_SPACE)
-        self._move(self._at + 1)  # is_array has seen the bracket
+        self._move(self._at + 1)  # skip the bracket that is_array found
         parse = json.JSONDecoder().raw_decode
         while self._skip(_BETWEEN):
             if self._held[self._at] == "]":
@@ -214,7 +214,7 @@ class _Array:
                 return
             try:
                 _, end = parse(self._held, self._at)
-                wrong, cut = "", end == len(self._held)  # a number might go on
+                wrong, cut = "", end == len(self._held)  # a number may continue in the next block
             except json.JSONDecodeError as error:
                 wrong = error.msg
                 cut = wrong.startswith("Unterminated") or error.pos + _NEAR > len(self._held)
@@ -228,7 +228,7 @@ class _Array:
                 yield BadLine(self._path, self._line, reason)
                 self._leave(bounded=not long)
                 continue
-            # In JSON a line break stands between tokens only, so a space does as well.
+            # JSON allows line breaks only between tokens, where a space is equivalent.
             raw = self._held[self._at : end].replace("\r", " ").replace("\n", " ")
             yield self._line, raw.encode("utf-8", "surrogateescape")
             self._move(end)
@@ -239,7 +239,7 @@ class _Array:
         self._at = to
 
     def _more(self) -> bool:
-        """Read on; False at the end of the file."""
+        """Append the next block to the window; return False at the end of the file."""
         block = next(self._blocks, None)
         if block is None:
             return False
@@ -247,7 +247,7 @@ class _Array:
         return True
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Go on after what the pattern matches; False at the end of the file."""
+        """Advance past a match of `pattern`; return False at the end of the file."""
         while True:
             found = pattern.match(self._held, self._at)
             self._move(found.end() if found else self._at)
@@ -257,9 +257,9 @@ class _Array:
                 return False
 
     def _leave(self, bounded: bool) -> None:
-        """Go on after an item that cannot be read: where its brackets close, or else where the line ends.
+        """Skip an unreadable item: advance to where its brackets close, or else to the end of the line.
 
-        bounded: look no further than the largest item.
+        bounded: search at most the size of the largest item.
         """
         walk, passed = _Walk(), 0
         while (end := walk.end(self._held, self._at)) is None:
@@ -273,17 +273,17 @@ class _Array:
 
 
 class _Walk:
-    """Looks for the end of an item, through one window after the other."""
+    """Incremental search for the end of an item over successive windows."""
 
     def __init__(self) -> None:
         self._depth, self._quoted, self._lines = 0, False, 0
 
     def end(self, text: str, at: int) -> int | None:
-        """Where the item ends; None if after this text."""
+        """Return the end of the item in `text`, or None if it is beyond."""
         for mark in _MARKS.finditer(text, at):
             char = mark[0]
             if char == "\n":
-                if self._quoted and not self._lines:  # no string has a line break: this one was never closed
+                if self._quoted and not self._lines:  # strings have no line breaks, so this one was never closed
                     return mark.start()
                 self._quoted = False
                 self._lines += 1

@@ -1,10 +1,10 @@
-"""What is no text, or was one: how much of it a document holds."""
+"""Measures of unusable text: wrong encodings, markup, encoded bytes, URLs, repetitions."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-# What UTF-8 looks like when it was read as Latin-1 or GBK, and GBK when it was read as something else.
+# Typical results of UTF-8 decoded as Latin-1 or GBK, and of GBK decoded as another encoding.
 _BROKEN = re.compile(
     r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|æ[\u0080-\u00bf]{2}|å[\u0080-\u00bf]{2}|ç[\u0080-\u00bf]{2}|è[\u0080-\u00bf]{2}"
 )
@@ -20,27 +20,28 @@ _BEYOND = re.compile(r"[^\x00-\x7f]{2,}")
 _LATIN = re.compile("[\u00a1-\u00ff]{4,}")
 _AGAIN = re.compile(r"(.{2,200}?)\1{9,}")
 _CODE_END = (";", "{", "}", "},", "};", ");", "]", "],", ")", "\\\\", "*/", ":", "/>")
-# In any modern text, simplified or not, about every fourth character is one of these.
+# About a quarter of the characters of modern Chinese text, simplified or traditional, are among these.
 _COMMON = frozenset(
     "的一是不了在人有我他中大来上到和地出也要下以生可里用所方前主行面同而之其于本部分如成者作多天心日月年小自此"
 )
 _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
-LOOKED_AT = 600  # characters beyond ASCII, to tell a misread text
-TAGS = 5  # a text that speaks of HTML has some, too
-PROBE = 8  # characters of a line that are looked for in the rest of it
+LOOKED_AT = 600  # non-ASCII characters examined to detect a wrong encoding
+TAGS = 5  # fewer tags occur also in texts about HTML
+PROBE = 8  # length of the sample that is searched in the rest of a line
 OFTEN = 10
 
 
 def broken_characters(text: str) -> int:
-    """Characters that come of a wrong encoding and stand in no text."""
+    """Return the number of characters that only a wrong encoding produces."""
     return sum(len(found) for found in _BROKEN.findall(text))
 
 
 def is_misread(text: str) -> bool:
-    """Whether UTF-8 was read as GB18030, or GB18030 as Latin-1, Big5 or UTF-8, throughout.
+    """Return True if the text was decoded throughout with a wrong encoding.
 
-    Read the other way round it is Chinese; where the bytes that did not fit were thrown away, letters of many scripts are left.
+    Detects UTF-8 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Decoding it the other way
+    gives Chinese. Where invalid bytes were dropped, a mixture of many scripts remains.
     """
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20 and _is_han(
         "".join(_LATIN.findall(text)), "latin-1", "gb18030"
@@ -64,7 +65,7 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
 
 
 def _becomes_common(text: str) -> bool:
-    """Whether no usual character is in it, but many are once Big5 is GB18030 again."""
+    """Return True if common characters are absent but frequent after re-decoding Big5 as GB18030."""
     if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
         return False
     again = text.encode("big5", "replace").decode("gb18030", "replace")
@@ -72,7 +73,7 @@ def _becomes_common(text: str) -> bool:
 
 
 def _is_mixed(text: str) -> bool:
-    """Whether much of it is in scripts of two bytes, four or more of them mixed, as no language is written."""
+    """Return True if much of the text mixes four or more two-byte scripts, as no language does."""
     found = _TWO_BYTES.findall(text[:20_000])
     if len(found) < 20 or len(found) < 0.2 * len(text[:20_000]):
         return False
@@ -81,7 +82,7 @@ def _is_mixed(text: str) -> bool:
 
 
 def html_characters(text: str) -> int:
-    """Characters of tags, comments and entities of HTML; none where a text only speaks of some."""
+    """Return the number of characters in HTML tags, comments and entities; 0 if there are only a few tags."""
     if "<" not in text and "&" not in text:
         return 0
     sizes = [len(found[0]) for found in _TAG.finditer(text)]
@@ -89,7 +90,7 @@ def html_characters(text: str) -> int:
 
 
 def encoded_characters(text: str) -> int:
-    """Characters of base64 and the like: long rows of letters and digits of both cases."""
+    """Return the number of characters in base64 and the like: long runs of digits and letters of both cases."""
     return sum(
         len(found[0])
         for found in _ENCODED.finditer(text)
@@ -98,7 +99,7 @@ def encoded_characters(text: str) -> int:
 
 
 def url_characters(text: str) -> int:
-    """Characters of lines that are addresses for the most part."""
+    """Return the number of characters in lines that consist mostly of URLs."""
     if "://" not in text and "www." not in text:
         return 0
     lines = ((len(line), sum(len(found[0]) for found in _URL.finditer(line))) for line in text.split("\n"))
@@ -106,7 +107,7 @@ def url_characters(text: str) -> int:
 
 
 def once(line: str) -> str:
-    """A line without the repetitions of a phrase that stands in it ten times or more in a row."""
+    """Return a line with one copy of each phrase that it repeats ten or more times in a row."""
     if len(line) < PROBE * OFTEN:
         return line
     for place in (len(line) // 4, len(line) // 2, 3 * len(line) // 4):
@@ -116,19 +117,19 @@ def once(line: str) -> str:
 
 
 def _is_ruler(phrase: str) -> bool:
-    """A drawn line, a row of a table or dots of a table of contents, not words."""
+    """Return True for a phrase without letters, such as a rule, a table row or dot leaders."""
     return not any(map(str.isalpha, phrase))
 
 
 def looks_like_code(lines: Sequence[str]) -> bool:
-    """Whether a third of the lines are indented with spaces or tabs, or end as those of programs do."""
+    """Return True if a third of the lines are indented or end like lines of code."""
     full = [line for line in lines if line.strip()]
     like = sum(line.startswith(("  ", "\t")) or line.endswith(_CODE_END) for line in full)
     return 3 * like > len(full)
 
 
 def without_rows(lines: Iterable[str]) -> Iterator[str]:
-    """Of a line that stands three times or more in a row, one."""
+    """Yield the lines, with only one of three or more equal ones in a row."""
     row: list[str] = []
     for line in lines:
         if row and line != row[0]:

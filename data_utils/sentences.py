@@ -1,9 +1,9 @@
-"""Where sentences end, in Chinese and English."""
+"""Sentence splitting for Chinese and English."""
 
 import re
 
-# Chinese: a mark, with the closing quotes and brackets after it. English: a mark and white space, unless what stands
-# before it is an abbreviation, an initial or a number of a list. A line break ends a sentence, too.
+# Chinese: a mark with the closing quotes and brackets after it. English: a mark and white space, except after
+# an abbreviation, an initial or a list number. A line break also ends a sentence.
 _END = re.compile(
     r"""(?:[。！？!?…；]+[”’」』）》〉】"')\]]*\s*
         |(?<=[^\s.])\.+["')\]”’]*(?:\s+|$)
@@ -16,7 +16,7 @@ _OPEN = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, white space after them included: joined, they are the text again.
+    """Split a text into sentences, each with the white space after it, so that they join to the same text.
 
     A text without any sentence gives [].
     """

@@ -1,4 +1,4 @@
-"""A seeded shuffle of more lines than fit into memory."""
+"""Seeded shuffle of more lines than fit into memory."""
 
 import os
 import random
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-PILES = 64  # one at a time is in memory: a 64th of the whole
+PILES = 64  # only one pile is in memory at a time
 
 
 def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles: int = PILES) -> Iterator[bytes]:
-    """The lines (each ending with a newline) in an order that is uniformly random for `seed`.
+    """Yield the lines (each ending with a newline) in an order that is uniformly random for `seed`.
 
-    Each line goes to a pile drawn for it; then the piles are shuffled one by one. `folder` (default: the
-    system's for temporary files) holds a copy of the lines meanwhile.
+    Each line goes to a random pile, and then each pile is shuffled in memory. `folder` (default: the system's
+    temporary folder) holds a copy of the lines meanwhile.
     """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -1,4 +1,4 @@
-"""Files as streams of bytes: decompressed as their names say, in UTF-8 whatever they were written in."""
+"""Files as byte streams, decompressed by file suffix and converted to UTF-8."""
 
 import bz2
 import codecs
@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-MOST = 1 << 20  # decompressed bytes at a time
-MOST_OF_XZ = 1 << 30  # memory for the dictionary of an .xz, whose header asks for it
-NEVER = b"\xff"  # stands in no UTF-8: marks what the encoding of the file does not allow
+MOST = 1 << 20  # most decompressed bytes at a time
+MOST_OF_XZ = 1 << 30  # memory limit for the dictionary that the header of an .xz requests
+NEVER = b"\xff"  # byte that no UTF-8 contains; marks input that is invalid in the file's encoding
 
 
 class InputError(ValueError):
-    """An input file cannot be read as documents; the message names file and line."""
+    """Error for an input file that cannot be read as documents; the message names file and line."""
 
 
 class BadLine(NamedTuple):
-    """A document that could not be read: where, and why."""
+    """Unreadable document: its place and the reason."""
 
     path: str
     line: int
@@ -33,17 +33,17 @@ class BadLine(NamedTuple):
 
 
 class _Frames(io.RawIOBase):
-    """A compressed file of one or more streams; unlike the libraries' own readers it notices what is cut short or no stream.
+    """Compressed file of one or more streams; unlike the standard readers it raises for truncated or invalid data.
 
-    It holds `MOST` decompressed bytes at a time, however small the file is. new: makes the decompressor of one stream, with
-    the interface of `bz2.BZ2Decompressor`. padding: bytes that may stand between streams. at_once: bytes that are read.
+    Holds at most `MOST` decompressed bytes. new: makes a decompressor for one stream, with the interface of
+    `bz2.BZ2Decompressor`. padding: bytes allowed between streams. at_once: compressed bytes per read.
     """
 
     def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"", at_once: int = 1 << 14) -> None:
         self._new, self._padding, self._at_once = new, padding, at_once
         self._file = open(path, "rb")  # noqa: SIM115  # closed in close()
         self._frame: Any = None
-        self._raw = b""  # compressed bytes that no decompressor has taken
+        self._raw = b""  # compressed bytes not yet passed to a decompressor
         self._held = memoryview(b"")
 
     def readable(self) -> bool:
@@ -58,7 +58,10 @@ class _Frames(io.RawIOBase):
         return count
 
     def _decompress(self) -> bool:
-        """Decompress some bytes, perhaps none; False at the end of the file. Raises EOFError for a stream that is cut short."""
+        """Decompress some bytes, possibly none; return False at the end of the file.
+
+        Raises EOFError for a truncated stream.
+        """
         raw = b""
         if self._frame is None or self._frame.needs_input:
             raw, self._raw = self._raw or self._file.read(self._at_once), b""
@@ -82,7 +85,10 @@ class _Frames(io.RawIOBase):
 
 
 class _Zst:
-    """zstandard's decompressor with the interface of Python's, which bounds nothing: 256 bytes make 8 MB at most."""
+    """Adapter from zstandard's decompressor to the interface of bz2's.
+
+    It cannot limit its output, but 256 input bytes give at most 8 MB.
+    """
 
     needs_input = True
 
@@ -117,7 +123,7 @@ _FRAMES: dict[str, Callable[[str], _Frames]] = {
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """The file, decompressed as its name says."""
+    """Open a file for reading, decompressed according to its suffix."""
     ending = os.path.splitext(path)[1].lower()
     if ending == ".gz":
         return gzip.open(path)  # type: ignore[return-value]
@@ -127,18 +133,19 @@ def open_bytes(path: str) -> BinaryIO:
 
 
 def is_utf8(encoding: str) -> bool:
-    """Raises InputError for an encoding that Python does not know."""
+    """Return True if `encoding` is UTF-8. Raises InputError for an encoding that Python does not know."""
     try:
-        "".encode(encoding)  # codecs that are no encodings of text (hex, zip) fail here, too
+        "".encode(encoding)  # also raises for codecs that do not encode text, such as hex and zip
     except LookupError:
         raise InputError(f"--encoding {encoding!r} is none that Python knows; gb18030 and utf-16 are common") from None
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 
 def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
-    """Yield the content as UTF-8, in pieces of about `size` bytes; what `encoding` does not allow becomes NEVER.
+    """Yield the content as UTF-8 in pieces of about `size` bytes; invalid input becomes NEVER.
 
-    Raises InputError for damaged data, naming the line, and for a file that is UTF-8 or ASCII and not `encoding`.
+    Raises InputError for damaged data, naming the line, and for a file that is UTF-8 or ASCII and not
+    `encoding`.
     """
     pieces = _raw_blocks(path, size)
     if is_utf8(encoding):
@@ -170,7 +177,7 @@ def _raw_blocks(path: str, size: int) -> Iterator[bytes]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What the decompressors raise."""
+    """Return the exceptions that decompressors raise for damaged data."""
     try:
         from zstandard import ZstdError
     except ImportError:
@@ -178,13 +185,13 @@ def _damage() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError)
 
 
-SHORTEST_ASCII = 16  # bytes; 8 Chinese characters look like ASCII in UTF-16 once in 100,000 times
+SHORTEST_ASCII = 16  # bytes; 8 Chinese characters in UTF-16 look like ASCII once in 100,000 times
 
 
 def _contradiction(head: bytes, encoding: str) -> str:
     """Return "UTF-8" or "ASCII" if the first bytes of a file are that and thus not `encoding`, else an empty string."""
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may be cut at the end
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be incomplete
     except UnicodeDecodeError:
         return ""
     if not text.isascii():
@@ -200,7 +207,7 @@ def looks_like(raw: bytes) -> str:
         return _hint("utf-16")
     if raw.count(0) * 5 > len(raw):
         return _hint("utf-16-le" if raw[1::2].count(0) > raw[::2].count(0) else "utf-16-be")
-    # Damaged UTF-8 is still UTF-8 for the most part, and its bytes often make characters of others by chance.
+    # Damaged UTF-8 is still mostly valid UTF-8, and its bytes often decode in other encodings by chance.
     beyond = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
     if not beyond or beyond.count("\ufffd") * 4 < len(beyond):
         return ""
@@ -212,14 +219,14 @@ def _hint(encoding: str) -> str:
 
 
 def _is_chinese(raw: bytes, encoding: str) -> bool:
-    """Whether nine of ten characters are of Chinese text, and at least one is."""
+    """Return True if over nine of ten characters are typical of Chinese text and at least one is Chinese."""
     text = raw.decode(encoding, "replace")
     han = sum("\u4e00" <= c <= "\u9fa5" or "\u3000" <= c <= "\u3002" or "\uff00" < c < "\uff60" for c in text)
     return han > 0 and (han + sum(" " <= c < "\x7f" or c in "\t\r\n" for c in text)) * 10 > 9 * len(text)
 
 
 class _Joined(io.RawIOBase):
-    """Pieces of bytes as one file."""
+    """File object over an iterator of byte pieces."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._held = pieces, memoryview(b"")
@@ -239,6 +246,6 @@ class _Joined(io.RawIOBase):
 
 
 def open_text(path: str, encoding: str) -> io.TextIOWrapper:
-    """The text with its own line ends. What is no text in `encoding` becomes half of a surrogate pair."""
+    """Open a file as text with its own line ends; invalid input becomes lone surrogates."""
     joined = io.BufferedReader(_Joined(blocks(path, 1 << 20, encoding)), 1 << 20)
     return io.TextIOWrapper(joined, encoding="utf-8-sig", errors="surrogateescape", newline="")

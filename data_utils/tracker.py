@@ -1,4 +1,7 @@
-"""Python's process that counts semaphores: if this one is killed, the tracker removes them, and need not warn users."""
+"""Start of Python's resource tracker without its warning about leaked semaphores.
+
+The tracker removes the semaphores of a killed process, so users need no warning.
+"""
 
 import sys
 from multiprocessing import resource_tracker
@@ -7,8 +10,8 @@ _QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 def start_tracker() -> None:
-    """Start the tracker with its warning of leaked semaphores off, unless it runs already."""
-    sys.warnoptions.append(_QUIET)  # the tracker is started with the options of this process
+    """Start the resource tracker, unless it runs already, with its warning about leaked semaphores disabled."""
+    sys.warnoptions.append(_QUIET)  # the tracker inherits the warning options of this process
     try:
         resource_tracker.ensure_running()
     finally:

@@ -1,4 +1,4 @@
-"""What can be known of an installation and a run before it is launched, a sentence for each thing and what to do about it.
+"""Checks of an installation and a run before launch; each finding has a remedy.
 
-Torch is imported by those checks only that need it, so that the others can say that it is missing.
+Only checks that need torch import it, so that the others can report that it is missing.
 """

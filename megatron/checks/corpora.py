@@ -1,4 +1,4 @@
-"""Whether the data are there, whole, of this tokenizer, and enough."""
+"""Checks of the data: files present and intact, matching tokenizer, enough tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ STRETCHES = 64
 
 
 def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Each pair that the settings name. tokenizer: None where it could not be loaded."""
+    """Check each corpus that the settings name. tokenizer: None if it could not be loaded."""
     from ..data.corpora import prefixes_of
     from ..data.indexed_dataset import IndexedDataset
 
@@ -58,7 +58,7 @@ def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> 
 
 
 def largest_id(dataset: Any) -> int:
-    """Of up to LOOKED_AT tokens of a corpus, in stretches from all over it; -1 of an empty one."""
+    """Return the largest id among up to LOOKED_AT tokens spread over a corpus; -1 if it is empty."""
     import numpy as np
 
     total = dataset.num_tokens
@@ -73,7 +73,7 @@ def largest_id(dataset: Any) -> int:
 
 
 def _enough(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
-    """Whether each part of the split has tokens for one sample."""
+    """Check that each part of the split has enough tokens for one sample."""
     from ..data.splits import PARTS, parse_split, split_documents
 
     if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Results of checks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. remedy: what to do, where something is to be done."""
+    """One line of the report. remedy: what to do, empty if nothing."""
 
     check: str
     state: str
@@ -20,22 +20,22 @@ class Finding:
 
 
 def ok(check: str, words: str) -> Finding:
-    """Nothing is to be done."""
+    """Return a finding that needs no action."""
     return Finding(check, OK, words)
 
 
 def warning(check: str, words: str, remedy: str) -> Finding:
-    """The run may start."""
+    """Return a finding that does not prevent the run."""
     return Finding(check, WARNING, words, remedy)
 
 
 def failed(check: str, words: str, remedy: str) -> Finding:
-    """The run would not start, or not end well."""
+    """Return a finding that would prevent the run or make it fail."""
     return Finding(check, FAILED, words, remedy)
 
 
 def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What `look` finds; an error of its own is a finding, too, in the words of whoever raised it."""
+    """Yield the findings of `look`; an exception becomes a failed finding with its message."""
     try:
         yield from look()
     except ImportError as error:

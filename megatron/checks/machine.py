@@ -1,4 +1,4 @@
-"""This machine and what is installed on it."""
+"""Checks of this machine and its installed packages."""
 
 import importlib
 import importlib.metadata
@@ -11,16 +11,18 @@ from pathlib import Path
 
 from .finding import Finding, failed, ok, warning
 
-# Package -> (oldest that works, newest that was tested: scripts/test_versions.sh). pyproject.toml has the same oldest ones.
+# Package -> (oldest supported, newest tested by scripts/test_versions.sh). pyproject.toml has the same oldest
+# versions.
 SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.19", "0.19.8"), "numpy": ("2.0", "2.5.5")}
-TOO_NEW = {"deepspeed": "0.20"}  # a run refuses these releases, because inner names change what gradients are
+# a run refuses these releases because it relies on DeepSpeed internals for correct gradients
+TOO_NEW = {"deepspeed": "0.20"}
 OLDEST_PYTHON = (3, 11)
 FILES_FAIL, FILES_WARN = 256, 4096
 SHARED_MEMORY = 2**30
 
 
 def version_key(text: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0)."""
+    """Parse a version for comparison: `2.13.0+cpu` -> (2, 13, 0)."""
     numbers = []
     for part in text.split("+")[0].split("."):
         digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
@@ -31,7 +33,7 @@ def version_key(text: str) -> tuple[int, ...]:
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter."""
+    """Check the version of the interpreter."""
     found, oldest = ".".join(map(str, sys.version_info[:3])), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info[:2] < OLDEST_PYTHON:
         yield failed("Python", f"is {found}", f"take {oldest} or newer")
@@ -40,7 +42,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Versions of what a run imports, without importing it."""
+    """Check the versions of required packages without importing them."""
     for name, (oldest, newest) in SUPPORTED.items():
         try:
             found = importlib.metadata.version(name)
@@ -61,10 +63,10 @@ def packages() -> Iterator[Finding]:
 
 
 def imports(name: str) -> Iterator[Finding]:
-    """An installed torch may lack libraries, an installed DeepSpeed be built for another torch."""
+    """Check that a package can be imported: torch may lack libraries, DeepSpeed may be built for another torch."""
     try:
         version = importlib.import_module(name).__version__
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         words = " ".join(str(error).split())[:200]
         how = (
             "as https://pytorch.org says for this machine"
@@ -77,7 +79,10 @@ def imports(name: str) -> Iterator[Finding]:
 
 
 def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Iterator[Finding]:
-    """built_for: the accelerators that torch was built for; usable: it finds one; present: the machine shows one."""
+    """Check that this build of torch fits the machine's devices.
+
+    built_for: accelerators that torch was built for; usable: torch finds one; present: the machine has one.
+    """
     if usable:
         yield ok("devices", f"torch for {built_for or 'accelerators'} finds one")
     elif present and built_for is None:
@@ -91,7 +96,10 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
 
 
 def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
-    """Another `megatron` that Python would find first, or among `paths` at all. ours: our folder of that name."""
+    """Check for other packages named `megatron` on `paths`; one before ours would hide it.
+
+    ours: our folder of that name.
+    """
     others, first = [], True
     for entry in paths:
         there = Path(entry or ".", "megatron")
@@ -99,7 +107,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             continue
         if there.resolve() == ours.resolve():
             first = False
-        elif (there / "__init__.py").is_file():  # else a namespace, which hides no package
+        elif (there / "__init__.py").is_file():  # else a namespace package, which hides nothing
             others.append((there, first))
     hiding = [there for there, before in others if before]
     if hiding:
@@ -111,7 +119,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
 
 
 def compiler(wanted: bool) -> Iterator[Finding]:
-    """For --compile."""
+    """Check for a C++ compiler if --compile is given."""
     if not wanted:
         return
     asked = os.environ.get("CXX")
@@ -123,7 +131,7 @@ def compiler(wanted: bool) -> Iterator[Finding]:
 
 
 def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
-    """Whether ranks share the cores out."""
+    """Check that the threads of all ranks on this machine do not exceed its cores."""
     cores, each = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS")  # fmt: skip
     if each is not None and not (each.isdecimal() and int(each)):
         yield failed("threads", f"OMP_NUM_THREADS={each} is no number of threads", "unset it or give a number")
@@ -135,7 +143,7 @@ def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
 
 
 def open_files() -> Iterator[Finding]:
-    """`ulimit -n`."""
+    """Check the limit of open files, `ulimit -n`."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     unlimited = limit == resource.RLIM_INFINITY
     if not unlimited and limit < FILES_FAIL:
@@ -147,7 +155,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
-    """Through which processes that read data hand samples over, and NCCL its messages. workers: --num-workers."""
+    """Check free shared memory, through which data workers pass samples and NCCL messages. workers: --num-workers."""
     if not Path(folder).is_dir():
         return
     free = shutil.disk_usage(folder).free

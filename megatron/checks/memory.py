@@ -1,4 +1,4 @@
-"""What a checkpoint takes, and the memory of this machine; what a rank takes is for `megatron.planning.memory`."""
+"""Size of a checkpoint and free memory of this machine; `megatron.planning.memory` has a rank's memory."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from ..config import Config
 
 
 def checkpoint_bytes(parameters: int, config: Config) -> float:
-    """Of one checkpoint: fp32 weights and moments."""
+    """Return the bytes of one checkpoint: fp32 weights and optimizer moments."""
     return 4.0 * parameters * (2 if config.optim.optimizer == "sgd" else 3)
 
 
 def machine_bytes() -> float | None:
-    """Memory of this machine that is free now, in bytes; None where the system does not tell."""
+    """Return the free memory of this machine in bytes; None if the system does not report it."""
     found: list[Any] = []
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:

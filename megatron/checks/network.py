@@ -1,4 +1,4 @@
-"""Whether the machines of a run can find each other."""
+"""Checks of the network: hosts of a run can reach each other."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .finding import Finding, failed, ok, warning
 
 SSH_SECONDS = 10
-PORT = 29500  # torchrun's and DeepSpeed's, if nobody gives another
+PORT = 29500  # default of torchrun and DeepSpeed
 ASK = (
     "import importlib.metadata as m, os, sys; "
     "print('VERSIONS', '.'.join(map(str, sys.version_info[:2])), *(m.version(n) for n in ('torch', 'deepspeed')))"
@@ -21,14 +21,17 @@ ASK = (
 
 
 class Host(NamedTuple):
-    """A line of a hostfile."""
+    """Host of a hostfile."""
 
     name: str
     slots: int
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """`node1 slots=8`, a host a line, as DeepSpeed's launcher takes it. Raises ValueError naming the line, OSError."""
+    """Read a hostfile of DeepSpeed's launcher, with lines like `node1 slots=8`.
+
+    Raises ValueError naming the line, or OSError.
+    """
     hosts = list[Host]()
     for number, raw in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         words = raw.split("#")[0].split()
@@ -47,7 +50,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def hostfile(path: str) -> Iterator[Finding]:
-    """Its syntax."""
+    """Check the syntax of a hostfile."""
     try:
         hosts = read_hostfile(path)
     except (OSError, ValueError) as error:
@@ -62,9 +65,9 @@ def hostfile(path: str) -> Iterator[Finding]:
 def hosts_answer(
     hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
 ) -> Iterator[Finding]:
-    """Each by ssh, without a password: whether it has the same Python, torch and DeepSpeed, and sees `marker` on its disk.
+    """Check each host by ssh without a password: same versions, and `marker` visible on a shared disk.
 
-    versions: ours, in this order.
+    versions: ours of Python, torch and DeepSpeed, in this order.
     """
     here = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
     others = [host.name for host in hosts if host.name not in here]
@@ -104,7 +107,7 @@ def _asked(name: str, versions: Sequence[str], marker: Path | None, seconds: flo
 
 
 def launched_as() -> Iterator[Finding]:
-    """What a launcher says of this process, or a shell that exported it long ago."""
+    """Check the launcher's variables in the environment, which may be left from an old export."""
     said = {
         name: os.environ[name]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -125,7 +128,7 @@ def launched_as() -> Iterator[Finding]:
 
 
 def rank_0_is_here() -> Iterator[Finding]:
-    """Where this process is rank 0, MASTER_ADDR must be an address of this machine: rank 0 listens there."""
+    """Check on rank 0 that MASTER_ADDR is an address of this machine, because rank 0 listens there."""
     address = os.environ.get("MASTER_ADDR")
     if os.environ.get("RANK") != "0" or not address:
         return
@@ -133,19 +136,19 @@ def rank_0_is_here() -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind((address, 0))
     except socket.gaierror:
-        return  # `names` says it
+        return  # `names` reports this
     except OSError as error:
         yield failed("MASTER_ADDR", f"{address} is no address of this machine ({error.strerror}), where RANK=0 is", "give the address of the machine on which rank 0 runs, or unset both")  # fmt: skip
 
 
 def port_is_free() -> Iterator[Finding]:
-    """MASTER_PORT of this machine."""
+    """Check that MASTER_PORT is valid and free on this machine."""
     text = os.environ.get("MASTER_PORT", str(PORT))
     if not text.isdecimal() or not 0 < int(text) < 65536:
         yield failed("port", f"MASTER_PORT={text} is no port", "give a number between 1024 and 65535")
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as who listens does: a port in TIME_WAIT is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # accept a port in TIME_WAIT, as servers do
         try:
             probe.bind(("", int(text)))
         except OSError as error:
@@ -159,7 +162,7 @@ def port_is_free() -> Iterator[Finding]:
 
 
 def names() -> Iterator[Finding]:
-    """Whether this machine, and MASTER_ADDR, have an address."""
+    """Check that this machine's name and MASTER_ADDR resolve."""
     for what, name in (("hostname", socket.gethostname()), ("MASTER_ADDR", os.environ.get("MASTER_ADDR"))):
         if not name:
             continue
@@ -171,11 +174,11 @@ def names() -> Iterator[Finding]:
 
 
 def interface() -> Iterator[Finding]:
-    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name what there is."""
+    """Check that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name existing interfaces."""
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for wanted in filter(None, os.environ.get(variable, "").split(",")):
-            prefix = variable.startswith("NCCL")  # which takes beginnings of names, =name and ^name
+            prefix = variable.startswith("NCCL")  # NCCL accepts name prefixes, =name and ^name
             known = any(name.startswith(wanted.lstrip("^=")) if prefix else name == wanted for name in there)
             if known or wanted.startswith("^"):
                 yield ok("interface", f"{variable}={wanted}")

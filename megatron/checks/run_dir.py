@@ -1,4 +1,4 @@
-"""Whether a run may write where it is told to, and can go on with what lies there."""
+"""Checks of the run directory: writable, unlocked, enough space, and a checkpoint that can be resumed."""
 
 import os
 import shutil
@@ -12,12 +12,12 @@ from .finding import Finding, failed, ok, warning
 
 
 def nearest_folder(path: Path) -> Path:
-    """`path`, or the first above it that exists."""
+    """Return `path` or its nearest existing parent."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def writable(run_dir: Path) -> Iterator[Finding]:
-    """By writing a file, as permissions do not tell all; nothing stays."""
+    """Check write access by creating a temporary file, as permission bits are not conclusive."""
     there = nearest_folder(run_dir)
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor-"):
@@ -29,7 +29,7 @@ def writable(run_dir: Path) -> Iterator[Finding]:
 
 
 def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
-    """Who holds it, or the folder of checkpoints, which other runs may name, too."""
+    """Check the lock of the run directory and of its checkpoint folder, which other runs may use as well."""
     from ..training.run_lock import NAME, Holder, holder_of
 
     folder = Path(config.checkpoint.save) if config and config.checkpoint.save else run_dir / "checkpoints"
@@ -49,7 +49,7 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
 
 
 def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
-    """Room for checkpoints of `one` bytes each, one of which is written beside those that stay."""
+    """Check disk space for checkpoints of `one` bytes each; a new one is written before an old one is deleted."""
     if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
         yield ok("disk", "nothing is saved")
         return
@@ -67,7 +67,10 @@ def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
 
 
 def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bool) -> Iterator[Finding]:
-    """What the run would start from: found, whole, and of these settings. quick: without reading all of it."""
+    """Check the checkpoint that the run would resume from: intact and consistent with the settings.
+
+    quick: do not read the whole checkpoint.
+    """
     from ..checkpointing.files import CheckpointError, find_checkpoint, latest_checkpoint
     from ..checkpointing.load import Wanted, refuse_contradictions
     from ..checkpointing.reader import CheckpointReader
@@ -97,7 +100,10 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
 
 
 def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
-    """Whether the samples before this point are those that the run has seen, as far as settings tell, and whose schedule of the rate goes on."""
+    """Check that seed, split and corpora match the checkpoint, so that no consumed sample changes.
+
+    A note reports which learning-rate schedule continues.
+    """
     from ..checkpointing.reader import plain_config
     from ..optim import settled
 
@@ -118,5 +124,8 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
 
 
 def marker(run_dir: Path) -> Any:
-    """A file in the run directory, or the nearest folder above, for as long as the context lasts: other hosts look for it."""
+    """Create a temporary file that other hosts look for, in the run directory or its nearest existing parent.
+
+    Returns a context manager that deletes the file at its end.
+    """
     return tempfile.NamedTemporaryFile(dir=nearest_folder(run_dir), prefix=f".doctor-{os.getpid()}-")

@@ -1,4 +1,4 @@
-"""Whether the settings of a run agree with each other, with the number of ranks, and with the memory there is."""
+"""Checks of the settings: consistent with each other, the number of ranks, and the available memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Settled(NamedTuple):
-    """How far the settings of a run could be settled; None for what could not."""
+    """Settings of a run as far as they could be resolved; None for the rest."""
 
     config: Config | None
     resolved: "Resolved | None" = None
 
 
 def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
-    """The settings of these flags; of what a run wrote down, where there are none but its directory."""
+    """Return the settings that the flags give, or those stored by a run if only its directory is given."""
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"those of {run_config}")]
@@ -40,12 +40,12 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
 
 
 def _defaults(family: str) -> dict[str, Any]:
-    """Those of the entry script."""
+    """Return the defaults of the family's entry script."""
     return dict(DEFAULTS[family])
 
 
 def layout(config: Config, ranks: int) -> Iterator[Finding]:
-    """Whether the grid fits the ranks."""
+    """Check that the parallel sizes fit the number of ranks."""
     p = config.parallel
     try:
         replicas = p.data_parallel_size(ranks)
@@ -57,14 +57,14 @@ def layout(config: Config, ranks: int) -> Iterator[Finding]:
 
 
 def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
-    """ds_config and flags together."""
+    """Check that the ds_config and the flags agree; return the resolved settings and findings."""
     from ..config.ds_config import resolve
     from ..ranks import device
 
     try:
         config.parallel.data_parallel_size(ranks)
     except ConfigError:
-        return Settled(config), []  # `layout` says it
+        return Settled(config), []  # `layout` reports this
     try:
         found = resolve(config, ranks, device.fast_bf16(device.current()))
     except ConfigError as error:
@@ -76,7 +76,10 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
 
 
 def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | None) -> Iterator[Finding]:
-    """What the fullest rank takes against the memory there is. device_bytes: of an accelerator, None where ranks run on the CPU."""
+    """Check the memory of the peak rank against the available memory.
+
+    device_bytes: memory of an accelerator, None if ranks run on the CPU.
+    """
     from ..planning.memory import rank_memory
     from ..planning.sizes import parameters, stages_of
 

@@ -1,6 +1,6 @@
-"""Settings: what there is to set, how a command line, a file or another program's flags say it, and what they must fulfil.
+"""Settings of a run: their definitions, parsing (command line, JSON, foreign flags) and validation.
 
-A `Config` is made once, is never changed, and is handed to whoever needs it.
+A `Config` is built once, is immutable and is passed explicitly to the code that reads it.
 """
 
 from .model import ModelConfig, with_family

@@ -1,6 +1,7 @@
-"""Whether a training script will take its flags, in a moment: `python -m megatron.config.check gpt2 RANKS FLAGS...`
+"""Fast check of a training script's flags, without the import of torch.
 
-Nothing is imported but settings, so that scripts can ask before they prepare a corpus, and training scripts before they import torch.
+Run it as `python -m megatron.config.check gpt2 RANKS FLAGS...`. Shell scripts check flags before they prepare a
+corpus, training scripts before they import torch.
 """
 
 import os
@@ -14,16 +15,16 @@ from .help import help_if_asked
 
 
 def first_look(family: str) -> None:
-    """What a training script does first: show its settings if asked to, and end with code 2 and a sentence at flags that it will not take.
+    """Handle `--help` and exit with code 2 on invalid flags, before anything else in a training script.
 
-    Of several ranks the first one speaks, and the others go on to where all of them end.
+    Only rank 0 prints the error. The other ranks continue to the point where all ranks exit.
     """
     help_if_asked(family)
     if os.environ.get("RANK", "0") != "0":
         return
     ranks = os.environ.get("WORLD_SIZE", "1")
     if not ranks.isdecimal():
-        return  # refused where ranks meet
+        return  # initialisation of the ranks refuses this value
     try:
         parse(sys.argv[1:], DEFAULTS[family], int(ranks))
     except ConfigError as error:
@@ -32,7 +33,7 @@ def first_look(family: str) -> None:
 
 
 def main() -> None:
-    """Exit code 0, or 2 after what the training script would have said."""
+    """Exit with 0 if the flags are valid, else print the training script's error and exit with 2."""
     family, ranks, *argv = sys.argv[1:]
     try:
         config = parse(argv, DEFAULTS[family], int(ranks))

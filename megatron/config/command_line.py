@@ -1,4 +1,7 @@
-"""From a command line and JSON files to a Config: defaults < --config FILE < flags, the last flag wins."""
+"""Parsing of a command line and JSON files into a Config.
+
+Precedence: defaults < `--config FILE` < flags. The last of several equal flags wins.
+"""
 
 import argparse
 import difflib
@@ -17,14 +20,14 @@ from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 from .translate import Translation, add_to, flag_of, settings_for, suggestion, written
 
-HOME = {f.name: section for section, _, f in settings()}  # the section in which each setting lives
+HOME = {f.name: section for section, _, f in settings()}  # section of each setting
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
-# What `none` is in a file: nothing, or of several words what there is without them.
+# Meaning of the word `none` in a file: None, or the default for a setting that holds several words.
 _WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` where something known looks like `name`."""
+    """Return `; did you mean X?` for the entry of `known` closest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -47,9 +50,10 @@ examples:
 
 
 def build_parser(script: str | None = None, family: str | None = None) -> argparse.ArgumentParser:
-    """A parser with one flag per setting; what is not given does not appear in the result.
+    """Return a parser with one flag per setting; flags that are not given are absent from its result.
 
-    script, family: whose `--help` this is for; settings that models of other families read are left out of it.
+    script, family: the entry script and model family whose `--help` is shown. Settings of other families are
+    hidden.
     """
     parser = _Parser(
         prog=script,
@@ -79,24 +83,24 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
             if kind is tuple:
                 many = {"nargs": "+", "type": str, "action": partial(_Words, none=f.default)}
             groups[name].add_argument(flag(f.name), metavar=_metavar(f, kind), help=text, **many)
-    # Launchers hand this to every process they start; ranks are read from the environment.
+    # Launchers pass this flag to every process. The rank itself comes from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add_to(parser)
     return parser
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
-    """Reads a value of a setting that may be left out: `none` leaves it out, whatever a file says."""
+    """Return a reader of values of `kind` that also accepts `none`, which overrides a value from a file."""
 
     def read(word: str) -> Any:
         return None if word == "none" else kind(word)
 
-    read.__name__ = kind.__name__  # for argparse's own sentences
+    read.__name__ = kind.__name__  # argparse prints this name in its own messages
     return read
 
 
 class _Words(argparse.Action):
-    """Several words, or `none` for what there is without them."""
+    """Argument that takes several words, or the single word `none` for the setting's default."""
 
     def __init__(self, *args: Any, none: tuple[str, ...] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +111,7 @@ class _Words(argparse.Action):
 
 
 def _metavar(setting: "Field[Any]", kind: type) -> str:
-    """What stands for a value in `--help`: the words there are, or their kind."""
+    """Return the placeholder that `--help` shows for a setting's value: its choices or its type."""
     if isinstance(check := setting.metadata["check"], OneOf):
         return "{" + ",".join(str(choice) for choice in check.choices if choice is not None) + "}"
     if kind is tuple:
@@ -116,7 +120,7 @@ def _metavar(setting: "Field[Any]", kind: type) -> str:
 
 
 def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a file, each of whose keys stands there once."""
+    """Return one JSON object of the file `path` as a dict. Raises ConfigError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
@@ -126,7 +130,7 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _there_are(path: str) -> str:
-    """The files of the same kind beside one that is not there: other sizes of a model."""
+    """Return a hint that lists the other sizes of a model if the settings file `path` does not exist."""
     wanted = Path(path)
     folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
     beside = sorted(folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []
@@ -134,7 +138,7 @@ def _there_are(path: str) -> str:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError naming file and line."""
+    """Return the JSON object in `path`. Raises ConfigError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -156,7 +160,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def _named(content: Mapping[str, Any], where: str) -> Translation:
-    """What is set by sections, settings, or both mixed; settings may have a name of another project."""
+    """Translate the content of a file: sections, flat settings or both, in our names or another project's."""
     values: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
     for key, value in content.items():
@@ -173,7 +177,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
                 raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
     for name, value in foreign.items():
-        if value is not None:  # written down by a program, and not asked for
+        if value is not None:  # Programs write null for flags that were not set.
             found.add(name, value)
     found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
     return found
@@ -185,11 +189,12 @@ def parse(
     ranks: int = 1,
     tell: Callable[[str], None] = lambda note: None,
 ) -> Config:
-    """The configuration that `argv` describes.
+    """Return the configuration that `argv` describes.
 
-    defaults: settings of the entry script that differ from the fields' own. ranks: of the run, from which a flag of
-    another project may follow. tell: is called with each note on what was taken for what.
-    Raises ConfigError in one sentence, or in a line for each argument that cannot be taken.
+    defaults: the entry script's overrides of field defaults. ranks: world size, which some foreign flags depend
+    on.
+    tell: called with each note on how a foreign flag was translated.
+    Raises ConfigError with one sentence, or one line per invalid argument.
     """
     found, unknown = build_parser().parse_known_args(list(argv))
     flags_given = vars(found)
@@ -225,16 +230,20 @@ def parse(
 
 
 def _refuse_a_rise(config: Config) -> None:
-    """Raise ConfigError for a rate that would end above its peak. Not in the section itself: checkpoints of such runs can be read."""
+    """Raise ConfigError if the minimum learning rate exceeds the peak.
+
+    The section itself does not check this, so that checkpoints of such older runs stay readable.
+    """
     o = config.optim
     if o.min_lr > o.lr and o.lr_decay_style != "constant":
         raise ConfigError(f"--min-lr {o.min_lr:g} is above --lr {o.lr:g}, the peak: give a smaller --min-lr")
 
 
 def _laid_over(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:
-    """Settings of files, and of the command line, which wins, with what follows from them; and a note on each of a file that is dropped.
+    """Merge settings of files with those of the command line, which wins; return them with notes on dropped ones.
 
-    That is a number of the file's --rope-scaling which the one that takes its place does not read: nobody asked for it.
+    Dropped are parameters of a file's --rope-scaling that a later --rope-scaling does not use. The user did not
+    ask for them.
     """
     values: dict[str, Any] = {}
     said_in: dict[str, str] = {}
@@ -257,14 +266,14 @@ def _laid_over(sources: Sequence[tuple[str, Translation]], line: Translation) ->
 
 
 def _unknown(words: Sequence[str]) -> list[str]:
-    """A sentence for each unknown flag among the words that the parser left over; the others are their values."""
+    """Return an error for each unknown flag among the words that the parser did not consume."""
     known = ["--config", *(flag(name) for name in HOME)]
     names = [word.split("=")[0] for word in words if word.startswith("--")] or list(words[:1])
     return [f"unknown argument {name}{suggestion(name, known)}" for name in names]
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """`config` with some settings changed, given by their flat names."""
+    """Return `config` with some settings replaced, given by their flat names."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(HOME[name], {})[name] = value
@@ -273,16 +282,16 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def from_file(path: str) -> Config:
-    """The configuration that a run wrote to its folder. Raises ConfigError."""
+    """Return the configuration that a run wrote to its folder. Raises ConfigError."""
     found = _named(read_json(path), path)
     return with_values(Config(), with_family({**found.values, **found.follow(found.values)}))
 
 
 class Args:
-    """The flat, read-only view that tutorials know: args.hidden_size is config.model.hidden_size.
+    """Flat, read-only view of a Config in Megatron's style: args.hidden_size is config.model.hidden_size.
 
-    `config` is the whole; the tokenizer and the number of ranks, known only once a run has
-    started, are not here but in `get_tokenizer()` and `torch.distributed`.
+    `config` is the whole configuration. The tokenizer and the number of ranks are known only after start-up:
+    use `get_tokenizer()` and `torch.distributed`.
     """
 
     config: Config

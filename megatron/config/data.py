@@ -1,4 +1,4 @@
-"""What a run reads and learns from: the settings of its corpus and samples, next to the rest of them in `sections.py`."""
+"""Settings of corpus, objective and samples; the other sections are in `sections.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,10 @@ from .fields import ConfigError, Section, at_least, between, one_of, opt
 
 
 def prefix_of(word: str) -> str:
-    """The prefix of a pair of which one file may be given: `x` for x, x.bin and x.idx, unless the pair is x.bin.bin and x.bin.idx."""
+    """Return the prefix of a .bin/.idx pair, given as the prefix or as either file.
+
+    `x`, `x.bin` and `x.idx` give `x`, unless a pair x.bin.bin and x.bin.idx exists.
+    """
     path = Path(word)
     if path.suffix in (".bin", ".idx") and not Path(f"{word}.idx").exists():
         return word[: -len(path.suffix)]
@@ -17,9 +20,9 @@ def prefix_of(word: str) -> str:
 
 
 def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
-    """What --data-path names, by prefixes: weights stay as they are, and both files of one pair (`data/x.*`) are one.
+    """Return the prefixes that --data-path names, merging both files of one pair (`data/x.*`); weights are kept.
 
-    A word may be a list of its own, of weights and prefixes.
+    A single word may itself be a list of weights and prefixes separated by spaces.
     """
     found: list[str] = []
     for i, word in enumerate(words):
@@ -35,7 +38,7 @@ def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Corpus, tokenizer and samples."""
+    """Settings of corpus, tokenizer and samples."""
 
     data_path: tuple[str, ...] | None = opt(
         None,
@@ -104,7 +107,7 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-        """What is trained on, as `build_train_valid_test_datasets` takes it. Raises ConfigError if nothing is given."""
+        """Corpora in the form that `build_train_valid_test_datasets` takes. Raises ConfigError if none is given."""
         if self.data_path:
             return self.data_path
         if not self.train_data_path:

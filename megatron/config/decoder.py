@@ -1,6 +1,6 @@
-"""What decoders of today have and GPT-2 has not: rotary positions, heads in groups, norms and biases of queries and keys, windows.
+"""Decoder settings beyond GPT-2: rotary positions, grouped-query attention, QK norm, QKV biases, sliding window.
 
-Llama, Qwen and Mistral are settings of these, next to the ones that all models share.
+Llama, Qwen and Mistral are combinations of these with the settings that all models share.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from .fields import ConfigError, Section, at_least, between, more_than, one_of, 
 
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
-# Which of the numbers each way of scaling reads, by their names in `DecoderConfig`.
+# Parameters that each --rope-scaling uses, by their field names in `DecoderConfig`.
 _READ_BY = {
     "linear": ("rope_scaling_factor",),
     "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
@@ -23,7 +23,7 @@ _READ_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Section):
-    """A part of the section `model`."""
+    """Decoder settings within the section `model`."""
 
     num_key_value_heads: int | None = opt(
         None,
@@ -62,7 +62,7 @@ class DecoderConfig(Section):
     )
 
     def refuse_scaling(self) -> None:
-        """Raise ConfigError for numbers of --rope-scaling that cannot be, or that this way of scaling does not read."""
+        """Raise ConfigError for --rope-scaling parameters that are invalid or unused by the chosen method."""
         read = _READ_BY.get(self.rope_scaling or "", ())
         if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)
@@ -83,12 +83,12 @@ class DecoderConfig(Section):
             )
 
 
-# What the angles of rotary positions depend on, besides how many numbers of a head are turned.
+# Settings that determine the rotary angles, besides the number of rotated dimensions.
 OF_ANGLES = tuple(name for name in DecoderConfig.__dataclass_fields__ if name.startswith("rope_"))
 
 
 def unread(values: Mapping[str, Any], scaling: object) -> list[str]:
-    """Of settings by their flat names, those numbers of --rope-scaling that are given and that `scaling` does not read."""
+    """Return the --rope-scaling parameters in `values` that differ from their defaults and that `scaling` ignores."""
     known = DecoderConfig.__dataclass_fields__
     numbers = {name for kind, each in _READ_BY.items() if kind != scaling for name in each}
     numbers -= {name for kind, each in _READ_BY.items() if kind == scaling for name in each}

@@ -1,4 +1,4 @@
-"""What the training script of each family changes of the defaults."""
+"""Overrides of the default settings, by model family of the training script."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON and our flags brought together: each value has one source, contradictions are errors.
+"""Reconciliation of DeepSpeed's JSON with our flags: each value has one source, contradictions are errors.
 
-A key may be left out or say "auto": then the flag decides. A key that nothing would read is
-refused, so whatever stands in the file takes effect.
+If a key is absent or "auto", the flag decides. A key without effect is refused, so every key in the file is
+used.
 """
 
 import json
@@ -14,9 +14,9 @@ from .command_line import nearest, read_json
 from .fields import ConfigError
 from .sections import Config
 
-# How DeepSpeed is to add up gradients, so that it must be the one that does.
+# Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
 REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
-# Handed to DeepSpeed as they are, once the settings below are resolved.
+# Keys passed through to DeepSpeed. Those in RESOLVED are reconciled with our flags first.
 PASSED_ON = REDUCES | {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler", "comms_logger",
     "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
@@ -45,24 +45,24 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a run goes by once file and flags are brought together."""
+    """Settings of a run after the JSON file and the flags are reconciled."""
 
-    deepspeed: dict[str, Any]  # what `tds.initialize` is given
+    deepspeed: dict[str, Any]  # configuration for `tds.initialize`
     precision: str
     zero_stage: int
     clip_grad: float
     log_interval: int
     wall_clock_breakdown: bool
-    overlap_grad_reduce: bool  # without ZeRO: our reducer adds gradients up, not DeepSpeed
-    distributed_optimizer: bool  # ZeRO 1 is tds' own, not DeepSpeed's
-    notes: tuple[str, ...] = ()  # values of the file that give way to a flag, as they change no number
+    overlap_grad_reduce: bool  # without ZeRO: our reducer all-reduces gradients instead of DeepSpeed
+    distributed_optimizer: bool  # ZeRO 1 by tds' own optimizer instead of DeepSpeed's
+    notes: tuple[str, ...] = ()  # values in the file that a flag overrides without changing results
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
-    """Read `--deepspeed-config` and settle what it and the flags say together.
+    """Read `--deepspeed-config` and reconcile it with the flags.
 
-    fast_bf16: what `--precision auto` should go by where the file names no precision.
-    Raises ConfigError for unknown keys and for contradictions, with both values.
+    fast_bf16: `--precision auto` selects bf16 if the file names no precision.
+    Raises ConfigError for unknown keys, and for contradictions with both values.
     """
     path = config.train.deepspeed_config
     given = {k: v for k, v in (read_json(path) if path else {}).items() if v not in ("auto", None)}
@@ -82,7 +82,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds |= batch
     ds["zero_optimization"] = {**given.get("zero_optimization", {}), "stage": zero}
     p = config.parallel
-    # DeepSpeed knows only that copies of weights see other tokens: to it the ranks of a context group are replicas, too.
+    # DeepSpeed counts every copy of the weights as a replica, so also the ranks of a context-parallel group.
     ds["train_batch_size"] *= p.context_parallel_size
     ds["pipeline"] = {
         "schedule": p.pipeline_schedule,
@@ -91,23 +91,23 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         "overlap_grad_reduce": p.overlap_grad_reduce,
     }
     ds.setdefault("zero_allow_untested_optimizer", True)
-    # An optimizer offloaded to the CPU is torch's fused AdamW, which is vectorised there too and needs no compiler.
+    # CPU offload uses torch's fused AdamW, which is vectorised there too and needs no compiler.
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
-    # Ours do their own progress lines; DeepSpeed's would need its logger, which is kept quiet.
+    # We print our own progress lines. DeepSpeed's would need its logger, which is kept quiet.
     ds["steps_per_print"] = 10**9
-    # Without a wrapper of its own DeepSpeed's plain engine clips by a norm that it does not report; see engine.py.
+    # Without an optimizer wrapper DeepSpeed clips by a norm that it does not report. engine.py clips instead.
     plain = zero == 0 and p.pipe_parallel_size == 0
     ds["gradient_clipping"] = 0.0 if plain else clip
     if precision in ("fp16", "bf16"):
         ds[precision] = {**given.get(precision, {}), "enabled": True}
     if precision == "bf16":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
-        # A gradient is added to its fp32 sum as soon as it is there, and gone: else both are kept until the pass ends.
+        # Add each gradient to its fp32 sum at once and free it, else both live until the pass ends.
         ds["bf16"].setdefault("immediate_grad_update", True)
-        if zero <= 1:  # DeepSpeed would round these sums to bf16 on their way between replicas
+        if zero <= 1:  # DeepSpeed would reduce these sums between replicas in bf16.
             ds.setdefault("communication_data_type", "fp32")
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
-    # Who says more of ZeRO or of bf16 than that it is on wants DeepSpeed's.
+    # Options of ZeRO or bf16 beyond the on switch require DeepSpeed's implementation.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0
@@ -124,7 +124,10 @@ def _refuse_unknown(given: dict[str, Any], path: str) -> None:
 
 
 def _check_sections(given: dict[str, Any], path: str) -> None:
-    """Bring short forms to the long one; raise ConfigError for what is no section, and for a wrong key or value in one."""
+    """Expand booleans and "auto" in sections of the file, in place.
+
+    Raises ConfigError for invalid sections and values.
+    """
     for key in SECTIONS & given.keys():
         if isinstance(given[key], bool):
             given[key] = {"stage": int(given[key])} if key == "zero_optimization" else {"enabled": given[key]}
@@ -146,7 +149,7 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
 
 
 def _refuse_blindness(given: dict[str, Any], path: str) -> None:
-    """Settings by which DeepSpeed would apply gradients that are not finite."""
+    """Raise ConfigError for settings that would make DeepSpeed apply non-finite gradients."""
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if given.get(section, {}).get(key) is False:
             raise ConfigError(
@@ -155,9 +158,10 @@ def _refuse_blindness(given: dict[str, Any], path: str) -> None:
 
 
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> tuple[dict[str, int], list[str]]:
-    """Return the batch sizes that the flags give, and notes on other ones of the file.
+    """Return the batch sizes that the flags give, and notes on different ones in the file.
 
-    The original reads those of the file under a pipeline only, so elsewhere they give way. Raises ConfigError under a pipeline.
+    CPM-Pretrain reads the file's sizes under a pipeline only. There a difference raises ConfigError, elsewhere
+    it is noted.
     """
     t, p = config.train, config.parallel
     total = config.train_batch_size(world_size)
@@ -185,7 +189,7 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
 
 
 def _log_interval(config: Config, given: dict[str, Any], path: str) -> tuple[int, list[str]]:
-    """Return the iterations between two lines, and a note if the flag differs from the file."""
+    """Return the number of iterations between log lines, and a note if the flag overrides the file."""
     in_file, flag = given.get("steps_per_print"), config.log.log_interval
     if flag is None:
         return int(in_file if in_file is not None else 10), []
@@ -229,7 +233,7 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
 
 
 def _refuse_compiled(config: Config, zero: int) -> None:
-    """--compile together with what takes layers apart by itself."""
+    """Raise ConfigError if --compile is combined with ZeRO 3 or zb-h1, which split layers."""
     if config.train.compile and zero == 3:
         raise ConfigError(
             "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"

@@ -1,4 +1,4 @@
-"""How a setting is declared: once, as a field of a frozen dataclass, with its help and its check."""
+"""Declaration of settings: each is a field of a frozen dataclass with its help text and its check."""
 
 import functools
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from ..json_text import describe_json
 
 
 class ConfigError(ValueError):
-    """The run was described in a way that cannot work; the message says what to change."""
+    """Invalid settings of a run; the message says what to change."""
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Return the message of an error as one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, JSONDecodeError):
@@ -23,28 +23,28 @@ def describe(error: BaseException) -> str:
 
 
 def flag(name: str) -> str:
-    """How a user spells the field `name`."""
+    """Return the command-line flag of the field `name`."""
     return "--" + name.replace("_", "-")
 
 
 def at_least(low: float) -> Callable[[Any], str | None]:
-    """A check of a setting: what is wrong with a value, or None."""
+    """Return a check that gives an error text for values below `low`, else None."""
     return lambda value: None if value >= low else f"must be at least {low:g}"
 
 
 def more_than(low: float) -> Callable[[Any], str | None]:
-    """A check of a setting: what is wrong with a value, or None."""
+    """Return a check that gives an error text for values not above `low`, else None."""
     return lambda value: None if value > low else f"must be more than {low:g}"
 
 
 def between(low: float, high: float) -> Callable[[Any], str | None]:
-    """A check of a setting: what is wrong with a value, or None."""
+    """Return a check that gives an error text for values outside `low` to `high`, else None."""
     return lambda value: None if low <= value <= high else f"must lie between {low:g} and {high:g}"
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """A check of a setting that is one of a few words, which `--help` lists."""
+    """Check for one of a few choices, which `--help` lists."""
 
     choices: tuple[Any, ...]
 
@@ -53,17 +53,17 @@ class OneOf:
 
 
 def one_of(*choices: Any) -> OneOf:
-    """A check of a setting: what is wrong with a value, or None."""
+    """Return a check that gives an error text for values outside `choices`, else None."""
     return OneOf(choices)
 
 
 def each_of(*choices: Any) -> Callable[[Any], str | None]:
-    """For settings that name several things."""
+    """Return a check for settings of several words that gives an error text unless all are in `choices`."""
     return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
 
 
 def is_range(word: str) -> bool:
-    """Whether this is a number, or two with a dash between them of which the second is no less."""
+    """Return True if `word` is a number `A` or a range `A-B` with A <= B."""
     first, dash, last = word.partition("-")
     return first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
 
@@ -75,15 +75,16 @@ def opt(
     family: tuple[str, ...] | None = None,
     free: bool = False,
 ) -> Any:
-    """A setting with its default, the help of its flag, and a check that returns what is wrong.
+    """Return a dataclass field for a setting: its default, the help of its flag and a check of its value.
 
-    family: those of models that read it; all do if None. free: a run may go on with another value of it, though it is of the model.
+    check: returns an error text or None. family: model families that read the setting, all if None.
+    free: a model setting that may change when a run resumes.
     """
     return field(default=default, metadata={"help": help, "check": check, "family": family, "free": free})
 
 
 class Section:
-    """Base of the sections: checks types and values of all fields."""
+    """Base class of all sections: checks types and values of its fields."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def _hints(section: Any) -> dict[str, Any]:
 
 
 def types_of(section: type, name: str) -> tuple[type, ...]:
-    """The types a field may have, `int | None` taken apart."""
+    """Return the types that a field may have, with `int | None` split into both."""
     hint = _hints(section)[name]
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     return tuple(get_origin(kind) or kind for kind in kinds)

@@ -1,4 +1,7 @@
-"""Flags of Megatron Core, which Megatron-LM 1 and 2 did not have, and how others spell the sizes of a layout; see foreign_flags.py."""
+"""Flags of Megatron Core that Megatron-LM 1 and 2 lack, and other spellings of layout sizes.
+
+See foreign_flags.py.
+"""
 
 from .outcomes import SAME_LOSS, Means, NoEffect, Refused, Row, given, in_json, same
 

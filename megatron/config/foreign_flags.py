@@ -1,7 +1,7 @@
-"""Flags of CPM-Pretrain and of Megatron-LM (1 and 2) that are not ours: what each is taken for, or why it is refused.
+"""Foreign flags of CPM-Pretrain and Megatron-LM (1 and 2): their translation, or why they are refused.
 
-`ROWS` are they, those of Megatron Core (foreign_core.py) and those of Hugging Face and DeepSpeed (foreign_trainer.py).
-`translate.py` goes by them, what looks like one of them is suggested by them, and docs/migration.md shows them.
+`ROWS` also includes Megatron Core (foreign_core.py), Hugging Face and DeepSpeed (foreign_trainer.py).
+`translate.py` translates and suggests flags by this table, and docs/migration.md shows it.
 """
 
 import re
@@ -36,7 +36,10 @@ _ROPE = Means({"position_embedding": "rope"})
 
 
 def counted_from_1(words: Sequence[Any]) -> list[str]:
-    """Iterations, or ranges A-B of them, by numbers that are one more; what is none is left for our setting to refuse."""
+    """Convert zero-based iterations, or ranges A-B of them, to one-based.
+
+    The setting's own check refuses words that contain no number.
+    """
     return [re.sub(r"\d+", lambda number: str(int(number[0]) + 1), str(word)) for word in words]
 
 
@@ -100,7 +103,7 @@ MEGATRON = (
     Row("--attention-backend", SAME_LOSS, str),
     Row("--use-mcore-models", NoEffect("there is one form of each model")),
     Row("--transformer-impl", NoEffect("there is one form of each model"), str),
-    # Llama's
+    # Llama
     Row("--num-query-groups", same("num_key_value_heads"), int),
     Row("--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else one of them")),
     Row(
@@ -268,7 +271,7 @@ MEGATRON = (
 ROWS = (*MEGATRON, *foreign_core.ROWS, *foreign_trainer.ROWS)
 FLAGS = {name: row for row in ROWS for name in row.names.split()}
 
-# Values of our own flags as they are written elsewhere.
+# Translation of other projects' values for flags that share our name.
 VALUES: Mapping[str, Mapping[str, str]] = {
     "tokenizer_type": {
         "GPT2BPETokenizer": "auto",

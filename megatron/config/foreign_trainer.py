@@ -1,4 +1,7 @@
-"""Flags of Hugging Face's Trainer and its scripts, and names in its config.json and in DeepSpeed's JSON; see foreign_flags.py."""
+"""Foreign flags of Hugging Face's Trainer and scripts, and keys of its config.json and DeepSpeed's JSON.
+
+See foreign_flags.py.
+"""
 
 from .dependent import accumulation, warmup_iterations
 from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, same
@@ -130,7 +133,7 @@ ROWS = (
     Row("--ddp-timeout", Means({"distributed_timeout_minutes": lambda seconds: seconds / 60}, "there in seconds"), int),
     Row("--fsdp", _SHARED_WEIGHTS, list),
     Row("--fsdp-config", _SHARED_WEIGHTS, str),
-    # names of config.json
+    # keys of Hugging Face's config.json
     Row("--num-hidden-layers --n-layer --n-layers", same("num_layers"), int),
     Row("--n-embd --d-model", same("hidden_size"), int),
     Row("--n-head --n-heads --num-heads", same("num_attention_heads"), int),

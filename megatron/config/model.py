@@ -1,4 +1,4 @@
-"""What model a run trains: the settings of its layers, next to the rest of them in `sections.py`."""
+"""Settings of the model's layers; the other sections are in `sections.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from .decoder import DecoderConfig
 from .fields import ConfigError, at_least, between, each_of, one_of, opt
 
 FAMILIES = ("gpt2", "llama", "t5")
-POSITIONS = {"gpt2": ("learned",), "llama": ("rope",), "t5": ("learned", "relative")}  # that each family has
-# What is computed in another way than a textbook writes it down; the loss is the same but for rounding.
+# Position embeddings that each family supports.
+POSITIONS = {"gpt2": ("learned",), "llama": ("rope",), "t5": ("learned", "relative")}
 ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu", "swiglu")
 GATED = ("gated-gelu", "swiglu")
+# Operations with a fused and a textbook implementation. Both give the same loss up to rounding.
 FUSED = (
     "biased-attention",
     "cross-entropy",
@@ -26,7 +27,7 @@ FUSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderConfig):
-    """The layers."""
+    """Settings of the model's layers."""
 
     family: str | None = opt(
         None,
@@ -147,44 +148,44 @@ class ModelConfig(DecoderConfig):
 
     @property
     def decoder_layers(self) -> int:
-        """Of T5."""
+        """Number of layers in T5's decoder."""
         return self.num_decoder_layers or self.num_layers
 
     @property
     def head_size(self) -> int:
-        """Of one attention head."""
+        """Width of one attention head."""
         return self.kv_hidden_size or self.hidden_size // self.num_attention_heads
 
     @property
     def key_value_heads(self) -> int:
-        """As many as attention heads, or fewer, each shared by a group of these."""
+        """Number of key/value heads; below the number of attention heads, each serves a group of them."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def rotary_size(self) -> int:
-        """How many numbers of each head rotary positions turn."""
+        """Number of dimensions of each head that rotary positions rotate."""
         return int(self.head_size * self.rotary_percent)
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Of queries, keys and values."""
+        """True if the projections to queries, keys and values have biases."""
         return self.hidden_bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies two of its inner layers, a gate and a value."""
+        """True if the MLP is gated: the product of a gate and a value projection."""
         return self.activation in GATED
 
     @property
     def ff_size(self) -> int:
-        """Of the inner layer of an MLP."""
+        """Width of the MLP's inner layer."""
         return self.ff_hidden_size or 4 * self.hidden_size
 
 
 def heads_problem(m: ModelConfig, ranks: int) -> str | None:
-    """Why the heads of keys and values cannot be split over so many model-parallel ranks, or None.
+    """Return why the key/value heads cannot be split over `ranks` model-parallel ranks, or None.
 
-    Where there are fewer heads than ranks, several ranks hold a part of one each.
+    With fewer heads than ranks, several ranks hold a part of each head.
     """
     heads, knob = m.key_value_heads, f"--model-parallel-size {ranks}"
     if heads % ranks and ranks % heads:
@@ -198,11 +199,14 @@ def heads_problem(m: ModelConfig, ranks: int) -> str | None:
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their flat names, with the family that they were of where they were written before it was said."""
+    """Return flat settings with `family` filled in; files older than that setting are gpt2 or t5."""
     return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
 
 def without_t5s_objective(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a file by their flat names: until decoders had objectives, T5's default stood in the settings of all families."""
+    """Return a file's flat settings without an objective that does not belong to its family.
+
+    Older versions stored T5's default objective in the settings of all families.
+    """
     strange = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
     return {name: value for name, value in values.items() if not (strange and name == "objective")}

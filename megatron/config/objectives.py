@@ -1,4 +1,4 @@
-"""What a family of models can learn from a corpus, and which settings belong to which objective."""
+"""Training objectives of each model family, and the settings that each objective allows."""
 
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,12 @@ ALL = tuple(dict.fromkeys((*OF_DECODERS, *OF_T5)))
 
 
 def objectives_of(family: str | None) -> tuple[str, ...]:
-    """The first is taken if none is given. A model of a user's own reads what decoders read."""
+    """Return a family's objectives, the default first; a custom model (None) has those of decoders."""
     return OF_T5 if family == "t5" else OF_DECODERS
 
 
 def refuse_other_objectives(config: "Config") -> None:
-    """Raise ConfigError for an objective of another family, and for settings that it leaves no room for."""
+    """Raise ConfigError for an objective of another family and for settings that conflict with the objective."""
     family, data = config.model.family, config.data
     known = objectives_of(family)
     if data.objective is not None and data.objective not in known:

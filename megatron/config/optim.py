@@ -1,4 +1,4 @@
-"""How weights are stepped: the settings of the optimizer, next to the rest of them in `sections.py`."""
+"""Settings of the optimizer and learning rate; the other sections are in `sections.py`."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,10 @@ from .fields import Section, at_least, between, one_of, opt
 
 
 def share_of(share: float, total: int) -> int:
-    """Whole iterations of a share of `total`: a product that rounding left a hair below a whole number is that number (0.29 of 100 is 29)."""
+    """Return `share` of `total` as whole iterations, rounded down.
+
+    A result just below a whole number through rounding counts as that number: 0.29 of 100 is 29.
+    """
     product = share * total
     nearest = round(product)
     return nearest if abs(product - nearest) <= 1e-9 * max(1, nearest) else int(product)
@@ -14,7 +17,7 @@ def share_of(share: float, total: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """The optimizer and its learning rate."""
+    """Settings of the optimizer and its learning rate."""
 
     optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
     lr: float = opt(1.5e-4, "peak learning rate", at_least(0))

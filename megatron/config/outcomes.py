@@ -1,4 +1,4 @@
-"""What a flag of another project comes to here: settings of ours, nothing, or a refusal with advice."""
+"""Outcomes of a foreign flag: settings of ours, no effect, or a refusal with advice."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,16 +8,17 @@ from .sections import Config
 
 
 def given(value: Any) -> Any:
-    """Stands in a table for the value on the command line; another function makes ours of it."""
+    """Return `value` unchanged; used in the tables where the user's value is kept as it is."""
     return value
 
 
 @dataclass(frozen=True)
 class Means:
-    """Settings of ours, a value each or a function of what is given. but: what a user has to know of the difference.
+    """Translation to our settings. Each is a constant or a function of the given value.
 
-    unless: settings that follow from it where nobody says them, a value each or a function of all settings by their flat names; `but`
-    is of these then.
+    but: note on what differs from the original project.
+    unless: further settings that apply only where the user leaves them at their defaults. Each is a constant or
+    a function of all flat settings. `but` then describes these.
     """
 
     settings: Mapping[str, Any]
@@ -27,21 +28,21 @@ class Means:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Nothing depends on it here."""
+    """Flag without effect here; `why` is the explanation shown."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Nothing of ours has its meaning."""
+    """Flag without a counterpart here; `advice` is the text shown."""
 
     advice: str
 
 
 @dataclass(frozen=True)
 class ByValue:
-    """Another outcome for each value. other: of all that are not named; they are refused without one."""
+    """Outcome that depends on the flag's value. other: outcome of unlisted values; None refuses them."""
 
     values: "Mapping[str, Means | NoEffect | Refused]"
     other: "Means | Refused | None" = None
@@ -49,7 +50,10 @@ class ByValue:
 
 @dataclass(frozen=True)
 class Depends:
-    """What it comes to follows from the other settings and the number of ranks: on(config, value, ranks)."""
+    """Outcome that depends on the other settings and the world size: on(config, value, ranks).
+
+    says: summary for the documentation.
+    """
 
     on: "Callable[[Config, Any, int], Means | NoEffect | Refused]"
     says: str
@@ -60,7 +64,11 @@ Outcome = Means | NoEffect | Refused | ByValue | Depends
 
 @dataclass(frozen=True)
 class Row:
-    """names: the flags, a space between two. takes: the type of their value, None for none, list for several words, object for one or none."""
+    """Row of the translation table.
+
+    names: flags, separated by spaces. takes: type of the value; None for a switch, list for several words,
+    object for an optional value.
+    """
 
     names: str
     outcome: Outcome
@@ -68,12 +76,12 @@ class Row:
 
 
 def same(setting: str, but: str = "") -> Means:
-    """A setting of ours with another name."""
+    """Return a translation to the setting `setting` with the value unchanged."""
     return Means({setting: given}, but)
 
 
 def in_json(section: str, key: str) -> Refused:
-    """What DeepSpeed's JSON says."""
+    """Return a refusal that advises to set `section.key` in DeepSpeed's JSON."""
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
 
 

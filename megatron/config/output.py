@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and where it begins: a part of the settings, see sections.py."""
+"""Settings of checkpoints and logs; the other sections are in `sections.py`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from .fields import ConfigError, Section, at_least, is_range, opt
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """What is saved when, and where a run begins."""
+    """Settings of saving and loading checkpoints."""
 
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
     load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
@@ -39,7 +39,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
-    """What a run writes for people."""
+    """Settings of the run directory, logs, metrics and traces."""
 
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
     override_lock: bool = opt(
@@ -94,12 +94,12 @@ class LogConfig(Section):
 
     @property
     def traced(self) -> tuple[int, int] | None:
-        """The first and the last iteration that --trace-iterations names."""
+        """First and last iteration of --trace-iterations, or None."""
         return _ends(self.trace_iterations)
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """The first and the last iteration that --profile-iterations names."""
+        """First and last iteration of --profile-iterations, or None."""
         return _ends(self.profile_iterations)
 
 

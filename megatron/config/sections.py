@@ -1,7 +1,6 @@
-"""Everything a run can be told, as frozen dataclasses: built once, passed on, never changed.
+"""All settings of a run as frozen dataclasses.
 
-The flags and the JSON reader in `command_line.py` come from the fields; values that follow from
-others are properties.
+Flags and the JSON reader in `command_line.py` are generated from the fields. Derived values are properties.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from .output import CheckpointConfig, LogConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How a run is laid out over ranks."""
+    """Settings of the layout over ranks."""
 
     model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
     sequence_parallel: bool | None = opt(
@@ -97,11 +96,11 @@ class ParallelConfig(Section):
 
     @property
     def stages(self) -> int:
-        """Of the pipeline; 1 without one."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return max(self.pipe_parallel_size, 1)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model that read samples of their own. Raises ConfigError if the grid does not fit the ranks."""
+        """Return the number of data-parallel replicas. Raises ConfigError if the grid does not fit `world_size`."""
         context = f" x --context-parallel-size {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
         cell = self.stages * self.model_parallel_size * self.context_parallel_size
         if world_size % cell:
@@ -115,7 +114,7 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    """Batches, iterations and precision."""
+    """Settings of batches, iterations and precision."""
 
     batch_size: int = opt(4, "samples of one micro-batch", at_least(1))
     gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", at_least(1))
@@ -182,7 +181,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run, one section a topic. Field names are unique over the sections."""
+    """All settings of a run, grouped in sections. Field names are unique across sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -258,7 +257,7 @@ class Config:
                 raise ConfigError(f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter")
 
     def _refuse_a_long_fall(self) -> None:
-        """Raise ConfigError for a schedule whose end would have to begin before its warm-up is over."""
+        """Raise ConfigError for a WSD schedule whose final decay would begin before its warmup ends."""
         o, total = self.optim, self.lr_decay_iters
         warmup, fall = share_of(o.warmup, total), o.lr_wsd_decay_iters
         if o.lr_decay_style == "wsd" and fall is not None and warmup + fall > total:
@@ -267,7 +266,7 @@ class Config:
             )
 
     def _refuse_uneven_contexts(self) -> None:
-        """Raise ConfigError for a sequence that cannot be shared out over --context-parallel-size ranks."""
+        """Raise ConfigError for a sequence that cannot be split evenly over --context-parallel-size ranks."""
         c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length
         if c > 1 and s % (2 * c):
             raise ConfigError(
@@ -281,7 +280,7 @@ class Config:
             )
 
     def _refuse_other_families(self) -> None:
-        """Raise ConfigError for what this run's family of models does not read, all of it by name."""
+        """Raise ConfigError listing the settings that differ from their default but that this model family ignores."""
         family = self.model.family
         strange = [
             (flag(f.name), f.metadata["family"])
@@ -298,7 +297,10 @@ class Config:
             )
 
     def splits_sequences(self, accelerated: bool) -> bool:
-        """Whether model-parallel ranks share out the sequence between their layers. accelerated: the device is no CPU, where this is slower."""
+        """Return True if model-parallel ranks split the sequence between their layers (sequence parallelism).
+
+        accelerated: False on a CPU, where it is slower and therefore off by default.
+        """
         asked, ranks, d = self.parallel.sequence_parallel, self.parallel.model_parallel_size, self.data
         if asked is not None:
             return asked
@@ -307,36 +309,36 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Number of learned positions; with others, how long a text the model reads."""
+        """Longest sequence in tokens; with learned positions, the size of their table."""
         d = self.data
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
 
     @property
     def objective(self) -> str:
-        """What is learned from the corpus."""
+        """Training objective, resolved to the family's default."""
         return self.data.objective or objectives.objectives_of(self.model.family)[0]
 
     @property
     def is_t5(self) -> bool:
-        """Whether the family is t5."""
+        """True if the family is t5."""
         return self.model.family == "t5"
 
     @property
     def recomputed_layers(self) -> int:
-        """Layers between two kept inputs; 0 keeps all activations."""
+        """Number of layers between two kept inputs; 0 keeps all activations."""
         return self.parallel.checkpoint_num_layers if self.parallel.checkpoint_activations else 0
 
     @property
     def lr_decay_iters(self) -> int:
-        """Iterations until the learning rate has reached its end."""
+        """Iteration at which the learning-rate decay ends."""
         return self.optim.lr_decay_iters or max(self.train.train_iters, 1)
 
     def train_batch_size(self, world_size: int) -> int:
-        """Samples of one iteration: batch size x accumulation steps x data-parallel replicas."""
+        """Return the samples of one iteration: batch size x accumulation steps x data-parallel replicas."""
         return self.train.batch_size * self.train.gas * self.parallel.data_parallel_size(world_size)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """By section, as config.json has it."""
+        """Return all settings by section, in the form of config.json."""
         return {
             name: {f.name: getattr(getattr(self, name), f.name) for f in fields(section)}
             for name, section in SECTIONS.items()
@@ -347,7 +349,7 @@ SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
 
 
 def settings() -> Iterator[tuple[str, type[Any], Any]]:
-    """Every setting: (section name, section class, dataclass field)."""
+    """Yield every setting as (section name, section class, dataclass field)."""
     for name, section in SECTIONS.items():
         for f in fields(section):
             yield name, section, f

@@ -1,4 +1,4 @@
-"""A command line with flags of other projects brought to settings of ours, by the tables of foreign_flags.py."""
+"""Translation of other projects' flags to our settings, by the tables of foreign_flags.py."""
 
 import argparse
 import difflib
@@ -14,11 +14,11 @@ from .sections import Config, settings
 Change = Callable[[Config, Mapping[str, Any]], Config]
 _USUAL = {f.name: f.default for _, _, f in settings()}
 
-SAID = {"true": True, "false": False}  # as Hugging Face's scripts take them after a flag
+SAID = {"true": True, "false": False}  # Hugging Face's scripts accept these words after a switch.
 
 
 class _Keep(argparse.Action):
-    """Into the dict `foreign`, by the name of the table."""
+    """Argument that stores a foreign flag in the dict `foreign`, keyed by its name in the table."""
 
     def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,9 +35,9 @@ class _Keep(argparse.Action):
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` take the flags of other projects, unseen in its help, into a dict `foreign`: value by flag.
+    """Let `parser` accept foreign flags, hidden from its help; their values go to the dict `foreign`.
 
-    Each may be written with `_` for `-`, as the Trainer's are.
+    Each flag is also accepted with `_` for `-`, as Hugging Face's Trainer spells it.
     """
     for name, row in FLAGS.items():
         form: dict[str, Any] = {"type": row.takes}
@@ -55,14 +55,15 @@ def _underlined(name: str) -> str:
 
 
 def flag_of(key: str) -> str | None:
-    """The flag of another project that a key of a JSON file is the name of."""
+    """Return the foreign flag that a JSON key names, or None."""
     return next((name for name in FLAGS if key == _underlined(name)[2:]), None)
 
 
 def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
-    """`; did you mean --x?` for a flag that nobody knows, by our flags `ours` and by those of other projects.
+    """Return `; did you mean --x?` for an unknown flag, chosen from our flags `ours` and foreign flags.
 
-    What looks more like one of theirs is answered with what takes its place here. strange: also where nothing among `ours` does.
+    For a close foreign flag the answer is its replacement here.
+    strange: consider foreign flags even if their replacement is not in `ours`.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
     ours = list(ours)
@@ -81,12 +82,12 @@ def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
 
 
 def _flags_for(theirs: str) -> set[str]:
-    """Ours that a flag of another project is taken for; a name that no tool has, where it is taken for none."""
+    """Return our flags that a foreign flag translates to; {""}, which matches no flag, if there are none."""
     return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
 
 
 def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
-    """What a sentence says of a flag of another project: `--x?` of ours, or its own name with what comes of it."""
+    """Return the end of a suggestion for a foreign flag: our flags instead, or the flag with its refusal."""
     outcome = FLAGS[theirs].outcome
     if isinstance(outcome, ByValue):
         found = [each for each in [*outcome.values.values(), outcome.other] if isinstance(each, Means)]
@@ -100,20 +101,20 @@ def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
 
 
 def settings_for(key: str) -> list[str]:
-    """The settings of ours that a setting of another project is taken for."""
+    """Return the names of our settings that a foreign setting translates to."""
     name = flag_of(key)
     outcome = FLAGS[name].outcome if name else None
     return list(outcome.settings) if isinstance(outcome, Means) else []
 
 
 def _is_switch(name: str) -> bool:
-    """Whether a flag of another project does nothing but turn settings of ours on."""
+    """Return True if a foreign flag only switches on settings of ours."""
     row = FLAGS[name]
     return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
 
 
 def written(name: str, value: Any) -> str:
-    """As it stands on a command line."""
+    """Return a flag with its value as it is typed on a command line."""
     if isinstance(value, bool):
         return name if value else f"--no-{name[2:]}"
     if value is None:
@@ -122,9 +123,9 @@ def written(name: str, value: Any) -> str:
 
 
 class Translation:
-    """What is set by names of other projects, what to say about it (`notes`), and what is wrong with it (`problems`).
+    """Translation of one source (file or command line): resulting settings, notes and problems.
 
-    own: settings that are given by our names at the same place. `values` are they and those that were found.
+    own: settings that the source gives by our names. `values` starts with them and gains the translated ones.
     """
 
     def __init__(self, own: Mapping[str, Any]) -> None:
@@ -141,9 +142,10 @@ class Translation:
                 self.notes.append(f"{written(flag(setting), there)} taken for {written(flag(setting), ours)}")
 
     def add(self, name: str, value: Any) -> None:
-        """A flag of FLAGS. What depends on other settings waits for `settle`.
+        """Translate a flag of FLAGS; one that depends on other settings is deferred to `settle`.
 
-        False turns off what the flag would turn on here; of any other it is what a program writes down that was not asked for it.
+        False turns off the settings that a switch would turn on. For other flags False is a program's default
+        and is ignored.
         """
         outcome = FLAGS[name].outcome
         if value is False:
@@ -155,13 +157,14 @@ class Translation:
             self._take(name, value, outcome)
 
     def waiting(self) -> list[str]:
-        """Foreign settings that nothing has taken yet."""
+        """Return the foreign flags that still await `settle`."""
         return list(self._waiting)
 
     def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
-        """What follows from its settings and is in none of `values`, all settings there are. said: what is not to be touched at all.
+        """Return the settings that follow from translated flags (`Means.unless`) and add a note on each flag.
 
-        What was taken for what is told here where something may follow.
+        values: all settings so far; one that differs from its default is kept.
+        said: settings given with higher precedence, which are not overridden.
         """
         found: dict[str, Any] = {}
         for given, new, outcome in self._open:
@@ -181,7 +184,10 @@ class Translation:
         return found
 
     def settle(self, config: Config, ranks: int, change: Change) -> Config:
-        """`config` with what depends on it, in the order of the table. change: gives a Config with some settings changed."""
+        """Return `config` with the deferred flags applied, in the order of the table.
+
+        change: function that returns a Config with some settings replaced.
+        """
         for name in [each for each in FLAGS if each in self._waiting]:
             outcome = FLAGS[name].outcome
             assert isinstance(outcome, Depends)

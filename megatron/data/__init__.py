@@ -1,1 +1,1 @@
-"""From `.bin/.idx` on disk to the n-th training sample, the same on every run and every layout."""
+"""Datasets: from `.bin/.idx` files to the n-th training sample, identical in every run and layout."""

@@ -1,12 +1,12 @@
-"""Several corpora as one, in given proportions: at any moment each has given its share, to within one sample.
+"""Blend of several corpora in given proportions; each is always within one sample of its exact share.
 
-The shares become whole numbers of samples of a block (0.7 and 0.3: 7 and 3 of 10), and every block
-takes them in the same order: of the corpora that are due, the one whose next sample must come soonest.
-That such an order exists for any shares, with less than one sample of deviation everywhere, is shown
-by Steiner and Yeomans (1993). So which corpus sample n comes from is a look-up, and depends on nothing else.
+Shares become whole numbers of samples per block (0.7 and 0.3: 7 and 3 of 10). All blocks have the same order:
+of the corpora that are due, the one with the earliest deadline comes next. Steiner and Yeomans (1993) prove
+that such an order exists for any shares with a deviation below one sample. The corpus of sample n is therefore
+a table look-up.
 
-Corpora of so small a share that a block holds few of their samples or none, where the weights have too many digits for a
-block that is exact, stand in a blend of their own. It has a share w of all samples: n is one of its where n w passes a whole number.
+If the weights have too many digits for an exact block, corpora with few samples in a block or none form a
+separate blend. With a share w of all samples, it provides sample n where n * w passes a whole number.
 """
 
 import heapq
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 LARGEST_BLOCK = 1 << 16
-FEW = 64  # samples in the largest block; with less, rounding to whole ones would change a share by more than a percent
+FEW = 64  # samples in the largest block; below this, rounding to whole samples distorts a share by over a percent
 
 
 def quotas(weights: Sequence[float | str]) -> list[int]:
-    """Samples of each corpus in a block: exact for weights of few digits, else to the nearest 1/65536."""
+    """Return each corpus's samples per block: exact for weights of few digits, else rounded to 1/65536."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     common = math.lcm(*((weight / total).denominator for weight in exact))
@@ -37,7 +37,7 @@ def quotas(weights: Sequence[float | str]) -> list[int]:
 
 
 def rare(weights: Sequence[float | str]) -> list[int]:
-    """The corpora that need a blend of their own."""
+    """Return the indices of the corpora whose share is too small for a block and that form a separate blend."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     if math.lcm(*((weight / total).denominator for weight in exact)) <= LARGEST_BLOCK:
@@ -48,9 +48,9 @@ def rare(weights: Sequence[float | str]) -> list[int]:
 
 
 def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
-    """[sum of counts] which corpus each sample of a block comes from: earliest deadline first."""
+    """Return the corpus of each sample of a block, [sum of counts], scheduled by earliest deadline first."""
     block = sum(counts)
-    # Sample k of a corpus with q of them may come from time k * block / q on, and must before (k + 1) * block / q.
+    # Sample k of a corpus with quota q may come from time k * block / q on and is due at (k + 1) * block / q.
     arrivals = [(0, i, 0) for i in range(len(counts))]
     due: list[tuple[int, int, int]] = []
     found = np.empty(block, dtype=np.int32)
@@ -71,13 +71,13 @@ def consumed_by_corpus(weights: Sequence[float | str], samples: int) -> list[int
 
 
 class BlendedDataset(Dataset[dict[str, Tensor]]):
-    """`dataset[n]`, for any n >= 0, is the next sample of one of `datasets`. weights: their proportions."""
+    """Dataset whose sample n, for any n >= 0, is the next one of some corpus in `datasets`, by `weights`."""
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float | str]) -> None:
         if len(datasets) != len(weights) or not all(float(weight) > 0 for weight in weights):
             raise ValueError("a blend needs a positive weight for each corpus")
         self.datasets = list(datasets)
-        self.plan = getattr(datasets[0], "plan", None)  # T5's lengths, which all share
+        self.plan = getattr(datasets[0], "plan", None)  # T5's sequence lengths, equal for all corpora
         self._rare_ones = rare(weights)
         self._common_ones = [i for i in range(len(weights)) if i not in set(self._rare_ones)]
         self._rare: BlendedDataset | None = None
@@ -94,7 +94,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             self._nth[self._which == i] = np.arange(quota)
 
     def locate(self, n: int) -> tuple[int, int]:
-        """(which corpus, which of its samples)."""
+        """Return (corpus, sample of that corpus) for sample n of the blend."""
         n = int(n)
         before = math.floor(n * self._share) if self._rare else 0  # samples of rare corpora among the first n
         if self._rare and math.floor((n + 1) * self._share) > before:
@@ -124,7 +124,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         return sample
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
         owners, numbers = self._locate_all(first, count)
         found = np.empty(count, dtype=np.int64)
         for i, dataset in enumerate(self.datasets):
@@ -135,7 +135,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         return found
 
     def _locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`locate` for samples `first` to `first + count`."""
+        """Return `locate` for samples `first` to `first + count` - 1, as arrays of corpora and samples."""
         begin, end = (math.floor(n * self._share) for n in (first, first + count))
         owners, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)
@@ -152,7 +152,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples until the first corpus begins again."""
+        """Number of samples until the first corpus starts its next epoch."""
         pairs = zip([self.datasets[i] for i in self._common_ones], self.quotas, strict=True)
         common = min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
         if not self._rare:

@@ -1,4 +1,7 @@
-"""From what --data-path and its sisters name to three datasets: one corpus or a blend of several for each part."""
+"""Building the train, validation and test datasets from --data-path and related flags.
+
+Each dataset reads one corpus or a blend of several.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +14,14 @@ from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
 
 Paths = str | Sequence[str] | Mapping[str, Sequence[str]]
-Make = Callable[[range, str], Any]  # (documents, part) -> a dataset
-Open = Callable[[str], tuple[int, Make]]  # prefix -> (number of documents, what makes datasets of them)
+Make = Callable[[range, str], Any]  # (documents, part) -> dataset
+Open = Callable[[str], tuple[int, Make]]  # prefix -> (number of documents, dataset factory)
 
 
 def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
-    """`0.7 a 0.3 b` or `a` or `a b` -> (weight, prefix); without weights every sample of all is as likely.
+    """Parse `0.7 a 0.3 b`, `a` or `a b` into pairs (weight, prefix).
 
-    Raises DatasetError.
+    Without weights, corpora are sampled in proportion to their size. Raises DatasetError.
     """
     words = [word for each in ([words] if isinstance(words, str) else words) for word in _split(each)]
     if len(words) < 2 or not _is_number(words[0]):
@@ -34,7 +37,7 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
 
 
 def _split(word: str) -> list[str]:
-    """A prefix may hold spaces; a list of weights and prefixes may come as one word."""
+    """Split a single word that holds a list of weights and prefixes; keep a prefix that contains spaces."""
     parts = word.split()
     return parts if len(parts) > 1 and _is_number(parts[0]) else [word]
 
@@ -47,17 +50,17 @@ def _is_number(word: str) -> bool:
 
 
 def prefixes_of(paths: Paths) -> list[str]:
-    """All corpora that `paths` name."""
+    """Return the prefixes of all corpora in `paths`."""
     groups = paths.values() if isinstance(paths, Mapping) else [paths]
     return list(dict.fromkeys(prefix for group in groups for _, prefix in parse_blend(group)))
 
 
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
-    """The datasets for training, validation and test, and notes on parts that stayed empty.
+    """Return the datasets for training, validation and test, and notes on empty parts.
 
-    paths: corpora whose documents --split shares out, or, as a mapping `train`, `valid`, `test`,
-    corpora of which all documents are for one part. What `open_` gives raises ValueError where the documents do
-    not fill a sample. Raises DatasetError if nothing is left for training.
+    paths: corpora that --split divides by documents, or a mapping `train`, `valid`, `test` to corpora used
+    whole. The factory from `open_` raises ValueError if its documents do not fill a sample.
+    Raises DatasetError if nothing is left for training.
     """
     notes: list[str] = []
     found: dict[str, list[tuple[str | None, Any]]] = {part: [] for part in PARTS}
@@ -103,7 +106,10 @@ def _blend(members: list[tuple[str | None, Any]]) -> Any:
 
 
 def made_with(prefix: str) -> dict[str, Any] | None:
-    """What tools/preprocess_data.py wrote beside a corpus; None where there is nothing. Raises ValueError naming a file that is damaged."""
+    """Return the metadata that tools/preprocess_data.py wrote beside a corpus, or None if there is none.
+
+    Raises ValueError naming a damaged file.
+    """
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return None

@@ -1,4 +1,7 @@
-"""Masking documents beforehand, as the corpora of CPM's T5 are: what cpm_triples.py reads. numpy only, for many workers."""
+"""Offline masking of documents in the format of CPM's T5 corpora, which cpm_triples.py reads.
+
+Needs numpy only, so that many worker processes start fast.
+"""
 
 from collections.abc import Sequence
 
@@ -14,9 +17,10 @@ PARTS = ("context", "target", "target_offset")
 def mask_document(
     ids: NDArray[np.integer], first_id: int, density: float, mean_span: float, seed: Sequence[int]
 ) -> tuple[Ids, Ids, Ids]:
-    """(context, target, offsets) of one document that ends with its end-of-document token. first_id: V.
+    """Return (context, target, offsets) of a document that ends with its end-of-document token.
 
-    A pure function of its arguments, so the output does not depend on how many processes make it.
+    first_id: V, the first sentinel id. The result depends on the arguments only, so not on the number of worker
+    processes.
     """
     text = ids.astype(np.int64)
     noise = min(max(round(len(text) * density), 1), len(text))
@@ -25,7 +29,7 @@ def mask_document(
     rng = np.random.default_rng(list(seed))
     masked, first, _ = draw_spans_to_borders(
         rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), ends
-    )  # unbounded
+    )  # the encoder limit is never reached
     context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
     lengths = np.diff(at, append=len(target))
     return context, target, np.stack([at, lengths], axis=1).ravel()

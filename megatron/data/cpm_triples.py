@@ -1,10 +1,10 @@
-"""CPM's corpora for T5, whose spans were masked when they were made: three `.bin/.idx` pairs (cpm_masking.py makes them).
+"""CPM's corpora for T5, masked offline by cpm_masking.py: three `.bin/.idx` pairs.
 
-    PREFIX_context        a document with one id V + j in place of its span j (V: tokens of the text's vocabulary)
+    PREFIX_context        a document with id V + j in place of its span j (V: size of the text vocabulary)
     PREFIX_target         its spans, each after its id: V + 0, tokens, V + 1, tokens, ...
-    PREFIX_target_offset  for each span where it begins in the target, its id counted, and its length
+    PREFIX_target_offset  for each span, its start in the target (at its id) and its length including the id
 
-Every document ends with a span that ends with the end-of-document token, which stands nowhere else.
+Every document ends with a masked span, whose last token is the only end-of-document token.
 """
 
 from pathlib import Path
@@ -24,15 +24,15 @@ Ids = NDArray[np.int64]
 
 
 def is_triple(prefix: str) -> bool:
-    """Whether `prefix` names the three pairs that were masked beforehand."""
+    """Return True if `prefix` names a triple of pairs that were masked offline."""
     return Path(f"{prefix}_context.idx").is_file()
 
 
 class CPMTripleDataset(T5Samples):
-    """Samples as of `T5Dataset`, of contexts laid end to end: `encoder` tokens a sample, of the decoder as many as are needed.
+    """Dataset with samples like those of `T5Dataset`, cut from concatenated contexts of `encoder` tokens.
 
-    A span that the decoder, or the sentinels, have no room for ends the sample: what is after it
-    becomes padding on both sides, and no target is cut.
+    A sample ends at a span for which the decoder or the sentinels have no room. The rest becomes padding on
+    both sides, so no target is cut.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CPMTripleDataset(T5Samples):
     def _closed(
         self, context: list[int], owners: list[int], written: list[int], written_owners: list[int], used: int
     ) -> dict[str, Tensor]:
-        if not written:  # a window without a span: the decoder has nothing to do but to close
+        if not written:  # without a span in the window, the decoder only predicts the closing sentinel
             written, written_owners = [self.specials.sentinels[0]], [1]
             used = max(used, 1)
         closed = [*written, self.specials.sentinels[used]]
@@ -95,7 +95,7 @@ def build_train_valid_test_datasets(
     data_path: Paths, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
     text_vocab_size: int,
 ) -> tuple[Datasets, list[str]]:  # fmt: skip
-    """The three datasets of one triple or several, and notes on the parts that stayed empty. Raises DatasetError."""
+    """Return the datasets of one or several triples, and notes on empty parts. Raises DatasetError."""
     if dec_seq_length is None:
         raise DatasetError(
             f"the spans of {prefixes_of(data_path)[0]}_context were masked when it was made: give --dec-seq-length for them"
@@ -114,7 +114,7 @@ def build_train_valid_test_datasets(
 
 
 def _left_out(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
-    """What to say where the spans of an average window do not fit."""
+    """Return a warning if the spans of an average window do not fit into the decoder, else an empty string."""
     tokens, written, offsets = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
     needed, spans = encoder * written / max(tokens, 1) + 1, encoder * offsets / 2 / max(tokens, 1)
     fits = min(decoder / needed, sentinels / max(spans, 1))

@@ -1,10 +1,12 @@
-"""Fill-in-the-middle (Bavarian et al. 2022): a text with its middle moved to its end, so that a left-to-right model learns to fill gaps.
+"""Fill-in-the-middle (Bavarian et al. 2022): the middle of a document moves to its end.
+
+A left-to-right model then learns to infill.
 
     text    A B C D E F G H <eod>
     PSM     <prefix> A B <suffix> G H <middle> C D E F <eod>
     SPM     <prefix> <suffix> G H <middle> A B C D E F <eod>
 
-A document keeps its length: the last three tokens of its text in a window give way to the three marks.
+A document keeps its length: the three special tokens replace the last three tokens of its text in the window.
 """
 
 from collections.abc import Sequence
@@ -19,10 +21,11 @@ MARKS = 3
 
 @dataclass(frozen=True)
 class Gaps:
-    """How often documents are rearranged, and what marks the pieces.
+    """Fill-in-the-middle settings: rates and special tokens.
 
-    rate: share of the documents of a window. spm_rate: of these, share in the order suffix, prefix, middle. prefix, middle, suffix: ids of
-    the marks. eod: the end of a document, which stays its last token.
+    rate: fraction of the documents of a window to rearrange. spm_rate: fraction of these in the order suffix,
+    prefix, middle.
+    prefix, middle, suffix: ids of the special tokens. eod: end-of-document id, which stays last.
     """
 
     rate: float
@@ -33,7 +36,10 @@ class Gaps:
     eod: int
 
     def window(self, text: Ids, sizes: Sequence[int], seed: Sequence[int]) -> Ids:
-        """The tokens [s] of a window, whose documents have `sizes` of them, in their new order; a pure function of these and the seed."""
+        """Return the tokens [s] of a window with some documents rearranged; a pure function of the arguments.
+
+        sizes: tokens of each document in the window.
+        """
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         chances = rng.random((len(sizes), 4))
         ends = np.cumsum(sizes).tolist()
@@ -44,7 +50,10 @@ class Gaps:
         return np.concatenate(pieces)
 
     def document(self, ids: Ids, rearranged: bool, spm: bool, cuts: tuple[float, float]) -> Ids:
-        """ids [n] -> [n]. cuts: where the middle begins and ends, as shares from 0 to 1 in any order. A text of three tokens or fewer stays."""
+        """Rearrange one document, ids [n] -> [n]; one of at most three text tokens stays unchanged.
+
+        cuts: both ends of the middle, as fractions from 0 to 1 in any order.
+        """
         closed = bool(len(ids)) and ids[-1] == self.eod
         text = ids[: len(ids) - closed]
         kept = len(text) - MARKS

@@ -1,4 +1,4 @@
-"""Samples for a left-to-right language model: seq_length + 1 tokens cut from documents laid end to end."""
+"""Samples for a left-to-right language model: seq_length + 1 tokens of the concatenated documents."""
 
 import numpy as np
 import torch
@@ -16,11 +16,11 @@ from .windows import Windows
 
 
 class GPT2Dataset(Dataset[dict[str, Tensor]]):
-    """`dataset[n]` is `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
+    """Dataset of `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
 
-    The last token of a sample is the first of the sample after it in the text, so that every
-    token is once a target. gaps: how often documents are rearranged to fill in their middle. prefixes: where given, a
-    sample has `"prefixes": int64 [seq_length]`, too. A sample with an id outside the vocabulary raises DatasetError.
+    Consecutive samples of the text overlap by one token, so every token is a target once.
+    gaps: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`. A
+    sample with an id outside the vocabulary raises DatasetError.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """How many samples the documents fill."""
+        """Number of samples in one epoch of the documents."""
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
         return self.order.places(first, count)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
@@ -71,10 +71,10 @@ def build_train_valid_test_datasets(
     gaps: Gaps | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
-    """The three datasets of one `.bin/.idx` pair or several (see corpora.py), and notes on the parts that stayed empty.
+    """Return the datasets of one or several `.bin/.idx` pairs (see corpora.py), and notes on empty parts.
 
-    Raises DatasetError if a pair is damaged, holds ids outside the vocabulary, or a training
-    part does not fill a sample.
+    Raises DatasetError if a pair is damaged, has ids outside the vocabulary, or if the training part does not
+    fill a sample.
     """
 
     def open_(prefix: str) -> tuple[int, Make]:
@@ -88,7 +88,7 @@ def build_train_valid_test_datasets(
 
 
 def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
-    """The pair, with a look at its ids. Raises DatasetError."""
+    """Open a pair and check some of its ids. Raises DatasetError."""
     indexed = IndexedDataset(prefix)
     if not indexed.num_tokens:
         raise DatasetError(f"{prefix}.bin holds no tokens")
@@ -97,7 +97,10 @@ def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
 
 
 def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_000_000) -> None:
-    """Look for ids outside the vocabulary in the head and tail of the corpus: the mark of another tokenizer."""
+    """Raise DatasetError if the start or end of the corpus has ids outside the vocabulary.
+
+    That is typical of another tokenizer.
+    """
     if vocab_size is None:
         return
     for piece in (indexed.tokens[:at_most], indexed.tokens[-at_most:]):

@@ -1,4 +1,4 @@
-"""Token sequences on disk: a `.bin` with the tokens back to back and an `.idx` that says where each begins.
+"""Token sequences on disk: a `.bin` of concatenated tokens and an `.idx` with the offset of each sequence.
 
 The format is Megatron's MMIDIDX version 1, byte for byte (little-endian):
 
@@ -31,17 +31,17 @@ MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
-LOSS = "_loss"  # what the name of a pair has that says of another's tokens which count in the loss (sft_dataset.py)
-AT_ONCE = 1 << 18  # entries of the index that are checked at once
+LOSS = "_loss"  # suffix of the pair that marks which tokens of a corpus count in the loss (sft_dataset.py)
+AT_ONCE = 1 << 18  # index entries checked at once
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
 class DatasetError(ValueError):
-    """A .bin/.idx pair is missing, damaged or of another format; the message names the file."""
+    """Error for a .bin/.idx pair that is missing, damaged or of another format; the message names the file."""
 
 
 def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
-    """uint16 below 65500 tokens, as Megatron chooses, int32 above."""
+    """Return uint16 below 65500 tokens, as Megatron does, else int32."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
@@ -50,9 +50,10 @@ _checked: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=Non
 
 @contextmanager
 def checked_once(found: dict[str, bool]) -> Iterator[None]:
-    """Pairs opened inside are checked from end to end only if they are not in `found`, where they then are.
+    """Skip the full check of pairs opened inside if they are in `found`; add the others to it.
 
-    found: prefix -> whether each document of it is one sequence. One process looks through a large index, others take its word.
+    found: prefix -> True if each of its documents is one sequence. One process checks a large index, the others
+    reuse its result.
     """
     token = _checked.set(found)
     try:
@@ -68,9 +69,8 @@ def _entries(path: str, at: int, count: int) -> NDArray[np.int64]:
 class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
-    Attributes: sizes int32 [S], document_index int64 [D], dtype. Raises DatasetError where the
-    two files do not belong together. Can be pickled (it is opened again), and arrays it gave out
-    stay valid for as long as they are kept.
+    Attributes: sizes int32 [S], document_index int64 [D], dtype. Raises DatasetError if the two files do not
+    match. Unpickling reopens the files. Returned arrays stay valid as long as they are referenced.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -90,7 +90,7 @@ class IndexedDataset:
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise DatasetError(f"{index_path} is not an index of Megatron's MMIDIDX format, version 1, of integers")
         expected = HEADER.size + 12 * sequences + 8 * documents
-        if size not in (expected, expected + sequences):  # multimodal files end with one mode byte a sequence
+        if size not in (expected, expected + sequences):  # multimodal files end with one mode byte per sequence
             raise DatasetError(f"{index_path} is damaged: {size} bytes, its header announces {expected}")
         self.dtype = np.dtype(DTYPES[code])
         at = HEADER.size
@@ -103,7 +103,7 @@ class IndexedDataset:
             self._check_against(data_path)
         if checked is not None:
             checked[prefix] = self._one_each
-        # numpy keeps the map alive as long as any array needs it, so nothing is ever closed by hand.
+        # numpy keeps the map alive as long as any array refers to it, so no explicit close is needed.
         empty = os.path.getsize(data_path) == 0
         self.tokens: NDArray[Any] = (
             np.empty(0, self.dtype)
@@ -124,9 +124,10 @@ class IndexedDataset:
         self._check_order()
 
     def _check_order(self) -> None:
-        """What is wrong here would otherwise read other tokens than it should, much later and without a word.
+        """Raise DatasetError for an index whose sequences or documents are out of order.
 
-        The file is read by the way, not through the map: pages of a map count as memory of this process.
+        Such an index would silently give wrong tokens later. Plain reads are used because pages of a map count
+        as memory of this process.
         """
         count, ends_at = len(self.sizes), len(self.document_index)
         path, begin, self._one_each = self.prefix + ".idx", 0, True
@@ -157,21 +158,21 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return len(self.document_index) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """Number of tokens of all sequences."""
         return len(self.tokens)
 
     def __getitem__(self, i: int | np.integer[Any]) -> NDArray[Any]:
         return self.get(i)
 
     def get(self, i: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens `offset` to `offset + length` of sequence i, a view into the file.
+        """Return tokens `offset` to `offset + length` - 1 of sequence i as a view into the file.
 
-        Raises IndexError for what lies outside the sequence.
+        Raises IndexError if the range exceeds the sequence.
         """
         i = int(i)
         if not -len(self) <= i < len(self):
@@ -186,12 +187,12 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def document_start(self, d: int) -> int:
-        """Number of the first token of document d, which must have tokens."""
+        """Return the index of the first token of document d, which must not be empty."""
         first = d if self._one_each else self.document_index.item(d)
         return self.pointers.item(first) // self.dtype.itemsize
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """[documents] tokens of each; a view into the file where every document is one sequence."""
+        """Return the tokens of each document, [documents]; a view into the file if every document is one sequence."""
         if self._one_each:
             return self.sizes[documents.start : documents.stop]
         bounds = self.document_index[documents.start : documents.stop + 1]
@@ -200,6 +201,6 @@ class IndexedDataset:
         return sizes
 
     def document_ends(self) -> NDArray[np.int64]:
-        """[documents] number of tokens up to the end of each document."""
+        """Return the cumulative number of tokens up to the end of each document, [documents]."""
         ends = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
         return ends[self.document_index[1:]]

@@ -1,8 +1,8 @@
-"""Writing `.bin/.idx` pairs (indexed_dataset.py has the format) in constant memory.
+"""Writing of `.bin/.idx` pairs (format: indexed_dataset.py) in constant memory.
 
-Tokens, lengths and documents go to temporary files as they come; the index is put together from
-them at the end, block by block. The pair gets its names last, the .idx after the .bin: an .idx
-proves a whole pair. A writer can say how far it is and a later one can go on from there.
+Tokens, lengths and documents are appended to temporary files. At the end the index is assembled from them block
+by block. The pair is renamed last, the .idx after the .bin, so an .idx proves that the pair is complete. A
+writer can save its state, and a later writer can resume from it.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from ..atomic import naming, process_name
 from .indexed_dataset import CODES, HEADER, MAGIC, VERSION
 
-BLOCK = 1 << 26  # bytes of a .bin under one checksum
-AT_ONCE = 1 << 20  # entries of the index in memory at once
+BLOCK = 1 << 26  # bytes of a .bin per checksum
+AT_ONCE = 1 << 20  # index entries in memory at once
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair. Use as a context manager: an error inside leaves nothing behind.
+    """Writer of a pair. As a context manager it removes its files after an error.
 
-    state: what `state()` of a writer to the same prefix said; what that one wrote later is cut off.
-    suffix: of the temporary files. Raises ValueError for ids that the dtype cannot hold, and where temporary
-    files are not what the state says.
+    state: result of `state()` of an earlier writer to the same prefix; anything written after it is truncated.
+    suffix: suffix of the temporary files.
+    Raises ValueError for ids that the dtype cannot hold, and if temporary files do not match the state.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class IndexedDatasetBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """That were written so far."""
+        """Number of tokens written so far."""
         return self._tokens.size // self.dtype.itemsize
 
     def add_document(self, ids: Sequence[int] | NDArray[Any], lengths: Sequence[int] | None = None) -> None:
@@ -65,8 +65,8 @@ class IndexedDatasetBuilder:
     def add_batch(self, ids: NDArray[Any], lengths: NDArray[Any], sequences_per_document: NDArray[Any]) -> None:
         """Append many documents at once.
 
-        ids: all tokens, back to back. lengths: tokens of each sequence. sequences_per_document:
-        how many of these sequences each document has.
+        ids: concatenated tokens. lengths: tokens of each sequence. sequences_per_document: number of sequences
+        of each document.
         """
         if int(lengths.sum()) != len(ids) or int(sequences_per_document.sum()) != len(lengths):
             raise ValueError("lengths and tokens, or documents and sequences, do not add up")
@@ -79,7 +79,7 @@ class IndexedDatasetBuilder:
         self.documents += len(sequences_per_document)
 
     def state(self) -> dict[str, Any]:
-        """How far it is, once all of it is on disk."""
+        """Flush everything to disk and return the state from which a later writer can resume."""
         logs = (self._tokens, self._sizes, self._documents)
         for log in logs:
             log.sync()
@@ -87,12 +87,12 @@ class IndexedDatasetBuilder:
         return {**counts, "digests": [log.digest() for log in logs]}
 
     def finalize(self) -> None:
-        """Write the index and give both files their names; only now does the pair exist."""
+        """Write the index and rename both files; only then does the pair exist."""
         self.prepare()
         self.publish()
 
     def prepare(self) -> None:
-        """Write the index, under a temporary name as well: the disk may be full."""
+        """Write the index under a temporary name, so that a full disk fails before anything is renamed."""
         self.state()
         index = _Log(self._names["idx"])
         index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1))
@@ -112,8 +112,8 @@ class IndexedDatasetBuilder:
             log.close()
 
     def publish(self) -> None:
-        """Give what is prepared its names."""
-        # An old index must not stand next to new data, not even for a moment.
+        """Rename the prepared files to their final names."""
+        # An old index must never exist beside new data.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         os.replace(self._names["bin"], self.prefix + ".bin")
         os.replace(self._names["idx"], self.prefix + ".idx")
@@ -121,12 +121,12 @@ class IndexedDatasetBuilder:
             Path(self._names[part]).unlink()
 
     def close(self) -> None:
-        """Leave the temporary files for a writer that goes on."""
+        """Close the temporary files but keep them for a writer that resumes."""
         for log in (self._tokens, self._sizes, self._documents):
             log.close()
 
     def abort(self) -> None:
-        """Throw away what was written."""
+        """Delete everything that was written."""
         self.close()
         for name in self._names.values():
             Path(name).unlink(missing_ok=True)
@@ -144,17 +144,18 @@ class IndexedDatasetBuilder:
 
 
 class _Log:
-    """A file that grows, with the SHA-256 of each full block of it.
+    """Append-only file with the SHA-256 of each full block.
 
-    size: where to go on, if it exists. digest: what `digest()` said there. Raises ValueError if the file is not that.
+    size: bytes to keep of an existing file. digest: `digest()` at that size. Raises ValueError if the file does
+    not match.
     """
 
     def __init__(self, path: str, size: int | None = None, digest: str | None = None) -> None:
         if size is not None and os.path.getsize(path) < size:
-            # Made longer it would hold zeros, which are tokens.
+            # Extending the file would add zeros, which are valid tokens.
             raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but {size} were written: it was cut short")
         self.path, self.size = path, size or 0
-        self._position = 0  # bytes that the checksums cover
+        self._position = 0  # bytes covered by the checksums
         self._file: BinaryIO = open(path, "r+b" if size is not None else "w+b")  # noqa: SIM115  # closed in close()
         self._file.truncate(self.size)
         self._done: list[str] = []
@@ -188,7 +189,7 @@ class _Log:
         return [*self._done, self._digest.hexdigest()] if self._position % BLOCK else list(self._done)
 
     def digest(self) -> str:
-        """One number for all checksums."""
+        """Return one hash over all block checksums."""
         return hashlib.sha256("".join(self.checksums()).encode()).hexdigest()
 
     def sync(self) -> None:
@@ -197,18 +198,18 @@ class _Log:
             os.fsync(self._file.fileno())
 
     def blocks(self) -> Any:
-        """The content from the front, some megabytes at a time."""
+        """Yield the content from the start, 8 MiB at a time."""
         self._file.seek(0)
         yield from iter(lambda: self._file.read(8 * AT_ONCE), b"")
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is still to be written, on a full disk
+        with contextlib.suppress(OSError):  # on a full disk, flushing the buffer fails
             self._file.close()
 
 
 def checksums_of(path: str) -> list[str]:
-    """SHA-256 of each block of a file, as a writer's `checksums` has them."""
+    """Return the SHA-256 of each block of a file, comparable with a writer's `checksums`."""
     found: list[str] = []
     with open(path, "rb") as file:
         while True:
@@ -222,7 +223,7 @@ def checksums_of(path: str) -> list[str]:
 
 
 def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
-    """The ids in `dtype`. Raises ValueError for one that it cannot hold: a plain cast would wrap it."""
+    """Cast ids to `dtype`. Raises ValueError for an id that would overflow."""
     if ids.dtype == dtype or not len(ids):
         return ids.astype(dtype, copy=False)
     limits = np.iinfo(dtype)
@@ -233,5 +234,5 @@ def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
 
 
 def little(array: NDArray[Any]) -> bytes:
-    """Its bytes, little-endian on every machine."""
+    """Return the array's bytes in little-endian order on every machine."""
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()

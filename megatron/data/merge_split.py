@@ -1,4 +1,4 @@
-"""Joining and splitting `.bin/.idx` pairs without reading tokens: copies of byte ranges, in constant memory."""
+"""Merging and splitting `.bin/.idx` pairs by copying byte ranges, in constant memory."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ AT_ONCE = 1 << 22  # tokens, sequences or documents copied at once
 
 
 def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
-    """All documents of some pairs, one pair after the other. Raises DatasetError where their dtypes differ."""
+    """Concatenate the documents of several pairs in order. Raises DatasetError if their dtypes differ."""
     opened = [IndexedDataset(prefix) for prefix in prefixes]
     for each in opened[1:]:
         if each.dtype != opened[0].dtype:
@@ -30,7 +30,7 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
 
 
 def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[IndexedDatasetBuilder]:
-    """A pair for each range of documents."""
+    """Write one pair per range of documents."""
     indexed = IndexedDataset(prefix)
     builders = []
     for documents, output in zip(parts, outputs, strict=True):
@@ -41,7 +41,7 @@ def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[I
 
 
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
-    """Append some documents, a few millions of tokens at a time."""
+    """Append documents to `builder`, a few million tokens at a time."""
     for some in _runs(indexed, documents):
         first, last = int(indexed.document_index[some.start]), int(indexed.document_index[some.stop])
         sizes = indexed.sizes[first:last]
@@ -52,7 +52,7 @@ def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuild
 
 
 def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
-    """Consecutive documents of at most about AT_ONCE tokens together, at least one at a time."""
+    """Yield ranges of consecutive documents of about AT_ONCE tokens at most, or of one larger document."""
     at = documents.start
     while at < documents.stop:
         window = range(at, min(at + AT_ONCE // 16, documents.stop))
@@ -63,7 +63,7 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
 
 
 def find_damage(prefix: str, expected: dict[str, Any]) -> list[str]:
-    """What differs from the checksums that were taken when the pair was written, in words."""
+    """Return a message for each block that differs from the checksums taken when the pair was written."""
     found = []
     for ending in ("bin", "idx"):
         path = f"{prefix}.{ending}"

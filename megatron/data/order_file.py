@@ -1,8 +1,8 @@
-"""The order of a large epoch as a file: made once by one process of a node, mapped by all others.
+"""Sample order of a large epoch as a file, written once per node and memory-mapped by all its processes.
 
-An epoch of a billion documents is 12 GB and more of numbers. In memory every rank and every reader would
-hold them; mapped they are pages that the node has once, and may drop. A file is named by what its content
-follows from, gets its name when it is whole, and never changes after that.
+An epoch of a billion documents takes 12 GB and more. In memory every rank and every data worker would hold a
+copy. Mapped pages exist once per node and can be evicted. The file name is a hash of everything that determines
+the content. The file is renamed once complete and never changes afterwards.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from ..atomic import own_folder, temporary_name, whole_file
 
-AT_ONCE = 1 << 20  # numbers handled at once outside of a map
+AT_ONCE = 1 << 20  # numbers handled at once outside a map
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
 
 
 def forget(array: NDArray[Any]) -> None:
-    """Let go of the pages that this process has touched in the map below an array: they count as its memory."""
+    """Drop this process's pages of the memory map below an array, as they count as its memory."""
     base: Any = array
     while isinstance(base, (np.ndarray, memoryview)):
         base = base.obj if isinstance(base, memoryview) else base.base
@@ -33,16 +33,16 @@ def forget(array: NDArray[Any]) -> None:
 
 
 def pieces(count: int) -> Iterator[slice]:
-    """Stretches of range(count), none longer than `AT_ONCE`."""
+    """Yield slices that cover range(count), each at most `AT_ONCE` long."""
     yield from (slice(at, min(at + AT_ONCE, count)) for at in range(0, count, AT_ONCE))
 
 
 def mapped(
     folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Callable[[dict[str, NDArray[Any]]], None]
 ) -> dict[str, NDArray[Any]]:
-    """The arrays in `folder/name`, read-only; `make` fills them where there is no such file yet.
+    """Return the arrays in `folder/name`, read-only; `make` fills them if the file does not exist yet.
 
-    Where the folder cannot be written to, the file is made in a temporary folder of this user, which is said.
+    If the folder is not writable, the file goes to a temporary folder of this user, with a message on stderr.
     """
     places = [Path(folder) / name, scratch() / name]
     size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
@@ -54,14 +54,14 @@ def mapped(
 
 
 def remove(folder: str | os.PathLike[str], name: str) -> None:
-    """A file that is not needed any more. Who has it mapped keeps it."""
+    """Delete a file that is no longer needed. Processes that map it keep its content."""
     for path in (Path(folder) / name, scratch() / name):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def scratch() -> Path:
-    """Return a folder of this user on this machine. Raises ValueError if others could have put files there."""
+    """Return a folder of this user on this machine. Raises ValueError if other users could have written to it."""
     return own_folder("sample-orders")
 
 
@@ -74,7 +74,10 @@ def _is_whole(path: Path, size: int) -> bool:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """One process of this node at a time; the lock is on this machine, for shared file systems do not all have locks."""
+    """Hold a lock among the processes of this node.
+
+    The lock file is on local disk because some shared file systems lack locks.
+    """
     with open(scratch() / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -86,7 +89,7 @@ def _made(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[st
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a signal later
+                os.posix_fallocate(file.fileno(), 0, size)  # else a full disk is a SIGBUS later
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -109,6 +112,6 @@ def _views(path: Path, arrays: Arrays, mode: Any) -> dict[str, NDArray[Any]]:
     at = 0
     for name, (length, dtype) in arrays.items():
         end = at + length * np.dtype(dtype).itemsize
-        found[name] = raw[at:end].view(np.ndarray).view(dtype)  # slices of a memmap are slow
+        found[name] = raw[at:end].view(np.ndarray).view(dtype)  # slicing a memmap is slow
         at = end
     return found

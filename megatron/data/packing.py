@@ -1,7 +1,8 @@
-"""Records packed into windows without a record being cut: which lengths share a window is decided once, which records do in every epoch anew.
+"""Packing of whole records into windows.
 
-Best fit, the longest first, looks at lengths only (Krell et al. 2021). So all epochs have as many windows, window n is found
-without the ones before it, and records of the same length change places from epoch to epoch.
+Which lengths share a window is decided once, which records of these lengths in each epoch. Best-fit decreasing
+looks at lengths only (Krell et al. 2021). So all epochs have equally many windows, window n is computed without
+its predecessors, and records of equal length are permuted between epochs.
 """
 
 import bisect
@@ -15,10 +16,10 @@ Ints = NDArray[np.int64]
 
 
 def fit(lengths: Ints, capacity: int) -> Ints:
-    """[n] lengths from 1 to `capacity`, the longest first -> [n] number of the window that each goes to."""
+    """Return the window of each record, [n] -> [n], for lengths from 1 to `capacity` in descending order."""
     window_of = np.empty(len(lengths), dtype=np.int64)
-    open_: dict[int, list[int]] = {}  # windows by the room that is left in them
-    rooms: list[int] = []  # where there are any, in order
+    open_: dict[int, list[int]] = {}  # windows by their remaining room
+    rooms: list[int] = []  # sorted rooms that have windows
     opened = at = 0
 
     def leave(room: int, windows: list[int]) -> None:
@@ -32,7 +33,7 @@ def fit(lengths: Ints, capacity: int) -> Ints:
         while count:
             place = bisect.bisect_left(rooms, length)
             room = rooms[place] if place < len(rooms) else capacity
-            each = room // length  # a window is filled as far as this length goes before the next is looked at
+            each = room // length  # each window takes as many records of this length as fit
             wanted = -(-count // each)
             if place < len(rooms):
                 windows = open_[room][:wanted]
@@ -52,10 +53,10 @@ def fit(lengths: Ints, capacity: int) -> Ints:
 
 
 class PackedOrder:
-    """Which records window n holds: a pure function of (lengths, seed, stream, n), for any n >= 0.
+    """Records of window n, a pure function of (lengths, seed, stream, n), for any n >= 0.
 
-    lengths: [records] places that each takes up in a window, 0 for those that are left out. Raises ValueError if all are.
-    A process holds 24 bytes a record, and 8 for each of the last two epochs.
+    lengths: [records] positions that each record occupies, 0 to leave it out. Raises ValueError if all are 0. A
+    process holds 24 bytes a record, and 8 more for each of the last two epochs.
     """
 
     def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:
@@ -72,11 +73,11 @@ class PackedOrder:
         self._epochs: OrderedDict[int, tuple[Ints, Ints]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: epochs follow from the rest and need not travel."""
+        """Return the state for worker processes without cached epochs, which they can compute again."""
         return {**self.__dict__, "_epochs": OrderedDict()}
 
     def _epoch(self, number: int) -> tuple[Ints, Ints]:
-        """(records, window by window; the order in which windows are taken)."""
+        """Return (records window by window, order of the windows) of an epoch."""
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 self._epochs.popitem(last=False)
@@ -90,7 +91,7 @@ class PackedOrder:
         return self._epochs[number]
 
     def records(self, n: int) -> Ints:
-        """[records of window n], the longest first."""
+        """Return the records of window n, longest first."""
         if n < 0:
             raise IndexError(f"sample {n}")
         number, at = divmod(n, self.per_epoch)
@@ -99,7 +100,7 @@ class PackedOrder:
         return records[self._bounds.item(window) : self._bounds.item(window + 1)]
 
     def places(self, first: int, count: int) -> Ints:
-        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
         numbers, at = np.divmod(np.arange(first, first + count, dtype=np.int64), self.per_epoch)
         found = numbers * self.per_epoch
         for number in np.unique(numbers).tolist():

@@ -1,4 +1,7 @@
-"""How much of a text is a prefix, whose tokens look at each other both ways, and of which nothing is learned (Raffel et al. 2020)."""
+"""Prefix lengths for prefix LM (Raffel et al. 2020).
+
+Tokens of a prefix attend bidirectionally and are not trained on.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +14,16 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Prefixes:
-    """eod: the end of a document. by_document: each document has a prefix of its own, not the whole window one."""
+    """Prefix settings. eod: end-of-document id. by_document: one prefix per document instead of one per window."""
 
     eod: int
     by_document: bool
 
     def of(self, tokens: Ids, seed: Sequence[int]) -> Ids:
-        """tokens [s] -> [s] 1 in prefixes, else 0; a pure function of these and the seed.
+        """Return 1 for tokens in prefixes, else 0, tokens [s] -> [s]; a pure function of tokens and seed.
 
-        A prefix has from no token to all but one of its document or window, each number with the same chance, so that something is learned.
+        Prefix lengths are uniform from 0 to the length of the document or window minus 1, so at least one token
+        is trained on.
         """
         ends = np.flatnonzero(tokens[:-1] == self.eod) + 1 if self.by_document else np.empty(0, np.int64)
         borders = np.concatenate([[0], ends, [len(tokens)]])

@@ -1,7 +1,7 @@
-"""Where a run stands in its data, as one number that proves which samples it has read, in which order.
+"""Hash of a run's data position: proves which samples it has read, in which order.
 
-A polynomial hash over what identifies each sample, modulo 2^64: it does not depend on how the
-samples were grouped into batches or shared out to ranks, and can be continued sample by sample.
+A polynomial hash over the sample ids, modulo 2^64. It does not depend on batching or on the distribution over
+ranks, and can be extended sample by sample.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ AT_ONCE = 1 << 18
 
 
 def extend(state: int, dataset: Any, first: int, count: int) -> int:
-    """The hash of samples up to `first + count`, from that of samples up to `first`.
+    """Extend the hash of the first `first` samples to the first `first + count` samples.
 
-    dataset: says by `places(first, count)` what identifies its samples; one that does not is known by their numbers.
+    dataset: its `places(first, count)` gives the sample ids; without that method the sample numbers are used.
     """
     places = getattr(dataset, "places", lambda first, count: np.arange(first, first + count))
     for at in range(first, first + count, AT_ONCE):
@@ -28,7 +28,7 @@ def extend(state: int, dataset: Any, first: int, count: int) -> int:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele et al. 2014): neighbouring places get unlike numbers."""
+    """Apply splitmix64's finalizer (Steele et al. 2014), so that nearby ids hash to unrelated numbers."""
     x = x + BASE
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

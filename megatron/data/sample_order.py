@@ -1,12 +1,12 @@
-"""Where the n-th training sample lies: a pure function of (document lengths, seed, n).
+"""Position of the n-th training sample in the corpus: a pure function of (document lengths, seed, n).
 
-Each epoch shuffles the documents, lays them end to end and cuts the line into samples, whose
-order is shuffled again. A sample is found by two binary searches when it is asked for, and the order does not depend on
-how long a run is, on its layout or on its number of workers. (Megatron shuffles the documents
-of all epochs together, so its order changes with --train-iters.)
+Each epoch shuffles the documents, concatenates them, cuts them into samples and shuffles these. A sample is
+located on demand by binary search. The order does not depend on the length of a run, its layout or its number
+of workers. (Megatron shuffles the documents of all epochs together, so its order changes with --train-iters.)
 
-An epoch is the documents once, less the tokens at its end that fill no sample. A small one is made in memory when it is first
-asked for. A large one is a file that a node has once (order_file.py); it follows from the rest and may be deleted at any time.
+An epoch covers each document once, except the final tokens that fill no sample. A small epoch is computed in
+memory on first use. A large one is a file shared by a node (order_file.py), which is recomputed if it is
+deleted.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from . import order_file
 
-SMALL = 1 << 20  # documents and samples of an epoch that is kept in memory
+SMALL = 1 << 20  # most documents and samples of an epoch that is kept in memory
 
 
 class Epoch(NamedTuple):
-    """One pass over the documents."""
+    """Order of one pass over the documents."""
 
-    order: NDArray[np.integer]  # [documents] which document stands at each place
-    ends: NDArray[np.integer]  # [documents] tokens up to the end of each place
-    samples: NDArray[np.integer]  # [samples] the order in which the samples are taken
+    order: NDArray[np.integer]  # [documents] shuffled document indices
+    ends: NDArray[np.integer]  # [documents] cumulative tokens up to the end of each position in `order`
+    samples: NDArray[np.integer]  # [samples] shuffled sample indices
 
 
 _NONE: tuple[int, Epoch] = -1, Epoch(*[np.empty(0, np.int64)] * 3)
@@ -37,29 +37,29 @@ Piece = tuple[int, int, int]
 
 
 class HasSizes(Protocol):
-    """An opened corpus."""
+    """Protocol of an opened corpus."""
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """Tokens of each of these documents."""
+        """Return the tokens of each of these documents."""
         ...
 
 
 class Sizes(NamedTuple):
-    """Tokens of each of some documents of a corpus, without a copy for every process that is told of them."""
+    """Lengths of some documents of a corpus, read on demand, so that no process has to hold a copy."""
 
     indexed: HasSizes
     documents: range
 
     def read(self) -> NDArray[np.integer[Any]]:
-        """Tokens of each of the documents, in their order."""
+        """Return the tokens of each of the documents, in their order."""
         return self.indexed.document_sizes(self.documents)
 
 
 class SampleOrder:
-    """Samples of `length` + `overlap` tokens; sample i+1 of an epoch begins `length` tokens after sample i.
+    """Order of samples of `length` + `overlap` tokens; sample i+1 starts `length` tokens after sample i.
 
-    sizes: int [documents] tokens of each. shuffle False takes documents and samples as they come. folder: where the
-    files of large epochs are kept; without it all is kept in memory.
+    sizes: int [documents], tokens of each. shuffle=False keeps documents and samples in order.
+    folder: where files of large epochs are kept; None keeps all epochs in memory.
     Raises ValueError if all documents together do not fill one sample.
     """
 
@@ -81,15 +81,15 @@ class SampleOrder:
         self._latest = _NONE
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: epochs follow from the rest and need not travel."""
+        """Return the state for worker processes without cached epochs, which they can compute again."""
         return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NONE}
 
     def sizes(self) -> NDArray[np.integer]:
-        """int [documents] tokens of each."""
+        """Return the tokens of each document, int [documents]."""
         return self._sizes.read() if isinstance(self._sizes, Sizes) else self._sizes
 
     def _read_sizes(self) -> tuple[int, int, str]:
-        """(tokens, documents, a digest of all their lengths where there may be files)."""
+        """Return (tokens, documents, digest), the digest over all lengths if epochs may be files."""
         sizes, tokens, digest = self.sizes(), 0, hashlib.blake2b(digest_size=16)
         for piece in order_file.pieces(len(sizes)):
             tokens += int(sizes[piece].sum(dtype=np.int64))
@@ -100,12 +100,12 @@ class SampleOrder:
         return tokens, len(sizes), digest.hexdigest()
 
     def epoch(self, number: int) -> Epoch:
-        """The order of epoch `number`, made when first asked for."""
+        """Return the order of epoch `number`, computed on first use."""
         if number == self._latest[0]:
             return self._latest[1]
         if number not in self._epochs:
             small = self.documents + self.per_epoch <= SMALL
-            self._latest = _NONE  # or it would keep an epoch in memory
+            self._latest = _NONE  # release it before the next epoch is allocated
             while len(self._epochs) >= (2 if small else 1):
                 self._epochs.popitem(last=False)
             self._epochs[number] = self._in_memory(number) if small or not self._folder else self._in_file(number)
@@ -114,7 +114,7 @@ class SampleOrder:
         return self._latest[1]
 
     def forget(self) -> None:
-        """Let go of the pages of a mapped epoch."""
+        """Drop this process's pages of the current epoch if it is memory-mapped."""
         for array in self._latest[1]:
             order_file.forget(array)
 
@@ -135,16 +135,17 @@ class SampleOrder:
             return self._in_memory(number)
         for array in made.values():
             order_file.forget(array)
-        order_file.remove(self._folder, self._name(number - 2))  # they are as large as the lengths of all documents
+        # Order files are as large as the lengths of all documents, so an old one is deleted.
+        order_file.remove(self._folder, self._name(number - 2))
         return Epoch(made["order"], made["ends"], made["samples"])
 
     def _name(self, number: int) -> str:
-        """Of all that an epoch follows from."""
+        """Return a file name that hashes everything that determines an epoch."""
         facts = (self._digest, self.documents, self.length, self.overlap, self.shuffle, self.seed, number)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest() + ".order"
 
     def _shapes(self) -> order_file.Arrays:
-        """Of an epoch's arrays; half the memory where 32 bits are enough."""
+        """Return length and dtype of an epoch's arrays; int32 where it suffices."""
 
         def numbers(count: int) -> type[np.integer[Any]]:
             return np.int32 if count < 2**31 else np.int64
@@ -155,7 +156,7 @@ class SampleOrder:
         }  # fmt: skip
 
     def _fill(self, number: int, arrays: dict[str, NDArray[Any]]) -> None:
-        """Make an epoch, in the memory of its arrays only."""
+        """Fill the arrays of an epoch without large temporary arrays."""
         sizes, order, ends = self.sizes(), arrays["order"], arrays["ends"]
         self._permute(order, number, 0)
         self._permute(arrays["samples"], number, 1)
@@ -172,7 +173,10 @@ class SampleOrder:
             np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """Where samples `first` to `first + count` lie in the text of all epochs, counted in samples."""
+        """Return a unique id of each sample: its position in the concatenated epochs, counted in samples.
+
+        Covers samples `first` to `first + count` - 1.
+        """
         found = np.empty(count, dtype=np.int64)
         at = 0
         while at < count:
@@ -184,9 +188,9 @@ class SampleOrder:
         return found
 
     def pieces(self, n: int) -> list[Piece]:
-        """(document, first token, token after the last) of each document that sample n consists of, in order.
+        """Return (document, first token, token after the last) of each document in sample n, in order.
 
-        n is not bounded: epochs follow each other.
+        n is unbounded: epochs follow each other.
         """
         if n < 0:
             raise IndexError(f"sample {n}")
@@ -195,7 +199,7 @@ class SampleOrder:
         begin = samples.item(at) * self.length
         end = begin + self.length + self.overlap
         place = int(ends.searchsorted(begin, side="right"))
-        base = ends.item(place - 1) if place else 0  # where the document begins in the line of all of them
+        base = ends.item(place - 1) if place else 0  # start of the document in the concatenated text
         skipped, found = begin - base, []
         while base < end:
             stop = ends.item(place)
@@ -203,7 +207,7 @@ class SampleOrder:
                 found.append((order.item(place), 0, stop - base))
             base = stop
             place += 1
-        # Of the first and of the last it is a part.
+        # The first and the last document are only partly in the sample.
         document, _, stop = found[0]
         found[0] = document, skipped, stop
         document, start, stop = found[-1]

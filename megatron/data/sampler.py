@@ -1,4 +1,4 @@
-"""Which samples a rank reads when: arithmetic on the number of samples consumed so far."""
+"""Assignment of samples to ranks and iterations, computed from the number of consumed samples."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,14 +9,15 @@ from .workers import begin, end_all_at_exit, sheltered
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
-    """Micro-batches of sample numbers for one data-parallel rank, without end.
+    """Sampler of endless micro-batches of sample numbers for one data-parallel rank.
 
-    Iteration k takes samples k*B to (k+1)*B - 1 of the global batch size B; every rank takes an
-    equal consecutive share of them, cut into micro-batches. So the samples of an iteration do
-    not depend on how many ranks or micro-batches share them.
+    Iteration k takes samples k*B to (k+1)*B - 1 for global batch size B. Every rank takes an equal consecutive
+    share of them, split into micro-batches. So the samples of an iteration do not depend on the number of ranks
+    or micro-batches.
 
     consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
-    passed_over: of the first sample of an iteration, whether that iteration is left out; its samples are not even read.
+    passed_over: predicate on the first sample of an iteration; True skips the iteration without reading its
+    samples.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class ConsecutiveSampler(Sampler[list[int]]):
 
 
 class _Endless(Dataset[Any]):
-    """A data set that says what is wrong where it ends."""
+    """Wrapper that explains an IndexError of a dataset: datasets must accept any n >= 0."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -62,20 +63,20 @@ class _Endless(Dataset[Any]):
 
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
-        with sheltered():  # here the workers are started
+        with sheltered():  # the workers start here
             return super().__iter__()
 
 
 def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0) -> DataLoader[Any]:
-    """A loader that reads micro-batches in the order of `sampler`, whatever the number of workers."""
+    """Return a loader that yields micro-batches in the order of `sampler`, for any number of workers."""
     if num_workers:
         end_all_at_exit()
     return _Loader(
         _Endless(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        # Started without the parent's threads and accelerator state, and as its own children, so that
-        # they notice when it dies (those of a forkserver do not).
+        # Spawned workers do not inherit threads or accelerator state. As direct children they notice when the
+        # parent dies; those of a forkserver do not.
         multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
         worker_init_fn=begin,

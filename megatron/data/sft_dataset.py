@@ -1,7 +1,8 @@
-"""Samples for supervised fine-tuning: whole conversations side by side in a window, each for itself, of which only answers are learned.
+"""Samples for supervised fine-tuning: whole conversations packed into a window, with loss on answers only.
 
-The corpus is a pair PREFIX.bin/.idx of tokens and a pair PREFIX_loss.bin/.idx of uint8 with the same documents: 1 where a token
-counts in the loss. A record of L tokens takes up L - 1 places, as its last token is only a target.
+The records of a window are independent of each other. The corpus is a pair PREFIX.bin/.idx of tokens and a pair
+PREFIX_loss.bin/.idx of uint8 with the same documents, 1 where a token counts in the loss. A record of L tokens
+occupies L - 1 positions because its last token is only a target.
 """
 
 from collections.abc import Iterator
@@ -17,11 +18,11 @@ from .gpt2_dataset import open_corpus
 from .indexed_dataset import LOSS, DatasetError, IndexedDataset
 from .packing import Ints, PackedOrder
 
-AT_ONCE = 1 << 20  # tokens looked at at once
+AT_ONCE = 1 << 20  # tokens checked at once
 
 
 class Records:
-    """Both pairs. Raises DatasetError if one is missing or they do not belong together."""
+    """Token pair and loss pair of a corpus. Raises DatasetError if one is missing or they do not match."""
 
     def __init__(self, prefix: str, vocab_size: int | None) -> None:
         self.tokens, self.prefix, self.vocab_size = open_corpus(prefix, vocab_size), prefix, vocab_size
@@ -41,7 +42,10 @@ class Records:
             )
 
     def targets(self, documents: range, longest: int) -> Ints:
-        """[documents] how many of the first `longest` tokens of each are learned; the first token is no target."""
+        """Return the number of trained targets among each document's first `longest` tokens, [documents].
+
+        The first token is never a target.
+        """
         found = np.zeros(len(documents), dtype=np.int64)
         for some in _runs(self.tokens, documents):
             sizes = self.tokens.document_sizes(some).astype(np.int64)
@@ -60,7 +64,7 @@ class Records:
 
 
 def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
-    """Consecutive documents of about AT_ONCE tokens together."""
+    """Yield ranges of consecutive documents of about AT_ONCE tokens."""
     ends = np.cumsum(indexed.document_sizes(documents), dtype=np.int64)
     at = 0
     while at < len(documents):
@@ -71,11 +75,13 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
 
 
 class SftDataset(Dataset[dict[str, Tensor]]):
-    """`dataset[n]`, for any n >= 0, is a dict of int64 tensors [seq_length], a pure function of (corpus, part, seed, n):
+    """Dataset of packed records; a sample is a dict of int64 tensors [seq_length].
 
-    tokens, labels: ids; padding is `eod`. loss_mask: 1 where a label counts. document_ids: number of the record in the window, from 1;
-    0 for padding. A record of more than seq_length + 1 tokens is cut there; one without a token that counts is left out.
-    Attributes: cut, left_out, records: how many there are. Raises ValueError if no record is left.
+    Sample n >= 0 is a pure function of (corpus, part, seed, n). tokens, labels: ids, padded with `eod`.
+    loss_mask: 1 where a label counts. document_ids: index of the record in the window from 1, 0 for padding. A
+    record of more than seq_length + 1 tokens is truncated. One without a trained token is left out.
+    Attributes cut, left_out, records: numbers of truncated, omitted and all records. Raises ValueError if no
+    record is left.
     """
 
     def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
@@ -89,11 +95,11 @@ class SftDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """How many windows the records fill."""
+        """Number of windows in one epoch."""
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> Ints:
-        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
         return self.order.places(first, count)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
@@ -122,7 +128,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
             )
 
     def note(self) -> str:
-        """What was made of the records, in a few words."""
+        """Return a summary of the records: how many are used, truncated, omitted, and how full windows are."""
         cut = f", {self.cut} of them cut to {self._seq_length + 1} tokens" if self.cut else ""
         left = (
             f"; {self.left_out} left out, as none of their tokens that fit counts in the loss" if self.left_out else ""
@@ -139,9 +145,10 @@ AnyDataset = SftDataset | BlendedDataset | None
 def build_train_valid_test_datasets(
     data_path: Paths, split: str, seq_length: int, eod: int, seed: int, vocab_size: int | None = None
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
-    """The three datasets of one corpus of records or several (see corpora.py), and notes: what was cut and left out, and what stayed empty.
+    """Return the datasets of one or several corpora of records (see corpora.py), and notes.
 
-    Raises DatasetError if a corpus is damaged, or nothing can be learned from the part for training.
+    The notes report truncated and omitted records and empty parts.
+    Raises DatasetError if a corpus is damaged, or if the training part has nothing to train on.
     """
     made: list[str] = []
 

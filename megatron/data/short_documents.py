@@ -1,8 +1,8 @@
-"""Lengths for samples of which every document ends with a span (CPM), where documents are short.
+"""Sample lengths for CPM's objective, where every document ends with a span, on short documents.
 
-A plan of T5's shares has a span for every 20 tokens or so. Where documents are shorter, a window has more of
-them than the plan has spans, and the rest of the window would be left out: most of a corpus of single lines. So a
-window is made shorter, and has room for as many spans as documents end in it.
+T5's rates give a span for about every 20 tokens. With shorter documents a window contains more of them than it
+has spans, and the rest of the window would be unused. That would be most of a corpus of single lines. So
+windows become shorter and get room for as many spans as documents end in them.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 
 from .spans import SpanPlan
 
-ENOUGH = 200_000  # documents that tell how they fall into windows
-TOLERATED = 1e-3  # of the text; for less a plan is not changed
+ENOUGH = 200_000  # documents sampled to estimate how they fall into windows
+TOLERATED = 1e-3  # unused fraction of the text up to which a plan is kept
 Sizes = NDArray[np.integer]
 
 
 def _places(sizes: Sizes) -> NDArray[np.int64]:
-    """Where documents end, in the tokens of all of them (or of a sample of them) end to end, in a random order."""
+    """Return the positions of document ends in the concatenated text, for a random order.
+
+    Large corpora are sampled.
+    """
     rng = np.random.default_rng(0)
     chosen = sizes if len(sizes) <= ENOUGH else sizes[np.sort(rng.choice(len(sizes), ENOUGH, replace=False))]
     chosen = rng.permutation(chosen[chosen > 0])
@@ -26,7 +29,10 @@ def _places(sizes: Sizes) -> NDArray[np.int64]:
 
 
 def left_out(sizes: Sizes, plan: SpanPlan) -> float:
-    """Share of the text that windows of this plan have no spans for. sizes [documents]: tokens of each."""
+    """Return the fraction of the text that windows of this plan leave unused for lack of spans.
+
+    sizes [documents]: tokens of each.
+    """
     return _left_out(_places(sizes), plan)
 
 
@@ -34,7 +40,8 @@ def _left_out(ends: NDArray[np.int64], plan: SpanPlan) -> float:
     windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
     if not windows:
         return 0.0
-    # Of each window the number of its first end; it is full after the last one that has a span.
+    # `first` is the index of each window's first document end. A window is unused after the end that takes its
+    # last span.
     first = ends.searchsorted(np.arange(windows) * plan.tokens)
     last = first + max(plan.spans, plan.room) - 1
     over = (last + 1 < len(ends)) & (ends[np.minimum(last + 1, len(ends) - 1)] < (np.arange(windows) + 1) * plan.tokens)
@@ -50,10 +57,10 @@ def _most_ends(ends: NDArray[np.int64], tokens: int) -> int:
 def fit_documents(
     plan: SpanPlan, corpora: Sequence[Sizes], density: float, mean_span: float, decoder: int | None, sentinels: int
 ) -> tuple[SpanPlan, str]:
-    """(the plan, or one of shorter windows if `plan` would leave text out, and what to say of it).
+    """Return the plan, shortened if it would leave text unused, and a note on the change.
 
-    corpora: of each the tokens of its documents [documents]. decoder: its most tokens, if bounded. sentinels: how
-    many there are, the closing one included.
+    corpora: tokens of each document, [documents], per corpus. decoder: longest target, None if unbounded.
+    sentinels: their number, including the closing one.
     """
     every = [_places(sizes) for sizes in corpora]
     lost = max((_left_out(ends, plan) for ends in every), default=0.0)
@@ -62,7 +69,7 @@ def fit_documents(
     tokens = plan.tokens
     while True:
         most = max(_most_ends(ends, tokens) for ends in every)
-        room = most + -(-most // 8)  # other orders have other windows
+        room = most + -(-most // 8)  # other document orders may have more ends in a window
         noise = max(round(tokens * density), 1)
         spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
         room = min(max(room, spans), tokens)
@@ -83,7 +90,7 @@ def fit_documents(
 
 
 def _longer(made: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
-    """What keeps the encoder from being full."""
+    """Return a hint on the limit that keeps windows from filling the encoder, or an empty string."""
     if made.encoder > 0.95 * plan.encoder:
         return ""
     if made.room + max(made.room // 16, 2) >= sentinels:

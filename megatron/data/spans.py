@@ -1,4 +1,4 @@
-"""Which tokens are masked: lengths that fit exactly, and spans drawn as in T5 (Raffel et al. 2020).
+"""Span masking as in T5 (Raffel et al. 2020), with window lengths that fill encoder and decoder exactly.
 
 Shapes: l tokens of a window, n masked tokens, m spans.
 """
@@ -15,9 +15,9 @@ Ids = NDArray[np.int64]
 
 
 class SpanPlan(NamedTuple):
-    """Numbers of a sample: tokens of the window, how many are masked, in how many spans; what encoder and decoder hold.
+    """Sizes of a sample: tokens of the window, masked tokens, spans, and lengths of encoder and decoder.
 
-    room: spans that there may be at most, where documents end more often than the window has spans (short_documents.py).
+    room: most spans of a window if documents end more often than it has spans (short_documents.py).
     """
 
     tokens: int
@@ -31,18 +31,18 @@ class SpanPlan(NamedTuple):
 def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
     noise = min(max(round(tokens * density), 1), tokens - 1)
     spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
-    # t5: an end token on either side, the decoder reads a start token in place of its last. cpm: a closing
-    # sentinel, and the first sentinel is what the decoder starts with.
+    # t5: both sequences end with an end token, and a start token shifts the decoder input. cpm: a closing
+    # sentinel ends the labels, and the decoder starts with the first sentinel.
     return SpanPlan(tokens, noise, spans, tokens - noise + spans + encoder_ends, noise + spans + encoder_ends)
 
 
 def plan_spans(
     encoder: int, decoder: int | None, density: float, mean_span: float, sentinels: int, encoder_ends: bool
 ) -> SpanPlan:
-    """The longest window of which the encoder reads at most `encoder` tokens and the decoder writes at most `decoder`.
+    """Return the longest window that needs at most `encoder` encoder tokens and `decoder` decoder tokens.
 
-    encoder_ends: sequences end with an end token (t5) or not (cpm). Raises DatasetError if there are
-    not enough sentinels for its spans.
+    encoder_ends: sequences end with an end token (t5) or not (cpm). Raises DatasetError if there are too few
+    sentinels.
     """
     tokens = 2
     best = _plan(tokens, density, mean_span, encoder_ends)
@@ -52,7 +52,7 @@ def plan_spans(
         if plan.encoder > encoder or (decoder is not None and plan.decoder > decoder):
             break
         best = plan
-    needed = best.spans + (not encoder_ends)  # and the closing one
+    needed = best.spans + (not encoder_ends)  # cpm needs a closing sentinel
     if needed > sentinels:
         raise DatasetError(
             f"an encoder of {encoder} tokens has {best.spans} masked spans and needs {needed} sentinels; raise "
@@ -62,7 +62,7 @@ def plan_spans(
 
 
 def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int64]:
-    """`parts` positive lengths that add up to `total`, every such sequence as likely as any other."""
+    """Draw `parts` positive lengths that sum to `total`, uniformly over all such sequences."""
     cuts = np.empty(parts + 1, dtype=np.int64)
     cuts[0], cuts[-1] = 0, total
     cuts[1:-1] = rng.permutation(total - 1)[: parts - 1] + 1
@@ -71,7 +71,7 @@ def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int6
 
 
 def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
-    """(masked [l], first token of its span [l]); the window begins with an unmasked token."""
+    """Draw spans; return (masked [l], first token of a span [l]). The window begins with an unmasked token."""
     lengths = np.empty(2 * plan.spans, dtype=np.int64)
     lengths[0::2] = compose(rng, plan.tokens - plan.noise, plan.spans)
     lengths[1::2] = compose(rng, plan.noise, plan.spans)
@@ -85,10 +85,10 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
 
 
 def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
-    """As `draw_spans`, but every end of a document (ends [l]) is the last token of a span, as CPM wants it.
+    """Draw spans like `draw_spans`, with the last token of each document (ends [l]) as the end of a span, for CPM.
 
-    Returns the number of tokens that are used, too: fewer than l where the window has more documents than
-    the plan has spans, or too little in front of their ends to mask all that should be; the rest is left out.
+    Returns masked [l], first token of a span [l], and the number of tokens used. The rest of the window is
+    dropped if it has more documents than spans, or if documents are too short to mask enough tokens.
     """
     borders = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)
@@ -100,7 +100,7 @@ def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) 
         sizes = np.diff(stops, prepend=0)
         must = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(borders):
-            must[-1] = 0  # a document that goes on after the window
+            must[-1] = 0  # a document that continues beyond the window
         spans = _share(sizes // 2, min(max(plan.spans, len(borders)), used), must)
         noise = _share(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
@@ -117,7 +117,7 @@ def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) 
 
 
 def _share(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Whole numbers between `least` and `room` (where it is more), in proportion to the room, that add up to at most `total`."""
+    """Distribute up to `total` in proportion to `room`; part i gets from least[i] to max(room[i], least[i])."""
     room = np.maximum(room, least)
     left = max(min(total, int(room.sum())) - int(least.sum()), 0)
     free = room - least
@@ -129,10 +129,10 @@ def _share(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDA
 
 
 def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise: int, ended: bool) -> None:
-    """Draw `spans` spans of `noise` tokens into one document; ended: its last token must be in the last of them."""
+    """Draw `spans` spans of `noise` tokens into one document; with `ended`, its last token ends the last span."""
     if not spans:
         return
-    kept = len(masked) - noise  # at least one before each span, but for a document of one token
+    kept = len(masked) - noise  # at least one before each span, except in a document of one token
     gaps = np.zeros(spans + 1, dtype=np.int64)
     if kept > spans and not ended:
         gaps[:] = compose(rng, kept, spans + 1)
@@ -146,7 +146,11 @@ def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise
 
 
 def splice(text: Ids, masked: Mask, first: Mask, marks: Ids) -> tuple[Ids, Ids, Ids]:
-    """(what is kept, with a mark in place of each span; the spans, each after its mark; where each begins there)."""
+    """Split a text for encoder and decoder.
+
+    Returns the kept tokens with a sentinel from `marks` for each span, the spans with their sentinels, and the
+    start of each span there.
+    """
     kept = text.copy()
     kept[first] = marks
     repeats = 1 + first[masked]

@@ -1,4 +1,4 @@
-"""Which documents are for training, which for validation, which for test."""
+"""Split of a corpus into documents for training, validation and test."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ PARTS = ("train", "valid", "test")
 
 
 def parse_split(text: str) -> list[float]:
-    """`949,50,1` -> its shares, adding up to 1. Raises ValueError for anything else."""
+    """Parse `949,50,1` into fractions that sum to 1. Raises ValueError for invalid text."""
     try:
         weights = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
@@ -18,9 +18,10 @@ def parse_split(text: str) -> list[float]:
 
 
 def split_documents(shares: Sequence[float], documents: int) -> list[range]:
-    """Consecutive ranges of documents, one for each part, as near to the shares as whole documents allow.
+    """Return consecutive ranges of documents, one per part, as close to the shares as whole documents allow.
 
-    Largest remainders; a part with a share gets at least one document while there are enough.
+    Uses the largest remainder method. A part with a non-zero share gets at least one document if there are
+    enough.
     """
     exact = [share * documents for share in shares]
     counts = [int(x) for x in exact]

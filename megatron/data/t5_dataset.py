@@ -1,12 +1,12 @@
-"""Samples for an encoder-decoder from an ordinary corpus: spans are masked when a sample is read, not before.
+"""Samples for an encoder-decoder from an ordinary corpus, with spans masked when a sample is read.
 
-A sample is a window of documents laid end to end, as in gpt2_dataset.py, of a length for which
-encoder and decoder fit exactly; which of its tokens are masked is a pure function of (corpus,
-part, seed, number of the sample), so every epoch masks others and nothing is stored.
+A sample is a window of concatenated documents, as in gpt2_dataset.py, of a length that fills encoder and
+decoder exactly. The masked tokens are a pure function of (corpus, part, seed, sample number). So every epoch
+masks different tokens and nothing is stored.
 
     text      A B C D E F G H
-    encoder   A B <1> E F <2> H             t5: and an end token
-    decoder   <1> C D <2> G                 t5: after a start token, and an end token as the last label
+    encoder   A B <1> E F <2> H             t5: followed by an end token
+    decoder   <1> C D <2> G                 t5: after a start token, with an end token as last label
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Specials:
-    """The ids that are not text. sentinels: those of span 0, 1, ...; eod ends a document, and with `t5` a sequence, too."""
+    """Ids of special tokens. sentinels: ids of span 0, 1, ...; eod ends a document, with `t5` also a sequence."""
 
     eod: int
     pad: int
@@ -40,7 +40,7 @@ class Specials:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is learned. convention: `t5` (sentinels between a start and an end token) or `cpm` (a first and a closing sentinel)."""
+    """Training objective. convention: `t5` (start and end tokens) or `cpm` (first and closing sentinel)."""
 
     name: str = "span-corruption"
     convention: str = "t5"
@@ -48,7 +48,7 @@ class Objective:
     mean_span_length: float = 3.0
 
     def plan(self, encoder: int, decoder: int | None, sentinels: int) -> SpanPlan:
-        """Raises DatasetError if there are too few sentinels."""
+        """Return the sizes of a sample. Raises DatasetError if there are too few sentinels."""
         ends = self.convention == "t5"
         if self.name == "prefix-lm":
             answer = decoder or max(encoder // 4, 1)
@@ -57,11 +57,11 @@ class Objective:
 
 
 class T5Samples(Dataset[dict[str, Tensor]]):
-    """`dataset[n]`, for any n >= 0, is a dict of int64 tensors, k tokens of the encoder and q of the decoder:
+    """Base of T5 datasets; a sample is a dict of int64 tensors, k encoder tokens and q decoder tokens.
 
-    encoder, decoder, labels: token ids [k], [q], [q], padded where there are fewer.
-    encoder_document_ids, decoder_document_ids: number of the document that each token belongs to, from 1,
-    0 for padding. loss_mask [q]: 1 where a label counts.
+    Sample n exists for any n >= 0. encoder, decoder, labels: padded token ids [k], [q], [q].
+    encoder_document_ids, decoder_document_ids: document of each token, from 1, 0 for padding.
+    loss_mask [q]: 1 where a label counts.
     """
 
     plan: SpanPlan
@@ -70,15 +70,15 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """How many samples the documents fill."""
+        """Number of samples in one epoch of the documents."""
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """What tells samples `first` to `first + count` from all others; see sample_order.py."""
+        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
         return self.order.places(first, count)
 
     def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
-        """A sample from its parts: token ids and document numbers of the encoder, ids, labels and numbers of the decoder."""
+        """Pad the parts of a sample: encoder tokens with their documents, decoder tokens and labels with theirs."""
         k, q = self.plan.encoder, self.plan.decoder
 
         def fill(values: Ids, length: int, filler: int) -> Tensor:
@@ -100,7 +100,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 
 
 class T5Dataset(T5Samples):
-    """Spans are drawn when a sample is read. There is padding only where a window has more documents than spans."""
+    """Dataset that draws spans when a sample is read; only windows with more documents than spans have padding."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class T5Dataset(T5Samples):
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
 
     def window(self, n: int) -> tuple[Ids, Ids]:
-        """(tokens, number of the document of each from 1) of the text of sample n."""
+        """Return the tokens of sample n and the document of each token, from 1."""
         text, sizes = self.windows.read(n)
         return text, np.repeat(np.arange(1, len(sizes) + 1), sizes)
 
@@ -140,14 +140,14 @@ class T5Dataset(T5Samples):
     def _sample(
         self, text: Ids, documents: Ids, masked: NDArray[np.bool_], first: NDArray[np.bool_]
     ) -> dict[str, Tensor]:
-        """Cut the text into what the encoder reads and what the decoder writes."""
+        """Split the text into encoder input and decoder targets."""
         count = int(first.sum())
         if self.objective.name == "prefix-lm":
             encoder, written = text[~masked], text[masked]
             seen, owner = documents[~masked], documents[masked]
         else:
             encoder, written, _ = splice(text, masked, first, self.sentinels[:count])
-            # A sentinel belongs to the document of the token that it stands for.
+            # A sentinel belongs to the document of the span that it replaces.
             seen, owner = documents[~masked | first], np.repeat(documents[masked], 1 + first[masked])
         if self.objective.convention == "t5":
             return self._t5(encoder, seen, written, owner)
@@ -179,9 +179,10 @@ def build_train_valid_test_datasets(
     seed: int,
     text_vocab_size: int | None = None,
 ) -> tuple[Datasets, list[str]]:
-    """The three datasets of one `.bin/.idx` pair or several, and notes on the parts that stayed empty.
+    """Return the datasets of one or several `.bin/.idx` pairs, and notes on sample lengths and empty parts.
 
-    text_vocab_size: ids from here on are not text. Raises DatasetError as GPT-2's does, and for too few sentinels.
+    text_vocab_size: ids from here on are not text.
+    Raises DatasetError under the same conditions as for GPT-2, and if there are too few sentinels.
     """
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
     corpora = {prefix: open_corpus(prefix, text_vocab_size) for prefix in prefixes_of(data_path)}

@@ -1,4 +1,4 @@
-"""The text of a sample: a window of documents laid end to end, in the order of sample_order.py."""
+"""Windows of concatenated documents, in the order of sample_order.py."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,13 +7,13 @@ from . import order_file
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SMALL, SampleOrder, Sizes
 
-OFTEN = 256  # documents read between two times that the pages of a large corpus are let go
+OFTEN = 256  # documents read between two releases of a large corpus's mapped pages
 
 
 class Windows:
-    """Windows of `length` + `overlap` tokens over some documents of a corpus. Raises ValueError if they do not fill one.
+    """Windows of `length` + `overlap` tokens over some documents. Raises ValueError if they do not fill one.
 
-    vocab_size: a window with an id outside of it raises DatasetError when it is read.
+    vocab_size: reading a window with an id outside the vocabulary raises DatasetError.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Windows:
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=f"{indexed.prefix}.orders")
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
-        """(tokens of window n, how many of them each of its documents has)."""
+        """Return the tokens of window n, and how many of them belong to each of its documents."""
         tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
         pieces = self.order.pieces(n)
         self._read += len(pieces)
@@ -50,7 +50,7 @@ class Windows:
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
     def _forget(self) -> None:
-        """Pages of maps count as memory of this process: 64 kB at least for each place that is touched."""
+        """Release mapped pages, which count as this process's memory: at least 64 kB for each position touched."""
         self._read = 0
         self.order.forget()
         for array in (self._indexed.tokens, self._indexed.sizes):

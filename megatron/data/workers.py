@@ -1,4 +1,4 @@
-"""Processes that read samples ahead: they end with the one they read for, and with nothing else."""
+"""Life cycle of data-loading workers: they end with the process that they read for, not by signals."""
 
 import atexit
 import multiprocessing
@@ -14,11 +14,15 @@ from data_utils.tracker import start_tracker
 
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """While inside, processes are started that no signal to a whole group reaches: it is for the one that saves and then ends them."""
+    """Block signals while worker processes start, which inherit the mask.
+
+    A signal to the whole process group then reaches only the training process, which saves and ends its
+    workers.
+    """
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        start_tracker()  # the first semaphore starts it, and that opens this process to SIGTERM again
+        start_tracker()  # starting the tracker unblocks SIGTERM, so the mask is set again below
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:
@@ -26,22 +30,22 @@ def sheltered() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """End the workers of this process; Python would ask them by SIGTERM, and wait for an answer."""
+    """Kill the workers of this process; Python would send SIGTERM, which they block, and wait."""
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
 def end_all_at_exit() -> None:
-    """No process that reads data outlives this one."""
+    """Kill the workers at exit, so that none outlives this process."""
     atexit.unregister(end_all)
     atexit.register(end_all)
 
 
 def begin(_: int) -> None:
-    """What a loader's worker does first: see that it ends at once when the process that started it does.
+    """Start a thread in a worker that ends it as soon as its parent process ends.
 
-    torch looks for that process itself, but only while it waits for work, and not if it was gone before the worker had
-    come up.
+    torch checks for the parent only while a worker waits for work, and misses one that died before the worker
+    had started.
     """
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
 

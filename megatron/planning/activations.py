@@ -1,8 +1,10 @@
-"""What layers keep between a forward and a backward pass, in bytes: counted from what each of our functions saves.
+"""Bytes of activations that layers keep from the forward to the backward pass.
 
-Korthikanti et al. 2022 count the same for Megatron-LM's layers; ours keep less where a function has a backward pass of its own, and
-more on a CPU, where dropout masks are as wide as what they mask.
-Letters: s tokens of a sequence on this context rank, b batch, h hidden, t model-parallel ranks, e bytes of a number.
+The formulas follow what each autograd function of ours saves. Korthikanti et al. 2022 give those of
+Megatron-LM's layers. Ours keep less where a function has a custom backward pass, and more on a CPU, where
+dropout masks have full width.
+Letters: s tokens of a sequence on this context rank, b batch, h hidden, t model-parallel ranks, e bytes per
+element.
 """
 
 from dataclasses import dataclass
@@ -14,14 +16,14 @@ from megatron.model.work import lengths
 from .sizes import padded_vocabulary
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20  # logits that are in fp32 at a time, see mpu/cross_entropy.py
+CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20  # logits converted to fp32 at a time, see mpu/cross_entropy.py
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the sizes of activations follow from, on one rank.
+    """Quantities of one rank that determine activation sizes.
 
-    shared: by how many ranks hidden states between products are shared out (t with sequence parallelism, else 1).
+    shared: number of ranks that shard the hidden states between matmuls (t with sequence parallelism, else 1).
     """
 
     config: Config
@@ -30,66 +32,67 @@ class Shapes:
 
     @property
     def width(self) -> int:
-        """Bytes of a number, e."""
+        """Bytes per element, e."""
         return WIDTHS[self.precision]
 
     @property
     def ranks(self) -> int:
-        """t"""
+        """Number of model-parallel ranks, t."""
         return self.config.parallel.model_parallel_size
 
     @property
     def shared(self) -> int:
-        """t with sequence parallelism, else 1."""
+        """Number of ranks that shard hidden states: t with sequence parallelism, else 1."""
         return self.ranks if self.config.splits_sequences(self.accelerated) else 1
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """s b of the encoder, or of the whole; and of a decoder."""
+        """Tokens of a micro-batch, s b, as (encoder or the whole model, decoder)."""
         first, second = lengths(self.config)
         b = self.config.train.batch_size
         return first * b // self.config.parallel.context_parallel_size, second * b
 
     def hidden(self, tokens: int) -> float:
-        """Bytes of hidden states between sub-layers: s b h e, shared out with sequence parallelism."""
+        """Return the bytes of hidden states between sub-layers: s b h e, sharded with sequence parallelism."""
         return tokens * self.config.model.hidden_size * self.width / self.shared
 
     def of_layer(self, layer: Layer) -> int:
-        """Tokens that this layer works on."""
+        """Return the number of tokens that this layer processes."""
         encoder, decoder = self.tokens
         in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
         return decoder if in_decoder else encoder
 
     @property
     def mask(self) -> float:
-        """Bytes of a number of a dropout mask."""
+        """Bytes per element of a dropout mask."""
         return 1 if self.accelerated else self.width
 
 
 def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causal_bias: bool, again: bool) -> float:
-    """Queries, keys and values, what attention puts out, and its scores where a CPU has no kernel that drops them.
+    """Return the bytes that attention keeps: queries, keys, values, output and softmax statistics or scores.
 
-    queries, keys: tokens; length, seen: of one sequence.
+    Scores are kept on a CPU with attention dropout, which has no fused kernel.
+    queries, keys: tokens of a micro-batch; length, seen: tokens of one sequence.
     """
     m, t, e = x.config.model, x.ranks, x.width
     inner, groups = m.num_attention_heads * m.head_size / t, max(m.key_value_heads / t, 1) * m.head_size
     if queries != keys or length != seen:
         groups = inner
     kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
-    kept += queries * inner * e  # the output, which the projection after it keeps, too
+    kept += queries * inner * e  # the output, also the input of the output projection
     heads, b = m.num_attention_heads / t, x.config.train.batch_size
     scores = b * heads * length * seen
     if m.checkpoint_attention:
         return kept
     if m.attention_dropout and not x.accelerated:
-        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask, both multiplied; and scaled queries
+        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask and their product; scaled queries
     if causal_bias:
-        kept += heads * length * seen * e  # the bias, one for the batch
+        kept += heads * length * seen * e  # the bias, shared by the batch
     return kept + b * heads * length * 4
 
 
 def transformer_kept(x: Shapes, layer: Layer) -> float:
-    """Of one transformer layer whose activations are kept."""
+    """Return the bytes that one transformer layer keeps if it is not recomputed as a whole."""
     m, e, tokens = x.config.model, x.width, x.of_layer(layer)
     first, second = lengths(x.config)
     length = tokens // x.config.train.batch_size
@@ -112,13 +115,13 @@ def transformer_kept(x: Shapes, layer: Layer) -> float:
 
 
 def inner_working(x: Shapes, layer: Layer) -> float:
-    """Gradients that exist besides what is kept, while a transformer layer's backward pass runs."""
+    """Return the bytes of gradients that exist beside kept activations in a transformer layer's backward pass."""
     m, tokens = x.config.model, x.of_layer(layer)
     return 2 * x.hidden(tokens) + tokens * m.ff_size * (2 if m.gated else 1) / x.ranks * x.width
 
 
 def other_kept(x: Shapes, layer: Layer) -> float:
-    """Of what is no transformer layer: the input of a norm and what it puts out, masks of dropout, ids."""
+    """Return the bytes that a non-transformer layer keeps: input and output of a norm, dropout masks, ids."""
     m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
     state = x.hidden(tokens)
     if name in ("FinalNorm", "StackNorm", "DecoderNorm"):
@@ -131,7 +134,10 @@ def other_kept(x: Shapes, layer: Layer) -> float:
 
 
 def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
-    """Of a stretch of layers for one micro-batch, the logits left out; with recomputation of whole layers their inputs only."""
+    """Return the bytes that these layers keep for one micro-batch, without logits.
+
+    With full recomputation, transformer layers keep only one input per --checkpoint-num-layers layers.
+    """
     n, total, at = x.config.recomputed_layers, 0.0, 0
     for layer in layers:
         if not layer.repeated:
@@ -146,14 +152,17 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 
 
 def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
-    """What exists anew while layers that were not kept are computed again: those between two kept inputs."""
+    """Return the peak bytes of recomputed activations: those of all layers between two kept inputs."""
     n = x.config.recomputed_layers
     whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
     return max((sum(whole[at : at + n]) for at in range(0, len(whole), n)), default=0.0) if n else 0.0
 
 
 def logits_bytes(x: Shapes) -> tuple[float, float]:
-    """(logits of a micro-batch, or of a chunk of it, over which their gradient is written; what is beside them)."""
+    """Return (bytes of the logits, bytes of temporaries beside them).
+
+    Logits are those of a micro-batch, or of a chunk of it. Their gradient is written in place.
+    """
     m, e = x.config.model, x.width
     tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
     rows = padded_vocabulary(x.config, x.ranks) // x.ranks
@@ -162,7 +171,7 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     if chunk and tokens > chunk and "cross-entropy" not in m.unfused:
         extra = (
             rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
-        )  # the gradients that wait for the backward pass
+        )  # gradients that are kept until the backward pass
         tokens = chunk
     logits = float(tokens * rows * e)
     step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
@@ -171,8 +180,8 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     copies = 3 if padded else 2
     if (
         "cross-entropy" in m.unfused
-    ):  # logarithms of probabilities, their gradient and that of the logits; in fp32 of a copy
+    ):  # log-probabilities, their gradient and that of the logits; for 16-bit logits in fp32, with an fp32 copy
         return logits, 3 * logits if e >= 4 else 8 * logits
-    of_matrix = rows * m.hidden_size * e  # the output matrix's gradient comes after that of its last chunk
-    of_matrix *= 1 if x.accelerated or e < 4 else 2  # which oneDNN lays out by columns first
+    of_matrix = rows * m.hidden_size * e  # the output matrix's gradient follows that of its last chunk
+    of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN makes a column-major copy first
     return logits, max(copies * part, of_matrix) + extra

@@ -1,4 +1,4 @@
-"""The machines of a plan, as their data sheets describe them: configs/clusters/*.json."""
+"""Description of a cluster from data sheets: configs/clusters/*.json."""
 
 import json
 import math
@@ -9,12 +9,12 @@ from megatron.json_text import describe_json
 
 from .. import presets
 
-DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # of matrix products
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # dtypes of matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of a device's connection: gigabytes per second, and seconds until a message's first byte arrives."""
+    """Link of a device in one direction: bandwidth in gigabytes per second and latency in seconds."""
 
     gigabytes_per_second: float
     latency_seconds: float
@@ -22,10 +22,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """kind: `cpu` or `accelerator`, which decides what layers keep. memory: of a device, in gigabytes of 10^9 bytes.
+    """Hardware figures of a cluster.
 
-    peak_tflops: of dense matrix products, by dtype; memory_bandwidth: of a device's own memory, in gigabytes per second.
-    inside, between: links of a device to others of its node, and to those of other nodes. sources: where the figures stand.
+    kind: `cpu` or `accelerator`, which decides what layers keep. memory: of a device, in gigabytes of 10^9
+    bytes.
+    peak_tflops: dense matmul peak by dtype. memory_bandwidth: of a device's memory, in gigabytes per second.
+    inside, between: links of a device within its node and to other nodes. sources: references for the figures.
     """
 
     name: str
@@ -40,11 +42,11 @@ class Cluster:
 
     @property
     def accelerated(self) -> bool:
-        """Whether devices are no CPUs."""
+        """True if the devices are accelerators."""
         return self.kind != "cpu"
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of matrix products in `dtype`. Raises ValueError if the data sheet does not say."""
+        """Return the peak FLOP/s of matmuls in `dtype`. Raises ValueError if the data sheet has none."""
         if dtype not in self.peak_tflops:
             raise ValueError(
                 f"the cluster {self.name} names no peak for {dtype}: use --precision {' or '.join(self.peak_tflops)}, or add it "
@@ -53,12 +55,12 @@ class Cluster:
         return self.peak_tflops[dtype] * 1e12
 
     def link(self, ranks: int, stride: int) -> Link:
-        """What a group of `ranks` devices, each `stride` after the one before, goes over: the slower link as soon as it leaves a node."""
+        """Return the slowest link of a group of `ranks` devices with distance `stride`: `between` if it spans nodes."""
         return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
 
 
 def load_cluster(name: str) -> Cluster:
-    """The cluster of a JSON file, or of configs/clusters/NAME.json. Raises ValueError that names the file and what is wrong."""
+    """Load a cluster from a JSON file or configs/clusters/NAME.json. Raises ValueError naming file and error."""
     path = presets.find(name, "clusters")
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in presets.folder("clusters").glob("*.json")))
@@ -80,7 +82,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _cluster(found: Any) -> Cluster:
-    """Raises ValueError with what is wrong."""
+    """Validate a parsed description and return the cluster. Raises ValueError naming the error."""
     _keys(found, Cluster, "it")
     if found["kind"] not in ("cpu", "accelerator"):
         raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
@@ -105,7 +107,7 @@ def _cluster(found: Any) -> Cluster:
 
 
 def _keys(found: Any, kind: type, what: str) -> None:
-    """As many as the description has, and no other."""
+    """Raise ValueError unless `found` is an object with exactly the fields of `kind`."""
     if not isinstance(found, dict):
         raise ValueError(f"{what} is no JSON object")
     names = {f.name for f in fields(kind)}

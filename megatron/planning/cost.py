@@ -1,6 +1,7 @@
-"""How long a step takes: products, passes over memory, collectives, borders and the bubble, each from shapes and a data sheet.
+"""Step time from shapes and a data sheet: matmuls, memory traffic, collectives, stage boundaries and the bubble.
 
-Every constant that is no shape and stands on no data sheet is a field of `Efficiency`, so that measured ones can be put in its place.
+Every constant that is neither a shape nor on a data sheet is a field of `Efficiency`, so that it can be
+replaced by a measured one.
 """
 
 from collections.abc import Sequence
@@ -18,18 +19,19 @@ from .activations import Shapes
 from .cluster import Cluster, Link
 from .sizes import Stage, padded_vocabulary
 
-FORWARD, BACKWARD = 1.0, 2.0  # of a pass, in which the timetable counts
+FORWARD, BACKWARD = 1.0, 2.0  # relative durations of the passes in the timetable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What devices and links reach of their data sheets. The defaults are one set for all clusters, fitted to none of them by itself.
+    """Achieved fractions of data-sheet figures. One set of defaults serves all clusters, fitted to none of them.
 
-    product: of the peak, by wide matrix products. narrow: the width of a product at which half of that is left.
-    attention: of the peak, by fused attention. memory, link: of their bandwidths. hidden_passes, inner_passes: how often a layer's
-    forward pass goes over hidden states and over the MLP's inner layer besides products; score_passes: over attention's scores, 0
-    for kernels that keep none. overlap: of the gradients' sums, what is hidden behind the last backward pass.
-    step_seconds: of a step, whatever its size.
+    product: fraction of the peak in wide matmuls. narrow: matmul width at which half of that is reached.
+    attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
+    hidden_passes, inner_passes: how often a layer's forward pass reads or writes hidden states and the MLP's
+    inner activations outside matmuls. score_passes: the same for attention scores, 0 for fused kernels.
+    overlap: fraction of the gradient reduction hidden by the last backward pass.
+    step_seconds: constant overhead of a step.
     """
 
     product: float = 0.75
@@ -49,25 +51,28 @@ DEFAULT = Efficiency()
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one forward and backward pass of a micro-batch on a stage, by what they go to."""
+    """Seconds of a micro-batch's forward and backward pass on one stage, by kind."""
 
     products: float
     attention: float
     memory: float
     tensor_parallel: float
     context_parallel: float
-    weights: float  # of ZeRO 3, brought together for each pass
+    weights: float  # ZeRO 3's all-gathers of weights
     border: float
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """Sum of all kinds in seconds."""
         return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step on `devices` devices. model_flops: of forward and backward pass without anything computed twice, done_flops: with it."""
+    """Time and work of one step on `devices` devices.
+
+    model_flops: FLOPs of forward and backward pass. done_flops: the same with recomputation.
+    """
 
     step: float
     bubble: float
@@ -85,29 +90,30 @@ class Cost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Throughput of all devices together."""
         return self.tokens / self.step
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of each device, what is computed again counted, too, as publications do."""
+        """TFLOP/s per device; recomputation counts, as in most publications."""
         return self.done_flops / self.step / self.devices / 1e12
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (Chowdhery et al. 2022): nothing that is computed again counts."""
+        """Model FLOPs utilization (Chowdhery et al. 2022), without recomputation."""
         return self.model_flops / self.step / self.devices / self.peak
 
     def days(self, tokens: float) -> float:
-        """Until so many tokens are read."""
+        """Return the days in which `tokens` tokens are processed."""
         return tokens / self.tokens_per_second / 86400
 
 
 @lru_cache(maxsize=65536)
 def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int) -> float:
-    """How long a step of the schedule takes, in passes of one micro-batch there and back over one of its stages, all alike.
+    """Return the duration of a step, in units of a micro-batch's forward and backward pass on one stage.
 
-    From the timetable of the schedule itself; a long one goes on as it does once it is warm.
+    Stages are assumed equal. The duration comes from the schedule's timetable. A long schedule is extrapolated
+    from its steady state.
     """
     if stages == 1:
         return float(micros)
@@ -120,7 +126,10 @@ def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int)
 
 
 def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> float:
-    """A ring's: every byte goes out and comes in 2 (n - 1) / n times (Patarasuk and Yuan 2009)."""
+    """Return the seconds of a ring all-reduce of `size` bytes.
+
+    Each byte is sent and received 2 (n - 1) / n times (Patarasuk and Yuan 2009).
+    """
     if ranks == 1:
         return 0.0
     return 2 * (ranks - 1) / ranks * size / (link.gigabytes_per_second * 1e9 * e.link) + 2 * (ranks - 1) * min(
@@ -129,14 +138,14 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
 
 
 def _width_factor(x: Shapes, e: Efficiency) -> float:
-    """Of `product`, what products as narrow as this rank's reach: by the shortest side of its matrices."""
+    """Return the fraction of `e.product` that this rank's matmuls reach, from their shortest side."""
     m = x.config.model
     narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
     return narrowest / (narrowest + e.narrow)
 
 
 def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
-    """(products, attention) of a forward pass of a micro-batch over a transformer layer or the head, on this rank."""
+    """Return forward FLOPs (matmuls, attention) of a micro-batch on this rank for a transformer layer or the head."""
     c, b, m = x.config, x.config.train.batch_size, x.config.model
     encoder, decoder = lengths(c)
     split = x.ranks * c.parallel.context_parallel_size
@@ -153,7 +162,7 @@ def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
 def stage_seconds(
     stage: Stage, x: Shapes, resolved: Resolved, cluster: Cluster, replicas: int, e: Efficiency
 ) -> tuple[Seconds, float, float]:
-    """Of a micro-batch there and back; with its model FLOPs and those that are done, on one rank."""
+    """Return seconds, model FLOPs and executed FLOPs of a micro-batch's forward and backward pass on one rank."""
     m, p = x.config.model, x.config.parallel
     peak, hbm = cluster.peak(resolved.precision), cluster.memory_bandwidth * 1e9 * e.memory
     again = bool(x.config.recomputed_layers)
@@ -167,7 +176,7 @@ def stage_seconds(
         tokens = x.of_layer(layer)
         if layer.repeated:
             more = 1 if m.checkpoint_attention and not again else 0
-            if m.recompute_modules:  # a product for queries, keys and values, and some passes over memory
+            if m.recompute_modules:  # repeats the QKV matmul and memory-bound operations
                 qkv = (
                     2.0
                     * tokens
@@ -207,7 +216,10 @@ def stage_seconds(
 
 
 def boundary_bytes(stage: Stage, x: Shapes) -> float:
-    """What a rank sends to the next stage for one micro-batch: its share of the hidden states (and of the encoder's in a decoder)."""
+    """Return the bytes that a rank sends to the next stage per micro-batch.
+
+    These are its share of the hidden states, in a decoder also of the encoder's.
+    """
     tokens = x.of_layer(stage.layers[-1])
     states = tokens + (x.tokens[0] if x.config.is_t5 and tokens == x.tokens[1] else 0)
     return states * x.config.model.hidden_size * x.width / x.ranks
@@ -216,7 +228,7 @@ def boundary_bytes(stage: Stage, x: Shapes) -> float:
 def cost_of(
     config: Config, resolved: Resolved, world: int, cluster: Cluster, stages: Sequence[Stage], e: Efficiency = DEFAULT
 ) -> Cost:
-    """The time of one step. Raises ValueError for a dtype of which the cluster says nothing."""
+    """Return the cost of one step. Raises ValueError for a dtype for which the cluster has no peak."""
     p, x = config.parallel, Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     found = [stage_seconds(stage, x, resolved, cluster, replicas, e) for stage in stages]
@@ -228,7 +240,7 @@ def cost_of(
     exact = 4 if resolved.zero_stage <= 1 else x.width
     sums = all_reduce_seconds(held * exact, replicas, cluster.link(replicas, x.ranks), e)
     behind = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
-    if resolved.zero_stage >= 2:  # DeepSpeed adds up after every micro-batch, not after the last
+    if resolved.zero_stage >= 2:  # DeepSpeed reduces after every micro-batch
         sums, behind = sums * config.train.gas, behind * config.train.gas
     share = held / (replicas if resolved.zero_stage else 1)
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)

@@ -1,4 +1,4 @@
-"""Which layouts there are for a model on some devices, which of them fit, and how fast each is."""
+"""Search over the layouts of a model on some devices: which ones fit, and how fast each is."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .cost import DEFAULT, Cost, Efficiency, cost_of
 from .memory import Memory, rank_memory
 from .sizes import Stage, in_words, parameters, stages_of
 
-USABLE = 0.9  # of a device's memory: the rest is its driver's, its libraries' and what an allocator cannot use
+USABLE = 0.9  # usable fraction of a device's memory; the rest goes to driver, libraries and fragmentation
 MICROS = (1, 2, 4, 8, 16, 32)
 MODULES = ("norm", "qkv", "activation")
 AXES = {
@@ -27,7 +27,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of an iteration, of a micro-batch, and micro-batches of an iteration for each replica."""
+    """Samples of an iteration, samples of a micro-batch, and micro-batches per iteration and replica."""
 
     total: int
     micro: int
@@ -35,7 +35,10 @@ class Batch:
 
 
 def third(replicas: int, total: int | None = None, micro: int | None = None, gas: int | None = None) -> Batch:
-    """The third of global batch = micro-batch x gas x replicas. Raises ValueError where they do not go together, or where two are missing."""
+    """Complete a batch from two of its sizes: global batch = micro-batch x gas x replicas.
+
+    Raises ValueError if the sizes contradict each other or if two are missing.
+    """
     given = sum(each is not None for each in (total, micro, gas))
     if given < 2:
         raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas: the third follows")
@@ -59,7 +62,7 @@ def third(replicas: int, total: int | None = None, micro: int | None = None, gas
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run: settings, what each stage holds and needs, and how long a step takes."""
+    """One layout: settings, content and memory of each stage, and the cost of a step."""
 
     config: Config
     resolved: Resolved
@@ -70,12 +73,12 @@ class Layout:
 
     @property
     def worst(self) -> Memory:
-        """Of the stage that needs the most memory."""
+        """Memory of the peak stage."""
         return max(self.memory, key=lambda m: m.total)
 
     @property
     def name(self) -> str:
-        """Short: dp 8 x tp 4 x pp 2 and the rest."""
+        """Short name of the layout, such as dp 8 x tp 4 x pp 2."""
         p = self.config.parallel
         words = [f"dp {p.data_parallel_size(self.devices)}", f"tp {p.model_parallel_size}", f"pp {p.stages}"]
         words += [f"cp {p.context_parallel_size}"] if p.context_parallel_size > 1 else []
@@ -84,7 +87,10 @@ class Layout:
 
 
 def judged(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAULT, timed: bool = True) -> Layout:
-    """A layout with its memory, and its time if asked. Raises ConfigError, ValueError with the knob to turn if it cannot be."""
+    """Return a layout with its memory, and its cost if `timed`.
+
+    Raises ConfigError or ValueError, naming the setting to change, for an invalid layout.
+    """
     resolved = resolve(config, devices, cluster.accelerated)
     stages = stages_of(config)
     memory = rank_memory(config, resolved, devices, cluster.accelerated, stages)
@@ -94,7 +100,11 @@ def judged(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAU
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan is asked: total, micro, gas as in `third`, None where the search may choose; fixed: settings that it may not change."""
+    """Request for a plan.
+
+    total, micro, gas: as in `third`, None where the search may choose. fixed: settings that the search must
+    keep.
+    """
 
     config: Config
     cluster: Cluster
@@ -128,7 +138,7 @@ def _choices(wanted: Wanted) -> dict[str, list[Any]]:
 
 
 def candidates(wanted: Wanted) -> Iterator[Config]:
-    """Every legal layout of the search, as settings of a run. What settings themselves refuse is left out."""
+    """Yield every valid layout of the search as a Config."""
     choices, c = _choices(wanted), wanted.config
     grids = product(
         *(
@@ -139,7 +149,7 @@ def candidates(wanted: Wanted) -> Iterator[Config]:
     for tp, pp, chunks, zero, (whole, modules) in grids:
         cell = tp * max(pp, 1) * c.parallel.context_parallel_size
         replicas = wanted.devices // cell
-        # Without replicas ZeRO shares nothing out: the least stage that the precision allows says the same.
+        # Without replicas ZeRO shards nothing, so only the lowest stage that the precision allows is tried.
         if wanted.devices % cell or (pp and zero > 1) or (chunks > 1 and not pp):
             continue
         if replicas * c.parallel.context_parallel_size == 1 and zero > 1:
@@ -171,14 +181,14 @@ def _batches(wanted: Wanted, replicas: int) -> Iterator[Batch]:
 
 
 def fits(layout: Layout, cluster: Cluster) -> bool:
-    """Whether the stage that needs the most leaves a tenth of a device's memory free."""
+    """Return True if the peak stage leaves a tenth of a device's memory free."""
     return layout.worst.total <= USABLE * cluster.memory * 1e9
 
 
 def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
-    """The layouts that fit, the fastest first; among equally fast ones (to a hundredth) that with the least memory.
+    """Return the layouts that fit, fastest first; at equal speed (to 1%) the one with least memory first.
 
-    Raises ValueError in one sentence with what to change if there is no legal layout, or none that fits.
+    Raises ValueError with one sentence of advice if no layout is valid or none fits.
     """
     good: list[Layout] = []
     leanest: Layout | None = None
@@ -203,7 +213,7 @@ def _rank(layout: Layout) -> tuple[float, float]:
 
 
 def _too_large(wanted: Wanted, leanest: Layout) -> str:
-    """One sentence: what the leanest layout needs, and on how many devices there would be one."""
+    """Return the error if nothing fits: memory of the leanest layout, and a sufficient number of devices."""
     need, there = leanest.worst.total / 1e9, USABLE * wanted.cluster.memory
     start = (
         f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of {wanted.cluster.name}: the leanest "
@@ -213,7 +223,10 @@ def _too_large(wanted: Wanted, leanest: Layout) -> str:
 
 
 def _devices_for(wanted: Wanted, leanest: Layout) -> int:
-    """How many devices would hold what stays from step to step and as much again for the rest of the leanest layout, to the next power of two."""
+    """Estimate how many devices the model needs, by doubling their number.
+
+    Stops when weights, gradients and optimizer state fit beside the leanest layout's activations.
+    """
     whole = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory) * leanest.devices / len(leanest.memory)
     room = max(USABLE * wanted.cluster.memory * 1e9 - leanest.worst.activations, 0.25 * wanted.cluster.memory * 1e9)
     count = wanted.devices * 2
@@ -223,7 +236,7 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
 
 
 def _why(wanted: Wanted) -> str:
-    """Why there is no legal layout: what the settings say of the plainest one."""
+    """Return why no layout is valid: the error of the layout that the settings themselves describe."""
     c, replicas = wanted.config, wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
     try:
@@ -247,5 +260,5 @@ def _why(wanted: Wanted) -> str:
 
 
 def shapes_of(layout: Layout, cluster: Cluster) -> Shapes:
-    """What the sizes of a layout's activations follow from."""
+    """Return the quantities that determine the activation sizes of a layout."""
     return Shapes(layout.config, layout.resolved.precision, cluster.accelerated)

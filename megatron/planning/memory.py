@@ -1,4 +1,4 @@
-"""The most memory that a rank of each stage needs at once, by kind: what stays through a step, and the worst moment of its passes."""
+"""Peak memory of a rank of each stage, by kind: permanent states plus the worst moment of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,13 +14,16 @@ from tds.timetable import most_in_flight
 from .activations import WIDTHS, Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
 from .sizes import Stage
 
-DEEPSPEED_BUCKET = 5 * 10**8  # numbers: reduce_bucket_size, where a ds_config does not say
-DEEPSPEED_LIVE = 10**9  # numbers: stage3_max_live_parameters
+DEEPSPEED_BUCKET = 5 * 10**8  # elements; DeepSpeed's default reduce_bucket_size
+DEEPSPEED_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes, by kind. working: what exists only while a pass runs, such as gradients of activations and layers computed again."""
+    """Memory in bytes, by kind.
+
+    working: temporaries of a pass, such as activation gradients and recomputed layers.
+    """
 
     weights: float
     gradients: float
@@ -32,13 +35,16 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Of all kinds."""
+        """Sum of all kinds in bytes."""
         return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
 @lru_cache(maxsize=65536)
 def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
-    """The most chunks of micro-batches whose activations a stage keeps: of the schedule itself, which repeats itself once it is warm."""
+    """Return the maximum number of micro-batch chunks whose activations a stage keeps at once.
+
+    Computed from the schedule; long ones from a shorter schedule with the same steady state.
+    """
     if stages == 1:
         return 1
     few = micros
@@ -49,9 +55,10 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
 
 
 def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
-    """(weights, gradients, optimizer) in bytes of `numbers` parameters on one rank, as they stay from step to step.
+    """Return bytes of (weights, gradients, optimizer) for `numbers` parameters on one rank, kept between passes.
 
-    replicas: over which ZeRO shares out. Gradients are counted as they are while passes of a later micro-batch run.
+    replicas: number of ranks over which ZeRO shards. Gradients are those held during a later micro-batch's
+    passes.
     """
     width = WIDTHS[resolved.precision]
     exact, zero = max(width, 4), resolved.zero_stage
@@ -61,7 +68,7 @@ def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> t
         return numbers * width, numbers * width, numbers * moments
     copy = (
         exact * share if width < exact or not resolved.distributed_optimizer else 0.0
-    )  # DeepSpeed keeps one in fp32, too
+    )  # DeepSpeed has one even in fp32
     if zero == 1:
         return numbers * width, numbers * exact, moments * share + copy
     if zero == 2:
@@ -77,26 +84,29 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
         buckets = 2 if section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated) else 1
         found += buckets * width * float(section.get("reduce_bucket_size", DEEPSPEED_BUCKET))
     if resolved.zero_stage == 3:
-        found += width * min(numbers, DEEPSPEED_LIVE)  # layers whose weights were brought together
+        found += width * min(numbers, DEEPSPEED_LIVE)  # layers with gathered weights
     if config.parallel.stages > 1:
         found += (2 * flying + 3) * _border(stage, config, x)
     return found
 
 
 def _border(stage: Stage, config: Config, x: Shapes) -> float:
-    """Bytes of what crosses the border of a stage for one micro-batch; see `boundary_bytes`."""
+    """Return the bytes that cross a stage boundary per micro-batch; see `boundary_bytes`."""
     tokens = x.of_layer(stage.layers[-1])
     return x.hidden(tokens) + (x.hidden(x.tokens[0]) if config.is_t5 and tokens == x.tokens[1] else 0.0)
 
 
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
-    """The worst moment of a step on a rank of `stage`. replicas: data-parallel ranks, context ranks among them."""
+    """Return the peak memory of a step on a rank of `stage`.
+
+    replicas: number of data-parallel ranks, including context-parallel ones.
+    """
     x, p = Shapes(config, resolved.precision, accelerated), config.parallel
     weights, gradients, optimizer = states(stage.count.held, config, resolved, replicas)
     layers = stage.layers
     flying = in_flight(p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, stage.number, p.stages, config.train.gas)  # fmt: skip
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
-    later = config.train.gas > flying / p.virtual_pipeline_size  # passes run while there are gradients of earlier ones
+    later = config.train.gas > flying / p.virtual_pipeline_size  # earlier micro-batches have left gradients
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
@@ -104,7 +114,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
     if layers[-1].name == "head":
         logits, beside = logits_bytes(x)
-        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # DeepSpeed takes its bucket with the first gradient
+        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # the bucket is allocated with the first gradient
         moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
     reduced = 0.0
     if resolved.zero_stage == 0 and replicas > 1:
@@ -123,7 +133,7 @@ def _last_pass(
     kept: float,
     talk: float,
 ) -> Memory:
-    """While the backward pass of the last transformer layer runs, all before it being kept still."""
+    """Return the memory during the last transformer layer's backward pass, with all earlier layers still kept."""
     last = next((layer for layer in reversed(layers) if layer.repeated), None)
     if last is None:
         return Memory(weights, waiting, optimizer, kept, 0.0, talk, 0.0)
@@ -135,7 +145,10 @@ def _last_pass(
 def _first_layer(
     x: Shapes, layers: Sequence[Layer], stage: Stage, kept_on: tuple[float, float, float], talk: float
 ) -> Memory:
-    """While the backward pass of the first transformer layer runs: all gradients are there, and only what that layer keeps."""
+    """Return the memory during the first transformer layer's backward pass.
+
+    All gradients exist by then, and only this layer and those before it are still kept.
+    """
     at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
     if at is None:
         return Memory(*kept_on, 0.0, 0.0, talk, 0.0)
@@ -146,7 +159,7 @@ def _first_layer(
 def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
-    """Of every stage, in order."""
+    """Return the peak memory of a rank of every stage, in order."""
     p = config.parallel
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]

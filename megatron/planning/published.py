@@ -1,4 +1,4 @@
-"""Runs whose speed others have published, predicted with one set of constants for all of them."""
+"""Predictions of published training speeds, with one set of constants for all."""
 
 import statistics
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from .cluster import load_cluster
 from .cost import DEFAULT, cost_of
 from .sizes import parameters, stages_of
 
-# Frameworks of those years wrote attention's scores to memory: scale and mask, softmax, dropout and their neighbours are passes over them.
+# Frameworks of that time kept attention scores in memory. Scaling, mask, softmax and dropout each read and
+# write them.
 THEN = replace(DEFAULT, score_passes=5.0)
 NARAYANAN = "Narayanan et al. 2021, Table 1"
 SMITH = "Smith et al. 2022, section 2.4 (MT-NLG)"
@@ -21,7 +22,7 @@ ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
 
 @dataclass(frozen=True)
 class Row:
-    """A published run. tflops: of each device; micro: samples of a micro-batch, assumed where `assumed` names it."""
+    """Published run. tflops: per device. micro: micro-batch size, an assumption if `assumed` names it."""
 
     source: str
     name: str
@@ -85,7 +86,10 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Compared:
-    """predicted, published: TFLOP/s of each device; published is worked out from samples a second where only these were told."""
+    """Predicted and published TFLOP/s per device of a run.
+
+    published is computed from samples per second if TFLOP/s were not reported.
+    """
 
     row: Row
     parameters: int
@@ -96,12 +100,15 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was published."""
+        """Relative error of the prediction."""
         return self.predicted / self.published - 1
 
 
 def config_of(row: Row) -> Config:
-    """The run as settings of ours: GPT-2, Adam in mixed precision, ZeRO 1 (which stands for Megatron's whole optimizer in time)."""
+    """Return our settings for a published run: GPT-2, Adam in mixed precision.
+
+    ZeRO 1 represents Megatron's unsharded optimizer, which takes about the same time.
+    """
     replicas = row.devices // row.tensor // row.stages
     return with_values(
         Config(),
@@ -116,7 +123,7 @@ def config_of(row: Row) -> Config:
 
 
 def compare(row: Row) -> Compared:
-    """The planner's prediction of a published run, with the constants `THEN`."""
+    """Predict a published run with the constants `THEN` and compare the results."""
     config, cluster = config_of(row), load_cluster(row.cluster)
     cost = cost_of(config, resolve(config, row.devices, True), row.devices, cluster, stages_of(config), THEN)
     published = row.tflops
@@ -127,7 +134,7 @@ def compare(row: Row) -> Compared:
 
 
 def lines() -> Iterator[str]:
-    """The table, then the median error by source and of all with a published layout."""
+    """Yield the table, then the median error by source, of all rows with a published layout, and of all rows."""
     heads = (
         "source",
         "model",
@@ -156,5 +163,5 @@ def lines() -> Iterator[str]:
 
 
 def median_error(found: list[Compared]) -> float:
-    """The median of the absolute errors."""
+    """Return the median of the absolute errors."""
     return statistics.median(abs(each.error) for each in found)

@@ -1,4 +1,4 @@
-"""A plan in words: the ranked table, the arithmetic of one layout, and its memory stage by stage."""
+"""Report of a plan: ranked table, arithmetic of one layout, memory by stage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -16,21 +16,21 @@ KINDS = tuple(f.name for f in fields(Memory))
 
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a Markdown table whose columns stand under each other."""
+    """Yield the lines of a Markdown table with aligned columns."""
     widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
     for row in (heads, ["-" * width for width in widths], *rows):
         yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
 
 
 def recomputed(layout: Layout) -> str:
-    """What is computed again: none, layers, or modules."""
+    """Return what is recomputed: none, layers, or modules."""
     if layout.config.parallel.checkpoint_activations:
         return "layers"
     return "modules" if layout.config.model.recompute_modules else "none"
 
 
 def duration(days: float) -> str:
-    """In the unit that suits it."""
+    """Format a duration given in days, in a suitable unit."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= size:
             return f"{days / size:,.1f} {unit}"
@@ -38,7 +38,7 @@ def duration(days: float) -> str:
 
 
 def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
-    """One row a layout: how it is laid out, the memory of its fullest stage by kind, and its speed."""
+    """Yield a table with one row per layout: its grid, memory of its peak stage by kind, and its speed."""
     heads = ["", "dp", "tp", "pp", "vp", "zero", "again", "micro", "gas", "GB", *(f"{k[:5]}." for k in KINDS), "bubble", "s/step", "tokens/s", "TFLOP/s", "MFU"]  # fmt: skip
     rows = []
     for at, layout in enumerate(layouts, 1):
@@ -66,7 +66,7 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
 
 
 def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterator[str]:
-    """The arithmetic of a layout, line by line."""
+    """Yield the arithmetic of a layout, line by line."""
     config, cost, x = layout.config, layout.cost, shapes_of(layout, cluster)
     assert cost is not None
     p, t = config.parallel, config.train
@@ -116,7 +116,7 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
 
 
 def stage_table(layout: Layout) -> Iterator[str]:
-    """Layers, parameters and memory by kind of each stage; equal neighbours on one row."""
+    """Yield a table of layers, parameters and memory of each stage; equal neighbours share a row."""
     rows: list[list[str]] = []
     first = 0
     for at, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):

@@ -1,4 +1,4 @@
-"""The chosen layout as files that run as they are: settings, a ds_config and a shell script."""
+"""Output of the chosen layout as runnable files: settings, a ds_config and a shell script."""
 
 import json
 import shlex
@@ -14,11 +14,14 @@ from .cluster import Cluster
 from .layouts import Layout
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-FAMILIES = ("gpt2", "llama", "t5")  # which have an entry script
+FAMILIES = ("gpt2", "llama", "t5")  # families with an entry script
 
 
 def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
-    """config.json, ds_config.json and run.sh in `folder`; what was written. Raises ValueError for a model of no family of ours."""
+    """Write config.json, ds_config.json and run.sh to `folder`; return their paths.
+
+    Raises ValueError for a model without one of our families.
+    """
     if layout.config.model.family not in FAMILIES:
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; leave --write out")
     into = Path(folder)
@@ -37,7 +40,10 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
 
 
 def _settings(config: Config, steps: int | None) -> str:
-    """What differs from what the family's script takes by itself, by section; layout and batch are settings, too, and are written whatever they are."""
+    """Return config.json with the settings that differ from the defaults of the family's script.
+
+    Layout and batch sizes are always included.
+    """
     family = config.model.family or "gpt2"
     plain = with_values(Config(), DEFAULTS[family]).to_dict()
     always = {
@@ -75,7 +81,7 @@ def _ds_config(layout: Layout) -> str:
 
 
 def _script(layout: Layout, cluster: Cluster) -> str:
-    per_node = next(n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0)  # as many on each
+    per_node = next(n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0)  # equal on all nodes
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"
@@ -90,7 +96,7 @@ def _script(layout: Layout, cluster: Cluster) -> str:
         f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}",
         layout.config.model.vocab_size,
     )
-    if not in_checkout:  # installed by pip: the commands are on the path, and the corpus is not there
+    if not in_checkout:  # pip-installed: commands are on the path and there is no corpus
         home, start = "", f"megatron-launch {launch} -m pretrain_{family}"
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}. Flags that are given to this script go to the run.
@@ -104,12 +110,15 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 """
 
 
-LEAST = 2000  # tokens of a vocabulary in which the characters of the corpus, and T5's sentinels, have room
+LEAST = 2000  # smallest vocabulary with room for the corpus's characters and T5's sentinels
 GIVEN = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}" "${DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}\""""
 
 
 def _corpus(size: int) -> str:
-    """That of the checkout where the user gives none. size: of the model's vocabulary."""
+    """Return shell code that prepares the repository's sample corpus and a tokenizer if the user gives none.
+
+    size: vocabulary size of the model.
+    """
     words = 4000 if size > 5000 else max(size - 200, size // 2)
     return f"""# Without DATA_PATH and VOCAB_FILE it trains on the corpus of the checkout, with a tokenizer of its own.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}

@@ -1,4 +1,4 @@
-"""How many parameters each layer, stage and rank holds: closed forms of our own layers, which tests compare with the built models."""
+"""Parameter counts of layers, stages and ranks in closed form; tests compare them with the built models."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,9 +14,10 @@ from megatron.model.t5 import t5_layers
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of a layer. whole: of the model, padding left out; held: on each model-parallel rank, with padding.
+    """Parameters of a layer.
 
-    largest: of the largest matrix on a rank, whose gradient is a tensor of its own for a moment.
+    whole: in the model, without padding. held: on each model-parallel rank, with padding.
+    largest: in the largest matrix on a rank, whose gradient is temporarily a separate tensor.
     """
 
     whole: int
@@ -29,7 +30,10 @@ def _sum(counts: Sequence[Count]) -> Count:
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
-    """A matrix split over the ranks; a bias is split with the columns, and a copy on every rank where rows are split."""
+    """Count a matrix split over the ranks.
+
+    A bias is split with the columns, and replicated if the rows are split.
+    """
     copies = out if by_rows else out // ranks
     return Count(out * into + out * bias, out * into // ranks + copies * bias, out * into // ranks)
 
@@ -66,7 +70,7 @@ def _transformer(m: ModelConfig, ranks: int, cross: bool = False) -> Count:
 
 
 def padded_vocabulary(config: Config, ranks: int) -> int:
-    """Rows of the embedding table over all model-parallel ranks."""
+    """Return the rows of the padded embedding table over all model-parallel ranks."""
     unit = config.model.make_vocab_size_divisible_by * ranks
     return -(-vocab_size_of(config) // unit) * unit
 
@@ -103,13 +107,16 @@ COUNTS: dict[str, Callable[[Config, int], Count]] = {
 
 
 def layers_of(config: Config) -> list[Layer]:
-    """The model's list of layers, none of them built. Raises ValueError where the vocabulary size is not known."""
+    """Return the model's layer descriptions without building them.
+
+    Raises ValueError if the vocabulary size is unknown.
+    """
     vocabulary = vocab_size_of(config)
     return t5_layers(config, vocabulary) if config.is_t5 else gpt2_layers(config, vocabulary)
 
 
 def count_layers(layers: Sequence[Layer], config: Config) -> Count:
-    """Of a stretch of layers on one rank of --model-parallel-size, tied ones once."""
+    """Count the parameters of some layers on one model-parallel rank, tied ones once."""
     ranks = config.parallel.model_parallel_size
     seen: set[str | None] = set()
     counts = []
@@ -122,13 +129,13 @@ def count_layers(layers: Sequence[Layer], config: Config) -> Count:
 
 
 def parameters(config: Config) -> int:
-    """Of the whole model, as a run prints it."""
+    """Return the number of parameters of the whole model, as a run prints it."""
     return count_layers(layers_of(config), config).whole
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one pipeline stage, one stretch for each of its chunks."""
+    """Layers of one pipeline stage, grouped by its virtual-pipeline chunks."""
 
     number: int
     stretches: tuple[tuple[Layer, ...], ...]
@@ -136,12 +143,12 @@ class Stage:
 
     @property
     def layers(self) -> list[Layer]:
-        """Of all chunks."""
+        """Layers of all chunks."""
         return [layer for stretch in self.stretches for layer in stretch]
 
     @property
     def repeated(self) -> int:
-        """How many transformer layers it has."""
+        """Number of transformer layers."""
         return sum(layer.repeated for layer in self.layers)
 
 
@@ -152,7 +159,10 @@ def _cuts(works: tuple[tuple[int, bool], ...], stretches: int, recomputed: bool)
 
 
 def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
-    """Where the stretches begin, and the number of layers. Raises ValueError for a --partition-method that needs a running model."""
+    """Return the first layer of each stage or chunk, followed by the number of layers.
+
+    Raises ValueError for a --partition-method that needs a running model.
+    """
     p = config.parallel
     stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
     if p.partition_method == "balanced":
@@ -166,7 +176,7 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """Every stage with its layers and parameters."""
+    """Return every stage with its layers and parameters."""
     layers, stages = layers_of(config), config.parallel.stages
     cuts = cuts_of(layers, config)
     found = []
@@ -179,7 +189,7 @@ def stages_of(config: Config) -> list[Stage]:
 
 
 def in_words(number: float) -> str:
-    """1.3 G, 345 M: a number with its unit."""
+    """Format a number with a unit, such as 1.3 G or 345 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}" if number / size < 999.5 else f"{math.floor(number / size)} {unit}"

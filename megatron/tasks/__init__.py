@@ -1,4 +1,4 @@
-"""What we train: a task for each family of models, found by the name that settings and checkpoints carry."""
+"""Training tasks, one per model family, looked up by the family name in settings and checkpoints."""
 
 from ..config import Config
 from ..training.task import Task
@@ -10,7 +10,7 @@ TASKS: dict[str, type[Task]] = {"gpt2": GPT2, "llama": Llama, "t5": T5}
 
 
 def task_of(config: Config) -> Task:
-    """The task of these settings, by their family. A model of no family reads text as GPT-2 does."""
+    """Return the task of the configured family; a model without a family uses GPT-2's task."""
     return TASKS[config.model.family or "gpt2"]()
 
 

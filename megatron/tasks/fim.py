@@ -1,4 +1,4 @@
-"""Which tokens mark the pieces of a text whose middle is to be filled in (--fim-tokens)."""
+"""Special tokens that mark the parts of a fill-in-the-middle sample (--fim-tokens)."""
 
 from ..config import Config
 from ..data.fim import Gaps
@@ -6,7 +6,10 @@ from ..tokenizer import Tokenizer
 
 
 def gaps_of(config: Config, tokenizer: Tokenizer) -> Gaps | None:
-    """None without --fim-rate. Raises ValueError for a mark that the tokenizer does not have."""
+    """Return the fill-in-the-middle settings, or None without --fim-rate.
+
+    Raises ValueError for a special token that the tokenizer lacks.
+    """
     data = config.data
     if not data.fim_rate:
         return None

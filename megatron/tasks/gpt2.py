@@ -1,4 +1,4 @@
-"""GPT-2: the next token of running text."""
+"""GPT-2's task: predict the next token of running text."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from .prefix import with_prefixes
 
 
 class GPT2(Task):
-    """A decoder that reads tokens in windows of --seq-length."""
+    """Task of a decoder that reads windows of --seq-length tokens."""
 
     name = "gpt2"
     defaults = DEFAULTS["gpt2"]
@@ -29,7 +29,7 @@ class GPT2(Task):
     shares_out_tokens = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """A sample is {"text": [s + 1]}; with --objective sft see sft.py."""
+        """Return the datasets, whose samples are {"text": [s + 1]}; for --objective sft see sft.py."""
         if config.objective == "sft":
             return sft.datasets(config, tokenizer)
         data = config.data
@@ -44,10 +44,10 @@ class GPT2(Task):
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-        """Whole, or this stage's part of it."""
+        """Return the whole model, or this rank's pipeline stage of it."""
         if config.parallel.pipe_parallel_size == 0:
             return GPT2Model(config)
-        from ..model.pipe import GPT2ModelPipe  # DeepSpeed, which tools that read data are spared
+        from ..model.pipe import GPT2ModelPipe  # imports DeepSpeed, which tools that only read data do not need
 
         model: nn.Module = GPT2ModelPipe(config)
         return model
@@ -55,9 +55,12 @@ class GPT2(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """data {"text": [b, s + 1]}, or records -> (tokens, positions, document ids), (labels, loss mask), each [b, s].
+        """Return (tokens, positions, document ids), (labels, loss mask), each [b, s].
 
-        Of a context group each rank takes its own tokens, labels and loss mask, [b, s/c], and sees positions and document ids of all.
+        data: {"text": [b, s + 1]}, or records of sft.py.
+
+        Ranks of a context-parallel group each take their own tokens, labels and loss mask, [b, s/c]. Positions
+        and document ids cover the whole sequence on every rank.
         """
         (tokens, *others), (labels, loss_mask) = self._whole_batch(data, config, tokenizer)
         tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))
@@ -88,7 +91,7 @@ class GPT2(Task):
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """The sum of the model's own loss, a scalar: with the sum as its end it may compute logits in chunks."""
+        """Return the summed loss, a scalar. The model computes it itself, so that it can compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total

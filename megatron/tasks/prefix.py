@@ -1,13 +1,15 @@
-"""A decoder that reads the beginning of a text both ways and writes the rest (--objective prefix-lm)."""
+"""Prefix LM for a decoder: bidirectional attention within the prefix, loss on the rest (--objective prefix-lm)."""
 
 import torch
 from torch import Tensor
 
 
 def with_prefixes(prefixes: Tensor, document_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """prefixes [b, s] 1 in a prefix, document ids [b, s] or empty, loss mask [b, s] -> the ids with those of prefixes negative, and the loss mask.
+    """Mark prefixes in the document ids and exclude tokens from the loss whose target the prefix reveals.
 
-    A token of a prefix that is followed by one of it has seen its target, which does not count. The last one predicts what comes after the prefix.
+    prefixes [b, s], 1 in a prefix; document ids [b, s] or empty; loss mask [b, s].
+    Returns the ids, negative in prefixes, and the loss mask, both [b, s].
+    The last token of a prefix still counts: it predicts the first token after the prefix.
     """
     numbers = document_ids + 1 if document_ids.numel() else torch.ones_like(prefixes, dtype=torch.int32)
     inside = prefixes.bool()

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning of a decoder: windows of whole records, each of which sees only itself and counts its positions from 0."""
+"""Supervised fine-tuning of a decoder on windows of whole records.
+
+Each record attends only to itself and counts its positions from 0.
+"""
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ KEYS = ("tokens", "labels", "loss_mask", "document_ids")
 
 
 def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-    """A sample is what `KEYS` names, [s] each."""
+    """Return the datasets, whose samples have the fields of `KEYS`, [s] each."""
     data, seed = config.data, config.train.seed
     return build_train_valid_test_datasets(
         data.paths, data.split, data.seq_length, tokenizer.eod, seed, tokenizer.vocab_size
@@ -23,7 +26,10 @@ def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]
 
 
 def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """data -> (tokens, positions, document ids), (labels, loss mask), each [b, s]; --reset-* or not, records are apart."""
+    """Return (tokens, positions, document ids), (labels, loss mask), each [b, s], from a batch of samples.
+
+    Records are always separate documents, whatever --reset-position-ids and --reset-attention-mask say.
+    """
     size = config.train.batch_size, config.data.seq_length
     found = mpu.broadcast_data(KEYS, data, torch.int64, sizes=dict.fromkeys(KEYS, size))
     positions = positions_in_documents(found["document_ids"])

@@ -1,4 +1,4 @@
-"""A pipeline that trains on random tokens: for measurements, which want no corpus and no tokenizer."""
+"""Pipeline on random tokens, for benchmarks without a corpus or tokenizer."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .t5 import T5
 
 
 class Synthetic(NamedTuple):
-    """engine: the pipeline engine; step: one optimizer step; batch: (inputs, labels), the same micro-batch each time."""
+    """Pipeline engine, a function that runs one optimizer step, and the (inputs, labels) of every micro-batch."""
 
     engine: Any
     step: Callable[[], None]
@@ -24,7 +24,10 @@ class Synthetic(NamedTuple):
 
 
 def random_batch(config: Config, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """A micro-batch as the first and the last layer of the pipeline take it: tokens [b, s] (T5: [b, k] and [b, q]), labels, mask."""
+    """Return a random micro-batch: inputs of the first pipeline layer, and (labels, loss mask) of the last one.
+
+    Tokens are [b, s], or for a T5 [b, k] and [b, q].
+    """
     dice, b, d, v = torch.Generator().manual_seed(1), config.train.batch_size, config.data, config.model.vocab_size
 
     def tokens(length: int) -> Tensor:
@@ -41,7 +44,7 @@ def random_batch(config: Config, device: torch.device) -> tuple[tuple[Tensor, ..
 
 
 def start(config: Config) -> Synthetic:
-    """On the ranks of these settings. Raises ValueError for a family or a layout that it does not know."""
+    """Start a pipeline engine for `config`. Raises ValueError for an unsupported family or without a pipeline."""
     if config.model.family not in ("gpt2", "t5") or config.parallel.pipe_parallel_size < 1:
         raise ValueError(
             "measured are pipelines of GPT-2 and T5: give --family gpt2 or t5, and --pipe-parallel-size 1 or more"
@@ -49,16 +52,16 @@ def start(config: Config) -> Synthetic:
     base = T5 if config.is_t5 else GPT2
 
     class Random(base):  # type: ignore[misc, valid-type]
-        """The same micro-batch again and again."""
+        """Task that repeats one random micro-batch."""
 
         made: Any = None
 
         def model(self, config: Config, tokenizer: Any) -> Any:
-            """Without a tokenizer."""
+            """Return the pipeline model; the tokenizer is ignored."""
             return T5ModelPipe(config) if config.is_t5 else GPT2ModelPipe(config)
 
         def batch(self, *_: Any, **__: Any) -> Any:
-            """See `random_batch`."""
+            """Return the batch of `random_batch`, created at the first call."""
             self.made = self.made or random_batch(config, device_module.current())
             return self.made
 

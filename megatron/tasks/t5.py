@@ -1,4 +1,4 @@
-"""T5: the spans that were cut out of a text, or its end (--objective)."""
+"""T5's task: predict the masked spans of a text, or its continuation (--objective)."""
 
 from functools import partial
 from typing import Any, cast
@@ -22,15 +22,16 @@ KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_documen
 
 
 def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
-    """[b, q] which labels are masked text: neither sentinels nor ends nor padding. bool, of the same shape."""
+    """Return a bool tensor [b, q] that is True where a label is text: no sentinel, end token or padding."""
     marks = torch.tensor([tokenizer.pad, tokenizer.eod, *tokenizer.sentinels], device=labels.device)
     return ~torch.isin(labels, marks)
 
 
 def _without_needless_ids(data: Batch) -> Batch:
-    """One document, and padding where there is any. It is rare: without it no ids need to travel, empty ones say so.
+    """Merge all documents into one; drop the ids, leaving them empty, if there is no padding either.
 
-    Seen here, where the reader has them, as looking at the device's would wait for it in every micro-batch.
+    Padding is rare, and empty ids need not be sent. The check runs on the reader's CPU tensors because a check
+    on the device would synchronise in every micro-batch.
     """
     names = ["encoder_document_ids", "decoder_document_ids"]
     ids = {name: data[name].clamp(max=1) for name in names}
@@ -40,18 +41,18 @@ def _without_needless_ids(data: Batch) -> Batch:
 
 
 class T5(Task):
-    """An encoder of --enc-seq-length tokens and a decoder that gives what is missing there."""
+    """Task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the missing ones."""
 
     name = "t5"
     defaults = DEFAULTS["t5"]
     reads_alone = True
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:
-        """Padding and sentinels after the tokens of the text."""
+        """Return the tokenizer extended by padding and sentinel tokens."""
         return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """A sample is what `KEYS` names: k tokens of the encoder, q of the decoder."""
+        """Return the datasets, whose samples have the fields of `KEYS`: k encoder tokens, q decoder tokens."""
         data, seed, words = config.data, config.train.seed, cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
         specials = Specials(words.eod, words.pad, words.sentinels)
@@ -65,11 +66,11 @@ class T5(Task):
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-        """Whole, or this stage's part of it."""
+        """Return the whole model, or this rank's pipeline stage of it."""
         looks = partial(is_text, cast(SentinelTokenizer, tokenizer))
         if config.parallel.pipe_parallel_size == 0:
             return T5Model(config, is_text=looks)
-        from ..model.pipe import T5ModelPipe  # DeepSpeed, which tools that read data are spared
+        from ..model.pipe import T5ModelPipe  # imports DeepSpeed, which tools that only read data do not need
 
         model: nn.Module = T5ModelPipe(config, looks)
         return model
@@ -77,11 +78,11 @@ class T5(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """data -> (encoder [b, k], decoder [b, q], document ids of both), (labels, loss mask), both [b, q].
+        """Return (encoder [b, k], decoder [b, q], document ids of both), (labels, loss mask), both [b, q].
 
-        Masks are not made here: where documents or padding are to be kept apart, their numbers go along. What follows
-        the last token of a decoder is seen by none and needs no number (1 stands for it). A label that does
-        not count becomes padding.
+        Attention masks are built later, from the document ids, which also separate padding.
+        Padding after the last decoder token is never attended to, so any document id works (1 is used). A label
+        that does not count becomes padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
@@ -104,7 +105,7 @@ class T5(Task):
         return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """The sum of the model's own loss, a scalar: with the sum as its end it may compute logits in chunks."""
+        """Return the summed loss, a scalar. The model computes it itself, so that it can compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total
