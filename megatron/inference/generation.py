@@ -167,8 +167,7 @@ class GPT2Stepper(_Stepper):
 class ModelStepper:
     """Continues a prompt with a user-defined model, which reads the whole text again for each token.
 
-    logits: tokens [b, s] -> [b, s, v], equal on all ranks. positions: maximum text length; longer text is cut
-    at its start.
+    logits: tokens [b, s] -> [b, s, v], equal on all ranks. positions: longest input; longer text loses its start.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:
