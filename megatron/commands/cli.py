@@ -84,7 +84,7 @@ def is_number(word: str) -> bool:
 
 
 def input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that all tools share which read text."""
+    """Add the flags shared by all tools that read text."""
     add = parser.add_argument
     add(
         "--input", nargs="+", required=True,

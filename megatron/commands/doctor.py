@@ -1,8 +1,7 @@
 """Check an installation and a run before launch. Prints a line for each check, with a remedy for each problem.
 
 Also takes the flags of the training script; with --run-dir alone it uses the run's saved settings. Exit code 1
-if any
-check failed.
+if any check failed.
 """
 
 import argparse

@@ -97,8 +97,8 @@ class Writer:
     def favoured(self, question: Question, count: int) -> str:
         """Return the tokens that the model favours most over their frequency in the training text, as a line.
 
-        They are those most likely next, or first in a T5's first masked span. The measure is their term p log(p
-        / share) of the KL divergence, or p if there is no such text.
+        They are next tokens, or the first tokens of a T5's first masked span. They are ranked by
+        p log(p / share), their term of the KL divergence from the training text, or by p without that text.
         """
         stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
         logits = stepper.first(1)

@@ -1,11 +1,9 @@
 """Start the ranks of a run on this machine (or on this node of several) like torchrun, with short error messages.
 
 Takes torchrun's arguments, then the script and its arguments. The ranks report errors themselves; the exit code
-is
-that of the first rank that failed.
+is that of the first rank that failed.
 
-SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (600, or
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
+SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (600, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
                   a second signal kills them at once; the exit code is 128 + the signal's number
 SIGUSR1           the ranks save and continue
 """
@@ -154,7 +152,7 @@ def _several(args: Any) -> bool:
 
 
 def wait_for_others(args: Any) -> None:
-    """Before a rendezvous of several nodes, report the wait and apply the ranks' startup timeout to it.
+    """Report the wait for other nodes, and apply the ranks' startup timeout to their rendezvous.
 
     Ctrl-C then ends the wait at once.
     """

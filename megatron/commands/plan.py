@@ -2,8 +2,7 @@
 
 Give two of global batch, micro-batch and gas, or the global batch alone. Training flags describe the model
 (--num-layers 24 ...); layout flags (--model-parallel-size 8, --zero-stage 1, --checkpoint-activations ...) fix
-that part
-of the search. See docs/scaling.md for what is counted and how accurate it is.
+that part of the search. See docs/scaling.md for what is counted and how accurate it is.
 """
 
 import argparse

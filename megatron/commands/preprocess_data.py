@@ -2,8 +2,7 @@
 
 The output does not depend on the number of workers, nor memory on the size of the input. Each worker has a few
 chunks of about a megabyte in flight, and no document may exceed --max-document-mb. A killed run resumes where
-it
-stopped when it is started again.
+it stopped when it is started again.
 """
 
 import argparse

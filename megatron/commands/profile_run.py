@@ -1,11 +1,9 @@
 """Measure the cost of layers and messages on this machine, predict step times of other layouts, and compare.
 
-Every round measures each layout in turn. Before and after the layout trains some steps, single-rank processes,
-as many
-as it has ranks, measure how fast ranks run at the same time and how much their passes vary. So other load on
-the machine
-affects prediction and measurement alike. Layers, messages and the optimizer are measured independently of
-layouts.
+Every round measures each layout in turn. The layout trains some steps. Before and after that, as many
+single-rank processes as it has ranks run at the same time, to measure their speed and how much their passes vary.
+So other load on the machine affects prediction and measurement alike. Layers, messages and the optimizer are
+measured independently of layouts.
 """
 
 import argparse
@@ -181,7 +179,7 @@ def predict(
 ) -> Result:
     """Return the simulated step of a layout whose stages hold the layers in `held`.
 
-    rates: relative speed by the number of ranks that compute at once. uneven, seed: of the jitter.
+    rates: relative speed of a rank while 1, 2, ... ranks compute at once. uneven, seed: of the jitter.
     """
     of = {each["stage"]: each for each in held}
     ahead, behind = known.engine

@@ -1,8 +1,8 @@
 """Run an entry script in several layouts on CPU ranks, and name the first layer that differs from one process.
 
-Each layout trains for a few steps. Everything after -- is passed to the script; keep the model tiny. Dropout is off
-unless --keep-dropout is given, because replicas and tensor-parallel ranks draw different masks. Exit code 0 if all
-layouts agree, else 1.
+Each layout trains for a few steps. Everything after -- is passed to the script; keep the model tiny. Dropout is
+off unless --keep-dropout is given, because replicas and tensor-parallel ranks draw different masks. Exit code 0
+if all layouts agree, else 1.
 """
 
 import argparse

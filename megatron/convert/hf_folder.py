@@ -89,7 +89,7 @@ class FolderReader:
         return self._opened[name]
 
     def _name(self, name: str) -> str | None:
-        """Return the name under which the files hold `name`: without the prefix, or a tied matrix's other name."""
+        """Return a tensor's name in these files, which may lack the prefix or be a tied matrix's other name."""
         for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
             for found in (str(each), PREFIX.sub("", each)):
                 if found in self._where:

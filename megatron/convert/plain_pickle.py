@@ -46,7 +46,7 @@ class _Words:
 
 
 def _reconstruct(kind: Any, *_: Any) -> _Array:
-    """Substitute for numpy's function of this name that only ever creates an `_Array`.
+    """Return an `_Array`, in place of numpy's function of this name. Raises _Refused for any other type.
 
     numpy's own function calls whatever type the file passes to it.
     """

@@ -133,7 +133,7 @@ class GPT2Stepper(_Stepper):
         stages: "Stages | None" = None,
         prefix: bool = False,
     ) -> None:
-        """prefix: the prompt is a prefix, as in training with --objective prefix-lm."""
+        """Prepare to read `prompt`. prefix: treat it as a prefix, as in training with --objective prefix-lm."""
         self.model, self.positions, self.cached, self.prefix = model, positions, cached, prefix
         self.prompts = _together(prompt)
         self.stages = stages

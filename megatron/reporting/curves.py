@@ -94,7 +94,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """Return the levels, with one that all runs share listed once and without a run."""
+    """Return the levels. A level that all runs share appears once and belongs to no run."""
     alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for level in levels:
         alike.setdefault((level["label"], level["y"]), []).append(level)

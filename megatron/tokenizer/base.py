@@ -130,9 +130,9 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def past_first(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern whose match starts, after the first character of each name, are where to cut text.
+    """Return a pattern whose matches start after the first character of each name.
 
-    A text that is cut there contains none of the names as a whole.
+    A text that is cut at these places contains none of the names as a whole.
     """
     return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 

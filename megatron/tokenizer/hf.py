@@ -143,7 +143,7 @@ class HFTokenizer(Tokenizer):
 
 
 class _Words:
-    """A tokenizer for the start and the inside of a text in which no name in `specials` is recognised."""
+    """Encoder of text in which no name in `specials` is recognised as its token."""
 
     def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
         description = tokenizer.to_str()

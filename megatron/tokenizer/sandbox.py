@@ -11,7 +11,7 @@ from typing import Any
 SECONDS = 10.0
 MOST_BITS = 1 << 16
 MOST_ITEMS = 1 << 26  # characters of a string, elements of a list
-BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `refuse_large` checks; jinja2 never folds their constants
+BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `refuse_large` checks; jinja2 never constant-folds them
 
 
 class EndlessTemplate(ValueError):

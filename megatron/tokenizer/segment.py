@@ -7,8 +7,8 @@ letters and digits:
 
 - a dictionary word that contains a letter (T恤, C++);
 - a row of single characters on the best path. jieba segments such a row again with its HMM, unless the row is a
-  dictionary word. Adjacent letters belong to the row, so that it no longer is one. rjieba does not see the
-  letters, and its output does not show where such a row begins.
+  dictionary word. Adjacent letters become part of the row, which then is no dictionary word. rjieba does not
+  see the letters, and its output does not show where such a row begins.
 
 The remaining differences are ties: sums of logarithms that differ in the last bit. They cannot be ruled out, so
 a tokenizer over rjieba has a different fingerprint.

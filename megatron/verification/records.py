@@ -74,7 +74,7 @@ class Records:
         }
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Return gradients like `first_values`, in fp64, summed over replicas and stages with the parameter."""
+        """Return gradients like `first_values`, in fp64, summed over replicas and the stages that hold them."""
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
             for name, value in rank["gradients"].items():
@@ -155,5 +155,5 @@ def laid_together(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
 
 
 def exact_shares(parts: Sequence[Tensor], like: Tensor) -> bool:
-    """Return whether `laid_together` cut off nothing, so that any difference is one of values."""
+    """Return whether `laid_together` cuts off no padding, so that any difference is in the values."""
     return all(part.shape == like.shape for part in parts) or sum(part.numel() for part in parts) == like.numel()
