@@ -1,1 +1,1 @@
-"""What is run by hand: a file for each command, which `tools/` starts, and what they share (cli, journal, sample_view, unigram)."""
+"""Command-line tools, one module for each script in `tools/`, and code that they share (cli, journal, ...)."""

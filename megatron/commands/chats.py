@@ -1,4 +1,4 @@
-"""What tools/preprocess_data.py does with conversations (--objective sft), besides what it does with any text."""
+"""Preprocessing of conversations (--objective sft) for tools/preprocess_data.py."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from megatron.tokenizer.chat import (
 
 
 def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
-    """The template that the flags name. Raises TokenizerError."""
+    """Return the chat template that the flags name. Raises TokenizerError."""
     return load_template(args.chat_template, tokenizer, args.vocab_file, args.chat_date)
 
 
 def about(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What there is to know of a corpus of conversations; {} of another."""
+    """Return the sidecar entries of a corpus of conversations, or {} for other corpora."""
     if args.objective != "sft":
         return {}
     template = template_of(args, tokenizer)
@@ -34,7 +34,7 @@ def about(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def dated(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
-    """The flags with the time that the whole corpus takes for now: the one given, that of the run which goes on, or now."""
+    """Return the flags with the date that chat templates use: the given one, that of the resumed run, or now."""
     if args.objective != "sft":
         return args
     now = args.chat_date or state.get("chat_date") or datetime.now().isoformat(timespec="seconds")
@@ -42,7 +42,7 @@ def dated(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namesp
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that do not go together."""
+    """Raise ValueError for flags that contradict each other."""
     if args.objective == "sft" and (args.split_sentences or args.keys != ["text"]):
         raise ValueError("--objective sft reads whole conversations: leave --split-sentences and --keys out")
     if args.objective != "sft" and args.chat_template != "chatml":
@@ -60,7 +60,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def tell(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Say which marks of the template the tokenizer does not know, and what it takes for today. Raises ValueError for a date that it does not ask for."""
+    """Print notes about missing special tokens, dates and prompts of the template.
+
+    Raises ValueError for a --chat-date that the template does not use.
+    """
     if args.objective != "sft":
         return
     template = template_of(args, tokenizer)
@@ -85,7 +88,7 @@ def tell(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 def encoded(
     encoder: ChatEncoder, found: Sequence[tuple[Piece, ...]]
 ) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int32]]:
-    """(all ids, of each whether it counts, tokens of each conversation)."""
+    """Return (all ids, loss mask, tokens of each conversation)."""
     ids: list[int] = []
     counts: list[int] = []
     lengths: list[int] = []

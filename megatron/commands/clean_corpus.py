@@ -1,4 +1,4 @@
-"""Raw text files to one clean .jsonl: mended, filtered, without duplicates, shuffled; with a report of what was dropped and why."""
+"""Clean raw text files into one .jsonl: fixed, filtered, deduplicated and shuffled, with a report."""
 
 import argparse
 import gzip
@@ -29,9 +29,9 @@ EXAMPLES = """\
 
 
 class Cleaned(NamedTuple):
-    """What a worker makes of a chunk."""
+    """A worker's result for a chunk."""
 
-    outcomes: list[tuple[str, Outcome, Prints]]  # what it was, what became of it, what tells duplicates
+    outcomes: list[tuple[str, Outcome, Prints]]  # original text, outcome, fingerprints
     bad: list[BadLine]
     source_bytes: int
 
@@ -54,14 +54,14 @@ def _start_worker(settings: dict[str, Any]) -> None:
 
 
 def _prints(text: str | None) -> Prints:
-    """Made here, for there are many workers and one process that compares."""
+    """Return the fingerprints for deduplication, computed in workers because a single process compares them."""
     if text is None:
         return Prints()
     return Prints(fingerprint(text) if _Worker.exact else 0, sketch(text) if _Worker.near else None)
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
-    """In a worker: what became of each document of a chunk."""
+    """Clean each document of a chunk; runs in a worker."""
     outcomes, bad = [], []
     for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
         if isinstance(document, BadLine):
@@ -73,7 +73,7 @@ def clean_chunk(chunk: Chunk) -> Cleaned:
 
 
 class Report:
-    """What came in, what went out, and what happened between."""
+    """Counts of documents read, kept, dropped and changed."""
 
     def __init__(self, dropped: IO[str] | None, path: str | None) -> None:
         self.read = self.read_chars = self.kept = self.kept_chars = 0
@@ -87,26 +87,26 @@ class Report:
         self.read_chars += len(text)
 
     def keep(self, text: str) -> None:
-        """Count a document that stays."""
+        """Count a document that is kept."""
         self.kept += 1
         self.kept_chars += len(text)
 
     def drop(self, reason: str, text: str) -> None:
-        """Count a document that goes, and write it where --dropped asks for it."""
+        """Count a dropped document, and write it to the file of --dropped."""
         self.reasons[reason] += 1
         if self._dropped and self._path:
             with naming(self._path):
                 self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
 
     def content(self) -> dict[str, Any]:
-        """The numbers, as the JSON next to the output has them."""
+        """Return the counts for the JSON report next to the output."""
         return {
             "read": self.read, "read_chars": self.read_chars, "kept": self.kept, "kept_chars": self.kept_chars,
             "dropped": dict(self.reasons.most_common()), "changed": dict(self.changed.most_common()),
         }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
-        """The numbers, for people."""
+        """Yield the counts as lines of text."""
         yield f"{'read':<24}{self.read:>12,} documents {self.read_chars:>15,} characters"
         for reason, count in self.reasons.most_common():
             yield f"{'  dropped: ' + reason:<24}{count:>12,}"
@@ -117,7 +117,7 @@ class Report:
 
 
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
-    """The documents that stay, as JSON lines."""
+    """Yield the kept documents as JSON lines."""
     sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
     limits = Limits(
@@ -156,7 +156,10 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
 
 @contextmanager
 def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
-    """Around the writing of a file of lines, which appears whole or, after an error, leaves the one before; None without a path."""
+    """Open a file of lines that appears only when it is complete; yield None without a path.
+
+    After an error, a file that existed before remains unchanged.
+    """
     if path is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What all command-line tools share: usage errors exit 2, failures exit 1, each in one sentence on stderr."""
+"""Code shared by all command-line tools. Usage errors exit with 2, failures with 1, with one sentence on stderr."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ from .missing import MissingFiles, refuse_missing
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one sentence; `--debug` shows the traceback of a failure."""
+    """An argument parser with one-sentence errors and `--debug` for tracebacks."""
 
     def __init__(self, description: str, examples: str, **more: Any) -> None:
         super().__init__(
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """What is not known is refused, all of it in one sentence, each with what it may have been meant for."""
+        """Return the parsed arguments. Reports all unknown arguments in one error, each with a suggestion."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Beside what is not known the flags that are, in `usages`: those of a command with those of the tool."""
+        """Return known and unknown arguments. With unknown ones, `usages` collects the usage of tool and subcommand."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             found.usages = getattr(found, "usages", "") + self.format_usage()
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-# Flags of other projects' tools -> ours, or what is done instead.
+# Flags of other projects' tools, with our flag or an explanation.
 ELSEWHERE = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
     "--dataset-impl": "pairs of .bin and .idx are always mapped: leave it out", "--num-return-sequences": "--num-samples",
@@ -66,7 +66,10 @@ ELSEWHERE = {
 
 
 def instead(name: str, known: Sequence[str]) -> str:
-    """`; did you mean --x?`, or a sentence, for a flag that a tool with the flags `known` does not have."""
+    """Return a suggestion for an unknown flag: `; did you mean --x?` or an explanation.
+
+    known: the flags of the tool.
+    """
     said = ELSEWHERE.get("--" + name.lstrip("-").replace("_", "-"), "")
     if " " in said:
         return f": {said}"
@@ -74,14 +77,14 @@ def instead(name: str, known: Sequence[str]) -> str:
 
 
 def is_number(word: str) -> bool:
-    """`-1`, which is no flag."""
+    """Return whether a word such as `-1` is a number rather than a flag."""
     with contextlib.suppress(ValueError):
         return float(word) == float(word)
     return False
 
 
 def input_flags(parser: argparse.ArgumentParser) -> None:
-    """What all tools that read text have in common."""
+    """Add the flags shared by all tools that read text."""
     add = parser.add_argument
     add(
         "--input", nargs="+", required=True,
@@ -96,7 +99,7 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def worker_flags(parser: argparse.ArgumentParser) -> None:
-    """Who does the work."""
+    """Add the flags for worker processes."""
     add = parser.add_argument
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
     add(
@@ -113,24 +116,24 @@ def _megabytes(text: str) -> float:
 
 
 def largest(args: argparse.Namespace) -> int:
-    """--max-document-mb in bytes."""
+    """Return --max-document-mb in bytes."""
     return int(args.max_document_mb * 2**20)
 
 
 def refused(bad: object) -> ValueError:
-    """The error of a document that cannot be read, with the flag that leaves it out."""
+    """Return the error for an unreadable document, with the flag that skips such documents."""
     return ValueError(f"{bad} (--on-error skip leaves such documents out)")
 
 
 def write_json(path: str, content: object) -> None:
-    """Write `content`, whole or not at all."""
+    """Write `content` as JSON, atomically."""
     write_text(path, json.dumps(content, indent=2))
 
 
 def run(
     main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> None:
-    """Run a tool: exit 0, or 1 after a sentence about what went wrong."""
+    """Run a tool. Exit with 0, or with 1 after a one-sentence error message."""
     args = parser.parse_args(argv)
     with guarded("the work continues", "stderr"), _named_stdout():
         _run(main, parser, args)
@@ -148,7 +151,7 @@ def _named_stdout() -> Iterator[None]:
 
 
 def _give_up_stdout() -> None:
-    """Let what is still buffered go nowhere, or Python would fail once more as it ends."""
+    """Redirect stdout to /dev/null, or Python would fail again when it flushes the buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -160,7 +163,7 @@ def _run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPa
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of the output has had enough, as head(1)
+    except BrokenPipeError:  # the reader of the output has closed the pipe, as head(1) does
         _give_up_stdout()
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:

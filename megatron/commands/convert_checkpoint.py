@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face (GPT-2, T5, Llama, Qwen and Mistral), and from CPM-1 and Megatron-LM."""
+"""Convert checkpoints to and from Hugging Face (GPT-2, T5, Llama, Qwen, Mistral), and from CPM-1 and Megatron-LM."""
 
 import argparse
 import json
@@ -51,7 +51,7 @@ EXAMPLES = """\
 
 
 def export(args: argparse.Namespace) -> None:
-    """One of our checkpoints as a folder of Hugging Face's."""
+    """Export one of our checkpoints as a Hugging Face folder."""
     path = find_checkpoint(args.load)
     reader = CheckpointReader(path)
     reader.verify()
@@ -83,7 +83,7 @@ def export(args: argparse.Namespace) -> None:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
         for note in notes:
             print(f"note: {note}")
-        if args.verify:  # before the folder gets its name
+        if args.verify:  # before the folder gets its final name
             if tokenizer:
                 compare_ids(tokenizer, folder)
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
@@ -93,7 +93,7 @@ def export(args: argparse.Namespace) -> None:
 def _described(
     reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: Chat, dtype: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json of a model of ours. Raises ConfigError for what none of their classes is."""
+    """Return config.json and generation_config.json of a model. Raises ConfigError if no class supports it."""
     start, end = (tokenizer.before[0], tokenizer.eod) if tokenizer else (0, 1)
     if config.is_t5:
         pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
@@ -111,12 +111,12 @@ def _described(
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """One of our weights with the numbers that it has in a file of `dtype`."""
+    """Return one of our weights after rounding its exported tensors to `dtype`."""
     return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
 def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
-    """Return the tokenizer of the model, or None for a model that came without one. Raises ValueError for another one."""
+    """Return the model's tokenizer, or None if it came without one. Raises ValueError for a different tokenizer."""
     given = vocab_file or config.data.vocab_file
     if given is None and not reader.tokenizer:
         return None
@@ -132,7 +132,7 @@ def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None)
 
 
 def bring_in(args: argparse.Namespace) -> None:
-    """A checkpoint of ours from a folder of another format, before any training."""
+    """Import a checkpoint in another format as one of ours at iteration 0."""
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} exists and is not empty; choose another --output")
@@ -152,7 +152,7 @@ def bring_in(args: argparse.Namespace) -> None:
 
 
 def _write_settings(path: Path, config: Config) -> None:
-    """What --config needs to continue this model: what it is, and the tokenizer and lengths that it was trained with."""
+    """Write what --config needs to continue training: the model, its tokenizer and sequence lengths."""
     data = config.to_dict()["data"]
     kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
     content = {"model": config.to_dict()["model"], "data": {key: data[key] for key in kept if data[key] is not None}}
@@ -160,11 +160,11 @@ def _write_settings(path: Path, config: Config) -> None:
 
 
 def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
-    """A folder of Hugging Face's as one of our checkpoints."""
+    """Return settings, tokenizer fingerprint and tensors of a Hugging Face folder."""
     theirs = Folder(Path(args.from_hf))
     for note in theirs.notes:
         print(f"note: {note}")
-    generation_beside(theirs.path / "config.json")  # an export gives it back
+    generation_beside(theirs.path / "config.json")  # fail early if it is malformed: an export copies this file
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
     return (
         with_values(theirs.config, settings),
@@ -174,7 +174,7 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
 
 
 def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, Any], str]:
-    """Settings and fingerprint of the tokenizer of a model of theirs: what is in its folder, or --vocab-file."""
+    """Return settings and fingerprint of a Hugging Face model's tokenizer, from its folder or --vocab-file."""
     there = folder_has_one(theirs.path)
     path = vocab_file or (str(theirs.path) if there else None)
     if path is None:
@@ -200,7 +200,10 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
 
 
 def _extra_ids(vocab_file: Path, free: int) -> int:
-    """How many sentinels their T5Tokenizer adds after a vocabulary without them: 100, or what is said, or has rows in the model."""
+    """Return how many sentinels T5Tokenizer adds to a vocabulary without any.
+
+    That is `extra_ids` if it is given, else 100 or as many as the model has rows for.
+    """
     nearby = vocab_file.with_name("tokenizer_config.json")
     said = read_object(nearby).get("extra_ids") if nearby.is_file() else None
     if said is None:
@@ -215,7 +218,7 @@ def _extra_ids(vocab_file: Path, free: int) -> int:
 
 
 def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
-    """Megatron-LM's or CPM-Pretrain's files as one of our checkpoints."""
+    """Return settings, tokenizer fingerprint and tensors of a Megatron-LM or CPM-Pretrain folder."""
     theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
     settings = settings_of(theirs, args.num_attention_heads)
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
@@ -226,7 +229,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
         if tokenizer.vocab_size > rows:
             raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, the model {rows}")
         fingerprint = tokenizer.fingerprint
-        settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # the rest is padding
+        settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # other rows are padding
     config = with_values(Config(), settings)
     check_whole(theirs, config)
     return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
@@ -247,16 +250,17 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
             print(f"note: {' and '.join(match.theirs)} hold NaN or Inf")
         return tensor
 
-    # The shape follows from empty tensors; nothing is read for it.
+    # Joining empty tensors gives the shape without reading any weights.
     shape = match.join([torch.empty(*theirs.shape(name), device="meta") for name in match.theirs]).shape
     return Entry(f"{WEIGHT}.{match.ours}", tuple(shape), torch.float32, make)
 
 
 @torch.no_grad()
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
-    """The same random tokens through a model of ours, of these weights (by global name), and the class that `folder` names.
+    """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
-    Prints the largest difference of a logit. Raises ValueError if it is not within 1e-5 of what logits differ by.
+    weight: returns our weight by global name. Prints the largest difference. Raises ValueError if it exceeds
+    1e-5 of the logits' range.
     """
     try:
         import transformers
@@ -283,10 +287,10 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
 
 
 def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise ValueError where AutoTokenizer reads `folder` and gives texts of the vocabulary other ids than `tokenizer`."""
+    """Raise ValueError if AutoTokenizer, reading `folder`, encodes texts of the vocabulary differently."""
     from transformers import AutoTokenizer
 
-    if not (folder / SETTINGS).is_file():  # it refuses a placeholder
+    if not (folder / SETTINGS).is_file():  # AutoTokenizer rejects a placeholder
         return
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     for text in texts_of(tokenizer):

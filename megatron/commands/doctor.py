@@ -1,6 +1,7 @@
-"""Check an installation and a run before it is launched: a line for each check, what to do where something is wrong.
+"""Check an installation and a run before launch. Prints a line for each check, with a remedy for each problem.
 
-Takes the flags of the training script, too; with --run-dir alone the settings that the run wrote down. Exit code 1 if anything failed.
+Also takes the flags of the training script; with --run-dir alone it uses the run's saved settings. Exit code 1
+if any check failed.
 """
 
 import argparse
@@ -29,7 +30,7 @@ EXAMPLES = """\
 
 
 class Examination:
-    """All checks of one installation and one run, in order; what one finds out the next may go by.
+    """All checks of one installation and one run, in order; later checks use results of earlier ones.
 
     args: the doctor's own. flags: those of the training script.
     """
@@ -43,7 +44,7 @@ class Examination:
         self.tokenizer: Any = None
 
     def findings(self) -> Iterator[Finding]:
-        """One after another, as they are found."""
+        """Yield the findings as they occur."""
         yield from self._installation()
         yield from self._network()
         yield from self._settings()
@@ -58,14 +59,14 @@ class Examination:
 
     @property
     def ranks(self) -> int:
-        """Of the run."""
+        """Number of ranks in the run."""
         slots = sum(host.slots for host in self.hosts)
         said = os.environ.get("WORLD_SIZE", "")
         return int(self.args.ranks or slots or (said.isdecimal() and int(said)) or self._fewest)
 
     @property
     def _fewest(self) -> int:
-        """Ranks of one replica, where nobody says how many there are."""
+        """Number of ranks in one replica, the minimum for a run."""
         if self.config is None:
             return 1
         p = self.config.parallel
@@ -73,7 +74,7 @@ class Examination:
 
     @property
     def ranks_here(self) -> int:
-        """Of the run, on this machine."""
+        """Number of the run's ranks on this machine."""
         return max((host.slots for host in self.hosts), default=self.ranks)
 
     def _installation(self) -> Iterator[Finding]:
@@ -181,7 +182,7 @@ class Examination:
                 *map(importlib.metadata.version, ("torch", "deepspeed")),
             ]
         except importlib.metadata.PackageNotFoundError:
-            return  # said above
+            return  # already reported by the package checks
         try:
             marked = run_dir.marker(self.run_dir) if self.run_dir is not None else nullcontext()
         except OSError:

@@ -1,4 +1,7 @@
-"""Draw a pipeline schedule as the engine would run it, with its bubble and its memory, or as a run with --trace really did: as text, and as a picture."""
+"""Draw a pipeline schedule with its bubble and memory, as text and as a figure.
+
+Draws the schedule that the engine would run, or with --run what a run with --trace really did.
+"""
 
 import argparse
 from pathlib import Path
@@ -20,7 +23,7 @@ EXAMPLES = """\
 
 
 def as_text(spans: list[Span], stages: int, unit: float) -> str:
-    """One row a stage, one column of three characters (four with chunks) for each `unit` of time."""
+    """Return one row for each stage, with three characters (four with chunks) for each `unit` of time."""
     chunked = any(span.chunk for span in spans)
     wide = 4 if chunked else 3
     rows = [""] * stages
@@ -33,7 +36,7 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
 
 
 def draw_run(args: argparse.Namespace) -> None:
-    """What a traced iteration became, beside the same passes in an ideal schedule."""
+    """Draw a traced iteration, with the ideal schedule of the same passes."""
     folder = Path(args.run) / timeline.FOLDER
     ranks = timeline.read(folder)
     merged = timeline.merge(folder, ranks)

@@ -1,4 +1,7 @@
-"""How well a GPT-2 or Llama predicts a text (perplexity, bits per byte) or the end of it (cloze), ours or Hugging Face's; on the GPU if there is one."""
+"""Evaluate a GPT-2 or Llama, ours or Hugging Face's: perplexity and bits per byte of a text, or cloze accuracy.
+
+Uses the GPU if there is one.
+"""
 
 import argparse
 import json
@@ -34,14 +37,14 @@ EXAMPLES = """\
 
 
 class Subject:
-    """A model, its tokenizer, how many tokens it can see, and where it computes."""
+    """A model to evaluate: its logits, tokenizer, context window in tokens, and device."""
 
     def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
         self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
 
 
 def ours(args: argparse.Namespace) -> Subject:
-    """The model of --load, as what is evaluated: a run of ours, or a folder of Hugging Face's, computed by our model."""
+    """Return the model of --load, from one of our runs or from a Hugging Face folder, computed by our code."""
     theirs = Folder(Path(args.load)) if is_hf_folder(Path(args.load)) else None
     path = theirs.path if theirs else find_checkpoint(args.load)
     config = theirs.config if theirs else described(path)
@@ -60,13 +63,13 @@ def ours(args: argparse.Namespace) -> Subject:
     else:
         load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
     here = device.current()
-    # A model that may read on for long has still learned from samples of --seq-length.
+    # The model was trained on samples of --seq-length tokens, even if it has more positions.
     usual = config.positions if theirs else min(config.positions, config.data.seq_length)
     return Subject(model.eval().to(here), tokenizer, _window(args, usual, config.positions), here)
 
 
 def _window(args: argparse.Namespace, usual: int, most: int) -> int:
-    """How many tokens the model sees at once: --window, or what is usual."""
+    """Return the context window in tokens: --window or the default."""
     if args.window is not None and not 1 <= args.window <= most:
         raise ValueError(
             f"--window {args.window} must be from 1 to {most}, the tokens that this model can read at once"
@@ -75,7 +78,7 @@ def _window(args: argparse.Namespace, usual: int, most: int) -> int:
 
 
 def hugging_face(args: argparse.Namespace) -> Subject:
-    """The model of a folder of Hugging Face's, as what is evaluated."""
+    """Return the model of a Hugging Face folder, computed by transformers."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -93,7 +96,7 @@ def hugging_face(args: argparse.Namespace) -> Subject:
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """Every document by itself, after what begins one (or an end-of-document token); the end of the document is predicted, too."""
+    """Return loss and perplexity over documents, each scored separately and including its end-of-document token."""
     score, tokenizer = Score(), subject.tokenizer
     longest = subject.longest + 1  # the last token of a window is only a target
     stride = args.stride or max(subject.longest // 2, 1)
@@ -113,7 +116,7 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """How often the model completes the texts of --cloze."""
+    """Return the cloze accuracy on the texts of --cloze."""
     right = total = 0
     for number, line in enumerate(Path(args.cloze).read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -123,7 +126,7 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f'{args.cloze}, line {number}: not of the form {{"context": "...", "target": "..."}}'
             ) from None
-        # Together, as the text would be: tokens may reach over the border, and those that do belong to the target.
+        # Encode both together, as in a text. A token across the boundary counts as part of the target.
         known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
         same = border(known, whole)
         if same == len(whole):

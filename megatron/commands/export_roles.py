@@ -1,4 +1,4 @@
-"""Roles of tokens in an exported folder: those of the folder that the tokenizer came from, else those of our own tokenizers."""
+"""Token roles in an exported folder, from the tokenizer's original folder or from our tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,18 +8,20 @@ from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generation_beside, ids_beside, settings_beside
 
-PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of tokens that may pad, as far as no text gives them
+PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of special tokens that may serve as padding
 NO_TEXT = "\U0010fffd"  # in no vocabulary
-# Keys of tokenizer_config.json that are not passed on: code and templates lie in other files, and the class is that of tokenizer.json.
+# Keys of tokenizer_config.json that are not exported: code and templates are separate files, and tokenizer.json
+# decides the class.
 REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
-# Roles that classes of transformers give to tokens that tokenizer_config.json does not mention.
+# Roles that transformers' classes assign to tokens which tokenizer_config.json does not mention.
 CLASS_ROLES: dict[str, dict[str, str]] = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
-# AutoTokenizer overrules the class that the folder of a Qwen2 or Mistral names, unless the folder seems to have code of its own.
+# For Qwen2 and Mistral AutoTokenizer ignores the class that the folder names, unless the folder seems to
+# contain code.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -27,7 +29,7 @@ NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
 
 
 def named_roles(tokenizer: Tokenizer, source: Path) -> dict[str, Any]:
-    """Return the tokens of the folder with a role, such as pad_token, as tokenizer_config.json or the class that it names says."""
+    """Return the special-token roles, such as pad_token, from tokenizer_config.json or the class's defaults."""
     settings = settings_beside(source)
     usual = CLASS_ROLES.get(class_beside(source), {})
     known = {key: name for key, name in usual.items() if name in tokenizer.marks}
@@ -39,9 +41,9 @@ def _name_of(token: Any) -> str:
 
 
 def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
-    """Return the token that pads: the folder's own, else one that is neither an end nor part of any text; None without one.
+    """Return the padding token: the folder's, else a special token that is neither an end nor in any text; or None.
 
-    A pad that is also an end would teach a model never to end: collators leave the pad out of the loss.
+    Collators mask padding in the loss. If padding were also an end token, a model would never learn to stop.
     """
     given = _name_of(named_roles(tokenizer, source).get("pad_token"))
     if given in tokenizer.marks:
@@ -51,7 +53,10 @@ def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
 
 
 def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None) -> dict[str, Any]:
-    """Return tokenizer_config.json for a tokenizer.json. positions: the longest text of a model with learned positions."""
+    """Return tokenizer_config.json for a tokenizer.json.
+
+    positions: maximum text length of a model with learned positions.
+    """
     names = {i: name for name, i in tokenizer.marks.items()}
     settings = settings_beside(source)
     given = {key: value for key, value in settings.items() if key not in REPLACED}
@@ -69,7 +74,10 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
 
 
 def named_class(settings: Mapping[str, Any], source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
-    """Return what keeps AutoTokenizer at the class that `settings` name. is_json: whether the folder has a tokenizer.json."""
+    """Return the settings that keep AutoTokenizer from replacing the class.
+
+    is_json: the folder has a tokenizer.json.
+    """
     if model_type == "qwen2" and class_beside(source) == "Qwen2Tokenizer" and is_json and _cuts_as_qwen2(source):
         return {"tokenizer_class": "Qwen2Tokenizer"}
     overruled = model_type == "qwen2" or (model_type == "mistral" and not is_json)
@@ -77,7 +85,7 @@ def named_class(settings: Mapping[str, Any], source: Path, model_type: str, is_j
 
 
 def _cuts_as_qwen2(source: Path) -> bool:
-    """Return whether a tokenizer.json normalises and cuts texts as Qwen2Tokenizer, which does not read that part of it."""
+    """Return whether a tokenizer.json normalises and splits text like Qwen2Tokenizer, which ignores these settings."""
     content = read_object(source)
     words = content.get("pre_tokenizer") or {}
     patterns = [each.get("pattern", {}).get("Regex") for each in words.get("pretokenizers", [])]
@@ -85,7 +93,7 @@ def _cuts_as_qwen2(source: Path) -> bool:
 
 
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
-    """Return the ids of ROLES for config.json. trained: those that our model was trained with, by its family."""
+    """Return the ids of ROLES for config.json. trained: the ids used in training, by the model's family."""
     given = ids_beside(source)
     ids = {key: trained[key] for key in ROLES if key in trained}
     ends = given.get("eos_token_id")
@@ -96,7 +104,7 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
         ids["bos_token_id"] = given["bos_token_id"]
     elif start is not None and not is_t5:
         ids["bos_token_id"] = start
-    if is_t5:  # padding and the decoder's first id are those it was trained with
+    if is_t5:  # padding and the decoder's first id are those used in training
         return ids
     pad = pad_of(tokenizer, source)
     if given:
@@ -107,7 +115,7 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
 
 
 def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ids for config.json, and generation_config.json, of a model that came without a tokenizer."""
+    """Return (ids for config.json, generation_config.json) of a model that came without a tokenizer."""
     ids = {key: trained[key] for key in ROLES if key in trained} | ids_beside(source)
     return ids, {**ids, **generation_beside(source)}
 
@@ -115,7 +123,7 @@ def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any]
 def generation_settings(
     ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None
 ) -> dict[str, Any]:
-    """Return generation_config.json: the settings that came in, ids of config.json, and every id that ends an answer."""
+    """Return generation_config.json: original settings, ids from config.json, and every id that ends an answer."""
     said = ends_beside(source)
     came = said if isinstance(said, list) else [] if said is None else [said]
     known = [i for i in came if type(i) is int and 0 <= i < tokenizer.vocab_size]

@@ -1,4 +1,4 @@
-"""The text side of an export to Hugging Face: the tokenizer and its chat template."""
+"""Export of the tokenizer and its chat template to Hugging Face."""
 
 import json
 from collections.abc import Mapping
@@ -27,8 +27,11 @@ from .inspect_data import of_conversations
 
 
 class Chat(NamedTuple):
-    """How conversations are written with a model. source: of the template, None where nobody says it. end: the id that ends a turn, if the run
-    learned it. notes: what is to be said of this."""
+    """The chat format of a model.
+
+    source: the template, None if unknown. end: the end-of-turn id, if the run was trained on it. notes: remarks
+    for the user.
+    """
 
     source: str | None
     end: int | None
@@ -36,7 +39,7 @@ class Chat(NamedTuple):
 
 
 def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
-    """That of the conversations that the run learned from, else the tokenizer's own."""
+    """Return the chat format of the conversations that the run was trained on, else that of the tokenizer."""
     if config.is_t5:
         return Chat(None, None)
     own, notes = own_template(vocab_file), _left_out(vocab_file)
@@ -84,9 +87,9 @@ def _left_out(vocab_file: str) -> list[str]:
 def write_tokenizer(
     folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str, chat: Chat, model_type: str = ""
 ) -> list[str]:
-    """Write the tokenizer for transformers, and chat_template.jinja. Returns notes.
+    """Write the tokenizer and chat_template.jinja for transformers. Return notes for the user.
 
-    A tokenizer that transformers would read as another gets a placeholder, so that it reads none.
+    If transformers would read a different tokenizer, a placeholder is written so that it reads none.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     source, theirs = file_of(vocab_file), as_theirs(base)
@@ -110,7 +113,7 @@ def write_tokenizer(
         if source.with_name(file).is_file():
             (folder / file).write_bytes(source.with_name(file).read_bytes())
     notes = _write_template(folder, tokenizer, chat)
-    for key in NAMED:  # what a template knows as a variable must be there for it
+    for key in NAMED:  # the template uses these as variables, so transformers needs them
         if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
             described[key] = name
     (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")
@@ -118,7 +121,7 @@ def write_tokenizer(
 
 
 def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> dict[str, Any]:
-    """Return the tokenizer_config.json with which transformers reads a sentencepiece model alike; {} where it does not."""
+    """Return the tokenizer_config.json for a sentencepiece model that transformers reads identically; {} for others."""
     if not isinstance(base, SentencePieceTokenizer):
         return {}
     if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
@@ -132,7 +135,7 @@ def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> d
 def _write_json(
     folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write tokenizer.json, with the sentinels of a T5. Returns what tokenizer_config.json says of these."""
+    """Write tokenizer.json, with a T5's sentinels. Return their entries for tokenizer_config.json."""
     from tokenizers import AddedToken
 
     described: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Continue texts with a trained GPT-2 or Llama, or fill the gaps of texts with a trained T5, on the GPU if there is one.
+"""Continue texts with a trained GPT-2 or Llama, or fill the masked spans of texts with a trained T5.
 
-Loads a checkpoint of any layout.
+Loads a checkpoint of any layout, and uses the GPU if there is one.
 """
 
 import argparse
@@ -51,12 +51,12 @@ EXAMPLES = """\
 
 
 Heard = Callable[[list[int]], None]
-WINDOW = 16  # batches that are read ahead, to find prompts of equal length in
+WINDOW = 16  # batches read ahead to find prompts of equal length
 
 
 @dataclass
 class Writer:
-    """A model ready to write, and its tokenizer."""
+    """A model with its tokenizer, ready to generate text."""
 
     model: GPT2Model | T5Model
     tokenizer: Tokenizer
@@ -65,13 +65,13 @@ class Writer:
     reader: Reader
 
     def question(self, asked: Asked) -> Question:
-        """What is asked, as tokens. Raises ValueError for a gap whose marks are not known."""
+        """Return a prompt as tokens. Raises ValueError if fill-in-the-middle lacks special tokens."""
         if isinstance(asked, Gap) and self.reader.marks is None:
             raise ValueError("the model was not trained with --fim-rate: give --fim-tokens PREFIX MIDDLE SUFFIX")
         return self.reader.question(asked)
 
     def stepper(self, sources: list[list[int]]) -> Stepper:
-        """The model about to read these tokens, as many of each."""
+        """Return the model with these prompts, of equal length."""
         if isinstance(self.model, GPT2Model):
             prefix = self.config.objective == "prefix-lm"
             return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages, prefix=prefix)
@@ -80,7 +80,7 @@ class Writer:
         return T5Stepper(self.model, sources, start, stages=self.stages)
 
     def write(self, asked: Sequence[Question], args: argparse.Namespace, heard: Heard | None) -> list[list[str]]:
-        """Each prompt with each of its continuations. The prompts have equally many tokens, and one end."""
+        """Return each prompt's continuations. The prompts have equal length and the same end token."""
         stepper, end, each = self.stepper([question.tokens for question in asked]), asked[0].end, args.num_samples
         longest = args.max_new_tokens
         if self.config.is_t5 and self.config.model.position_embedding == "learned":
@@ -95,16 +95,17 @@ class Writer:
         return [[self.text(q, ids) for ids in own] for q, own in zip(asked, found, strict=True)]
 
     def favoured(self, question: Question, count: int) -> str:
-        """The tokens whose chance to come first, in the first gap or next, rises most above their share of the training text.
+        """Return the tokens that the model favours most over their frequency in the training text, as a line.
 
-        By their part of the divergence of the model from those shares, p log(p / share); by p, where there is no such text.
+        They are next tokens, or the first tokens of a T5's first masked span. They are ranked by
+        p log(p / share), their term of the KL divergence from the training text, or by p without that text.
         """
         stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
         logits = stepper.first(1)
         if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and not self.reader.goes_on:
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         p = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
-        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # signs are no text
+        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # special tokens are no text
         found = counted(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
         shares = None if found is None else torch.from_numpy(found[0][: len(p)] + 1) / (found[0].sum() + len(p))
         best = (p if shares is None else torch.special.xlogy(p, p / shares)).topk(count).indices.tolist()
@@ -113,7 +114,7 @@ class Writer:
         return "favoured: " + ", ".join(told)
 
     def text(self, question: Question, ids: list[int]) -> str:
-        """What was written, as text."""
+        """Return the generated ids as text."""
         if isinstance(self.tokenizer, SentinelTokenizer):
             kept = ids[:-1] if ids[-1:] == [question.end] else ids
             if self.reader.goes_on:
@@ -123,7 +124,7 @@ class Writer:
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Numbers of questions that can be answered together: of the same length, with the same end."""
+    """Yield the indices of questions to answer in one batch: of equal length, with the same end token."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
@@ -134,7 +135,7 @@ def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
 def answers(
     writer: Writer, prompts: Iterable[Asked], args: argparse.Namespace, size: int
 ) -> Iterator[tuple[Asked, list[str]]]:
-    """Each prompt with its texts, in the order of the prompts."""
+    """Yield each prompt with its texts, in the order of the prompts."""
     stream = iter(prompts)
     while asked := [writer.question(prompt) for prompt in itertools.islice(stream, size * WINDOW if size > 1 else 1)]:
         texts: list[list[str]] = [[] for _ in asked]
@@ -145,7 +146,7 @@ def answers(
 
 
 def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
-    """The prompt with what a T5 wrote in place of its sentinels; a gap that it left out stays."""
+    """Return the prompt with its sentinels replaced by the T5's output; sentinels without output stay."""
     if tokenizer.convention == "cpm":
         ids = [tokenizer.sentinels[0], *ids]
     spans: dict[int, list[int]] = {}
@@ -161,7 +162,7 @@ def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
 
 
 def load(args: argparse.Namespace) -> Writer:
-    """The writer that the flags ask for; every rank calls it."""
+    """Load the model that the flags name; every rank must call it."""
     sizes = args.model_parallel_size, args.pipe_parallel_size
     theirs = Folder(Path(args.load), *sizes) if is_hf_folder(Path(args.load)) else None
     if theirs:
@@ -197,7 +198,7 @@ def load(args: argparse.Namespace) -> Writer:
 
 
 def show_as_it_comes(tokenizer: Tokenizer, question: Question) -> Heard:
-    """Prints the text of one answer token by token, a character once all of its bytes are there."""
+    """Return a callback that prints an answer token by token. A character appears once all its bytes are there."""
     ids: list[int] = []
     shown = 0
 
@@ -212,7 +213,7 @@ def show_as_it_comes(tokenizer: Tokenizer, question: Question) -> Heard:
 
 
 def show(writer: Writer, args: argparse.Namespace) -> None:
-    """One prompt after another, each with its text while it is written; a conversation on a terminal goes on."""
+    """Print each prompt with its text as it is generated; on a terminal a conversation continues."""
     before: tuple[Message, ...] = ()
     for asked in prompts(args):
         if isinstance(asked, Conversation):
@@ -236,7 +237,7 @@ def show(writer: Writer, args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError, in one sentence, for a number that makes no sense."""
+    """Raise ValueError for a number out of range."""
     for name, good, wanted in (
         ("num_samples", args.num_samples >= 1, "at least 1"),
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),

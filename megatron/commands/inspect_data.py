@@ -1,4 +1,4 @@
-"""Look into .bin/.idx pairs, check them, take them apart and put them together; show a sample of a run."""
+"""Inspect, verify, decode, merge and split .bin/.idx pairs, and show a sample of a run."""
 
 import argparse
 import json
@@ -32,8 +32,8 @@ EXAMPLES = """\
   python tools/inspect_data.py split data/corpus_text_document --split 98,1,1
   python tools/inspect_data.py sample 3 --run-dir runs/gpt2 --png sample.png
       what the run reads as its third sample: tokens, targets, documents, masks"""
-AT_ONCE = 1 << 22  # tokens looked at at once
-# Of a sidecar: true of every part of the corpus, whatever was joined or cut.
+AT_ONCE = 1 << 22  # tokens checked per block
+# Sidecar entries that remain valid when corpora are merged or split.
 ABOUT_TOKENS = (
     "tokenizer",
     "fingerprint",
@@ -47,8 +47,8 @@ ABOUT_TOKENS = (
 
 
 def sidecar(prefix: str) -> dict[str, Any]:
-    """What the preprocessor wrote about a pair; {} where there is nothing."""
-    # The three of CPM's corpora for T5 share one, and so do the two of conversations.
+    """Return the sidecar that the preprocessor wrote for a pair, or {} without one."""
+    # The three pairs of CPM's T5 corpora share one sidecar, and so do the two pairs of conversations.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -56,7 +56,10 @@ def sidecar(prefix: str) -> dict[str, Any]:
 
 
 def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
-    """The corpora that a run learned conversations from, and what the sidecar of each says; those that say no chat template are left out."""
+    """Return the corpora on which a run learned conversations, each as (prefix, sidecar).
+
+    Corpora whose sidecar records no chat template are omitted.
+    """
     data = config.data
     if config.objective != "sft" or not (data.data_path or data.train_data_path):
         return []
@@ -64,7 +67,7 @@ def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
 
 
 def info(args: argparse.Namespace) -> None:
-    """`info`: what a pair holds."""
+    """Print a summary of a pair (`info`)."""
     indexed = IndexedDataset(args.prefix)
     sizes = indexed.document_sizes(range(indexed.num_documents))
     facts: dict[str, Any] = {
@@ -85,12 +88,15 @@ def info(args: argparse.Namespace) -> None:
 
 
 def _with_loss(prefix: str) -> list[str]:
-    """The pair, and the one that says which of its tokens count, if there is one."""
+    """Return the pair and, if there is one, the pair with its loss mask."""
     return [prefix, prefix + LOSS] if os.path.exists(f"{prefix}{LOSS}.idx") else [prefix]
 
 
 def verify(args: argparse.Namespace) -> None:
-    """A pair, the two of conversations, or the three of CPM's corpora for T5. Raises DatasetError with all that is wrong."""
+    """Check a pair, the two pairs of conversations, or the three of CPM's T5 corpora (`verify`).
+
+    Raises DatasetError with all problems.
+    """
     whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
     prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
     wrong = [each for prefix in prefixes for each in _verify(prefix, args)]
@@ -99,7 +105,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
-    """What is wrong with a pair; if nothing is, this is printed."""
+    """Return the problems of a pair. Without any, print a confirmation."""
     indexed, about = IndexedDataset(prefix), sidecar(prefix)
     name = Path(prefix).name
     wrong: list[str] = []
@@ -131,7 +137,7 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
 
 
 def _strange_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
-    """Return a sentence on the first id that no model can look up: a negative one, or one beyond a known vocabulary."""
+    """Return a sentence about the first id that is negative or beyond the vocabulary, if there is one."""
     for at in range(0, indexed.num_tokens, AT_ONCE):
         piece = indexed.tokens[at : at + AT_ONCE]
         bad = np.flatnonzero((piece < 0) | (piece >= vocab_size) if vocab_size else piece < 0)
@@ -144,7 +150,7 @@ def _strange_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
 
 
 def decode(args: argparse.Namespace) -> None:
-    """`decode`: documents as text."""
+    """Print documents as text (`decode`)."""
     indexed = IndexedDataset(args.prefix)
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     for d in args.documents:
@@ -157,7 +163,7 @@ def decode(args: argparse.Namespace) -> None:
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
-    """`merge`: one pair of several."""
+    """Concatenate several pairs into one (`merge`)."""
     prefixes = [*prefixes_of(args.prefixes)]
     abouts = [sidecar(prefix) for prefix in prefixes]
     prints = {about["fingerprint"] for about in abouts if about}
@@ -188,7 +194,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
 
 
 def split_pair(args: argparse.Namespace) -> None:
-    """`split`: pairs for training, validation and test."""
+    """Write pairs for training, validation and test (`split`)."""
     indexed = IndexedDataset(args.prefix)
     parts = split_documents(parse_split(args.split), indexed.num_documents)
     wanted = [
@@ -207,7 +213,7 @@ def split_pair(args: argparse.Namespace) -> None:
 
 
 def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
-    """Of a pair, and of the ones next to it that share its sidecar."""
+    """Write the sidecar of a pair and of the other pairs that share it."""
     builder = builders[0]
     content = {key: about[key] for key in ABOUT_TOKENS if key in about}
     if content:
@@ -217,7 +223,7 @@ def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, A
 
 
 def sample(args: argparse.Namespace) -> None:
-    """`sample`: a sample as the run sees it."""
+    """Print a sample as the run sees it (`sample`)."""
     path = Path(args.run_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")
@@ -225,7 +231,7 @@ def sample(args: argparse.Namespace) -> None:
     from megatron.config.command_line import from_file
     from megatron.tasks import task_of
 
-    from . import sample_view  # torch, which the rest is spared
+    from . import sample_view  # importing torch is slow, so the other commands avoid it
 
     config = relocated(from_file(str(path)), path.parent)
     task = task_of(config)

@@ -1,4 +1,4 @@
-"""How far a long job is, on disk, so that it can go on after it was killed."""
+"""A journal on disk of a long job's progress, so that the job can resume after it was killed."""
 
 import fcntl
 import hashlib
@@ -11,7 +11,7 @@ from megatron.atomic import write_text
 
 
 def _locked(path: str) -> TextIO:
-    """Open the file and hold its lock as long as it is open. Raises ValueError if another process holds it."""
+    """Open and lock the file until it is closed. Raises ValueError if another process holds the lock."""
     while True:
         lock = open(path, "w")  # noqa: SIM115
         try:
@@ -22,7 +22,7 @@ def _locked(path: str) -> TextIO:
             lock.close()
             raise ValueError(f"another run is writing the same output ({path} is held)") from None
         except FileNotFoundError:
-            pass  # its holder removed the file meanwhile, so the next process would lock another one
+            pass  # the holder removed the file meanwhile, so the next process would lock a different one
         except OSError as error:
             lock.close()
             raise ValueError(f"cannot lock {path}: {error.strerror}; write to a file system that has locks") from None
@@ -30,10 +30,10 @@ def _locked(path: str) -> TextIO:
 
 
 class Journal:
-    """One JSON file, replaced as a whole; while it is open no other process can open it.
+    """A JSON file, always replaced atomically, that only one process can have open.
 
-    job: what the work depends on. state: what the last run wrote, None if there was none. Raises
-    ValueError if another run has it open, or left it for another job.
+    job: what the work depends on. state: what the last run wrote, None if there was none. Raises ValueError if
+    another run has it open or if it belongs to a different job.
     """
 
     def __init__(self, path: str, job: dict[str, Any]) -> None:
@@ -56,15 +56,15 @@ class Journal:
             self.state = content["state"]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Note how far the output is safe; whole or not at all."""
+        """Record atomically how much of the output is safely on disk."""
         write_text(self.path, json.dumps({"job": self._key, "state": state}), synced=True)
 
     def remove(self) -> None:
-        """The output is complete."""
+        """Delete the journal of a completed job."""
         Path(self.path).unlink(missing_ok=True)
         self.release()
 
     def release(self) -> None:
-        """Let another process have the output."""
+        """Release the lock, so that another process can write the output."""
         Path(f"{self.path}.lock").unlink(missing_ok=True)
         self._lock.close()

@@ -1,4 +1,4 @@
-"""What each checkpoint that a run has kept writes after some prompts: how a model learned to write, read off its own words."""
+"""Text samples from each checkpoint that a run has kept, to show how the model developed."""
 
 import json
 from collections.abc import Sequence
@@ -14,16 +14,17 @@ from .generate import build_parser as generate_parser
 
 
 def checkpoints_of(run_dir: Path) -> list[tuple[int, Path]]:
-    """(iteration, folder) of those that a run has kept, in order."""
+    """Return (iteration, folder) of the checkpoints that a run has kept, in order."""
     folder = save_dir_of(from_file(str(run_dir / "config.json")), run_dir)
     there = folder if folder.is_dir() else run_dir / "checkpoints"
     return sorted((int(path.name[5:]), path) for path in there.glob("iter_*") if path.name[5:].isdigit())
 
 
 def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
-    """Add to samples.jsonl what is not there yet: a line for each checkpoint and prompt, drawn as tools/generate.py does by default.
+    """Add the missing samples to samples.jsonl: a line for each checkpoint and prompt.
 
-    Checkpoints know no layout, so any run is read by one process. Raises ValueError where none is left.
+    They are sampled with the defaults of tools/generate.py, in one process, because checkpoints fit any layout.
+    Raises ValueError if the run has kept no checkpoint.
     """
     path = run_dir / SAMPLES
     rows = read_lines(path) if path.is_file() else []

@@ -1,11 +1,11 @@
-"""Start the ranks of a run on this machine (or this node of several): torchrun, without its wall of text on failure.
+"""Start the ranks of a run on this machine (or on this node of several) like torchrun, with short error messages.
 
-Takes torchrun's own arguments, then the script and its arguments. The script's ranks say
-themselves what went wrong; the exit code is that of the first rank that failed.
+Takes torchrun's arguments, then the script and its arguments. The ranks report errors themselves; the exit code
+is that of the first rank that failed.
 
-SIGTERM, Ctrl-C   the ranks save and end; they have --shutdown-timeout seconds for it (600, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
-                  a second one ends them at once; the exit code is 128 + the signal's number
-SIGUSR1           the ranks save and go on
+SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (600, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
+                  a second signal kills them at once; the exit code is 128 + the signal's number
+SIGUSR1           the ranks save and continue
 """
 
 import contextlib
@@ -28,38 +28,41 @@ examples:
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
-REFUSED = 2  # argparse's exit code, and ours
+REFUSED = 2  # exit code of argparse and of our scripts for bad arguments
 
 
 def say(words: str) -> None:
-    """A line on stderr."""
+    """Write a line to stderr."""
     with contextlib.suppress(OSError):
-        os.write(2, f"launch.py: {words}\n".encode())  # from a signal's handler, too
+        os.write(2, f"launch.py: {words}\n".encode())  # os.write is safe in signal handlers
 
 
 class Signals:
-    """What this process does when it is asked to stop: tell the ranks, and wait for them.
+    """Signal handling of the launcher: forward a stop request to the ranks and wait for them.
 
-    torch's own way is to raise in the middle of whatever it does, to kill whole groups of processes (those
-    that read data, too) and to wait for half a minute, which is too short for a large model to be saved.
+    torch's own handler raises in the middle of whatever the launcher does and kills whole process groups,
+    including data workers. It waits for 30 seconds only, which is too short for saving a large model.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.asked, self._since = seconds, 0, 0.0
-        self._groups: list[Any] = []  # torch's, of the processes of each attempt
+        self._groups: list[Any] = []  # torch's process groups, one for each attempt
 
     def listen(self, group: Any) -> None:
-        """Before the processes of `group` start. They begin with SIGUSR1 ignored, which would end them while they import."""
+        """Prepare for the start of `group`'s processes.
+
+        They inherit an ignored SIGUSR1, which would otherwise kill them while they import.
+        """
         if self.asked:
             raise SystemExit(128 + self.asked)
         self._groups.append(group)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def handle(self) -> None:
-        """After they have started."""
+        """Install the signal handlers, after the processes have started."""
         signal.signal(signal.SIGUSR1, lambda *_: self._tell(signal.SIGUSR1))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
                 signal.signal(number, self._stop)
 
     def _pids(self) -> list[int]:
@@ -73,7 +76,7 @@ class Signals:
     def _stop(self, number: int, _: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.asked:
-            if time.monotonic() - self._since < 0.5:  # one request that came over two ways
+            if time.monotonic() - self._since < 0.5:  # the same request arrived twice
                 return
             say(f"{name} again: ended at once")
             self._end(128 + number)
@@ -93,15 +96,15 @@ class Signals:
     def _end(self, code: int) -> None:
         for pid in self._pids():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # torch gives each rank a group of its own
+                os.killpg(pid, signal.SIGKILL)  # torch puts each rank into its own process group
         os._exit(code)
 
 
 def patient(args: Any) -> Signals:
-    """Put our handling of signals in the place of torch's."""
+    """Replace torch's signal handling with ours."""
     from torch.distributed.elastic.multiprocessing import api
 
-    given = getattr(args, "shutdown_timeout", None)  # torch 2.11 has the variable alone
+    given = getattr(args, "shutdown_timeout", None)  # torch 2.11 only has the environment variable
     signals = Signals(
         float(given if given is not None else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS))
     )
@@ -120,11 +123,11 @@ def patient(args: Any) -> Signals:
 
 
 def final_if_refused() -> None:
-    """A rank that ends with code 2 refused its arguments, and would again: no --max-restarts for that."""
+    """Disable --max-restarts for ranks that exit with code 2: they rejected their arguments and would do so again."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     honest = getattr(LocalElasticAgent, "_monitor_workers", None)
-    if honest is None:  # then such a rank is started again, as torchrun does
+    if honest is None:  # torch then restarts such a rank, as torchrun does
         return
 
     def monitor(agent: Any, workers: Any) -> Any:
@@ -137,19 +140,22 @@ def final_if_refused() -> None:
 
 
 def _pid_namespace() -> str:
-    """Return the name of the namespace in which the process id of this launcher means something."""
+    """Return the name of the PID namespace in which this launcher's process id is valid."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def _several(args: Any) -> bool:
-    """Whether the run has more nodes than this one."""
+    """Return whether the run spans more nodes than this one."""
     return str(args.nnodes) not in ("1", "1:1")
 
 
 def wait_for_others(args: Any) -> None:
-    """Of several nodes: say that they are waited for, as long as the ranks would wait for each other, and let Ctrl-C end that."""
+    """Report the wait for other nodes, and apply the ranks' startup timeout to their rendezvous.
+
+    Ctrl-C then ends the wait at once.
+    """
     if not _several(args) or args.rdzv_backend != "static":
         return
     words = list(args.training_script_args)
@@ -158,16 +164,16 @@ def wait_for_others(args: Any) -> None:
             with contextlib.suppress(ValueError):
                 args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={max(int(float(value) * 60), 1)}"]))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler waits for torch's socket to give up
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would only run once torch's socket times out
     say(f"node {args.node_rank} of {args.nnodes} waits for the others at {args.master_addr}:{args.master_port}")
     try:
         socket.getaddrinfo(args.master_addr, None)
-    except OSError:  # no refusal: where containers start one by one, names come later
+    except OSError:  # not fatal: host names of containers may only resolve later
         say(f"this machine knows no host {args.master_addr} yet: is --master-addr (MASTER_ADDR=) right?")
 
 
 def not_met(error: Exception, args: Any) -> str:
-    """Why the nodes did not find each other, in a sentence."""
+    """Return why the rendezvous failed, in a sentence."""
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
         return (
@@ -185,10 +191,10 @@ def main(argv: list[str]) -> int:
         print(f"{__doc__}\n{EXAMPLES}")
         return 0
     fill_closed()
-    # One thread a rank unless the user says otherwise: ranks share the cores of this machine.
+    # Ranks share this machine's cores, so each gets one thread unless the user sets another number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or stacks of C++ stand between what the ranks say
-    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()  # ranks end with this process
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # without it C++ stack traces clutter the ranks' messages
+    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()  # ranks exit when this process does
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     warnings.simplefilter("ignore")
     from torch.distributed import DistError
@@ -202,8 +208,9 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
-        # Or an attempt of several nodes would meet over a store that still names the ranks of the one before. On one node
-        # tds keeps attempts apart itself, without a new port for each, which somebody else may take first.
+        # Otherwise a new attempt of several nodes would rendezvous over a store that still lists the previous
+        # attempt's ranks. On one node tds separates attempts itself and needs no new port, which another
+        # process might take.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = patient(args)
     final_if_refused()

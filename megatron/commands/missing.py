@@ -1,4 +1,4 @@
-"""What a command line names and is not there, all of it at once; each tool says the rest itself when it opens a file."""
+"""Early check for missing files, which reports all of them at once. A single one is reported when it is opened."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from megatron.tokenizer.load import file_of
 
 
 def refuse_missing(args: argparse.Namespace) -> None:
-    """Raise ValueError with a line for each, if --input, --vocab-file and --load name two or more things that are not there."""
+    """Raise MissingFiles with a line for each, if two or more of --input, --vocab-file and --load do not exist."""
     given = vars(args)
     words = given.get("input")
     problems = [
@@ -27,4 +27,4 @@ def refuse_missing(args: argparse.Namespace) -> None:
 
 
 class MissingFiles(ValueError):
-    """A line for each."""
+    """Several files are missing; the message has a line for each."""

@@ -1,7 +1,8 @@
-"""Which layout for these devices, will it fit, and how many days: from a model, a cluster and two of global batch, micro-batch and gas.
+"""Find layouts of a model on a cluster that fit in memory, and predict their speed and training time in days.
 
-Flags of training describe the model (--num-layers 24 ...); those of a layout (--model-parallel-size 8, --zero-stage 1,
---checkpoint-activations ...) fix that part of the search. See docs/scaling.md for what is counted and how far it can be trusted.
+Give two of global batch, micro-batch and gas, or the global batch alone. Training flags describe the model
+(--num-layers 24 ...); layout flags (--model-parallel-size 8, --zero-stage 1, --checkpoint-activations ...) fix
+that part of the search. See docs/scaling.md for what is counted and how accurate it is.
 """
 
 import argparse
@@ -34,7 +35,7 @@ VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
 class _PlanParser(Parser):
-    """Keeps the flags of training, which it does not know, in `flags`."""
+    """A parser that collects unknown flags, those of training, in `flags`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         found, rest = self.parse_known_args(args, namespace)
@@ -43,7 +44,7 @@ class _PlanParser(Parser):
 
 
 def _family_of(argv: list[str]) -> str:
-    """Whose script will take these settings; nothing where they do not say."""
+    """Return the model family in these settings, or "" if they do not name one."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--family")
     finder.add_argument("--config", action="append", default=[])
@@ -54,7 +55,7 @@ def _family_of(argv: list[str]) -> str:
 
 
 def _chunks(flags: list[str]) -> int:
-    """Of --virtual-pipeline-size; 1 where training would refuse the word."""
+    """Return --virtual-pipeline-size, or 1 for a value that training would reject."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--virtual-pipeline-size", default="1")
     size = str(finder.parse_known_args(flags)[0].virtual_pipeline_size)
@@ -62,12 +63,12 @@ def _chunks(flags: list[str]) -> int:
 
 
 def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
-    """The run whose layout is asked for. Raises ConfigError for flags that training would refuse."""
+    """Return the run to plan a layout for. Raises ConfigError for flags that training would reject."""
     argv = [*(word for path in args.model for word in ("--config", path)), *args.flags]
     given = {word.split("=")[0] for word in args.flags}
     if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given:
         argv += ["--pipeline-schedule", "interleaved"] if _chunks(args.flags) > 1 else []
-    # A layout that is given must be legal together with the batch that is planned, not with the defaults of a run.
+    # A given layout must be valid with the planned batch rather than with a run's default batch.
     config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, lambda note: print(f"note: {note}"))
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
@@ -81,7 +82,7 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
 
 
 def fixed_by(flags: list[str]) -> frozenset[str]:
-    """The settings of a layout that were given as flags."""
+    """Return the layout settings that were given as flags."""
     names = {
         word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
         for word in flags
@@ -133,7 +134,7 @@ def _chosen(found: list[Layout], number: int) -> Layout:
 
 
 def draw(layout: Layout, cluster: Cluster, path: str) -> None:
-    """A bar for each stage, by kind of memory, and a line where the device's memory ends."""
+    """Draw each stage's memory as a bar by kind, with a line at the device's capacity."""
     import matplotlib
 
     matplotlib.use("Agg")

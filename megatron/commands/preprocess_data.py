@@ -1,8 +1,8 @@
-"""Text to tokens: text files -> .bin/.idx pairs for training, one for each key.
+"""Tokenize text files into .bin/.idx pairs for training, one pair for each key.
 
-The output does not depend on the number of workers, and memory not on the size of the input: a
-few chunks of about a megabyte are under way for each worker, and no document may be longer than
---max-document-mb. A run that was killed goes on where it was when it is started again.
+The output does not depend on the number of workers, nor memory on the size of the input. Each worker has a few
+chunks of about a megabyte in flight, and no document may exceed --max-document-mb. A killed run resumes where
+it stopped when it is started again.
 """
 
 import argparse
@@ -50,15 +50,15 @@ JOURNAL_SECONDS = 10.0
 
 
 class Part(NamedTuple):
-    """What a chunk adds to one of the outputs."""
+    """A chunk's contribution to one of the outputs."""
 
-    ids: NDArray[Any]  # all tokens, back to back
+    ids: NDArray[Any]  # all tokens, concatenated
     lengths: NDArray[np.int32]  # tokens of each sequence
     sequences: NDArray[np.int32]  # sequences of each document
 
 
 class Tokens(NamedTuple):
-    """What a worker makes of a chunk."""
+    """A worker's result for a chunk."""
 
     parts: list[Part]
     bad: list[BadLine]
@@ -73,12 +73,12 @@ class _Worker:
     tokenizer: Tokenizer
     start: NDArray[np.int32]
     eod: NDArray[np.int32]
-    take: Any  # keys, or what takes a conversation from a record
+    take: Any  # keys of texts, or a function that extracts a conversation from a record
     chat: ChatEncoder
 
 
 def _start_worker(args: argparse.Namespace) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process for each core already
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each core already has a process
     _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
     _Worker.start = np.array(_Worker.tokenizer.start, dtype=np.int32)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
@@ -118,14 +118,14 @@ def _encoded(texts: list[str]) -> Part:
 
 
 def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
-    """Tokens, and which of them count in the loss."""
+    """Return tokens and their loss mask, as two parts."""
     ids, counts, lengths = chats.encoded(_Worker.chat, found)
     dtype, ones = np.dtype(best_dtype(_Worker.tokenizer.vocab_size)), np.ones(len(found), dtype=np.int32)
     return [Part(fit(ids, dtype, "the output"), lengths, ones), Part(counts, lengths, ones)]
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """The three parts of CPM's corpora for T5. Where a document stands decides which of its spans are masked."""
+    """Return the three parts of CPM's T5 corpora. A document's position in the input seeds its masked spans."""
     args, tokenizer = _Worker.args, _Worker.tokenizer
     made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
@@ -136,7 +136,7 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
             part.append(piece)
     return [
         Part(
-            # Ids after the vocabulary stand for spans, and nothing bounds a document's number of them.
+            # Ids after the vocabulary mark spans, and a document may have any number of spans.
             fit(np.concatenate(pieces), np.dtype(np.int32), "the output") if pieces else np.empty(0, np.int32),
             np.array([len(piece) for piece in pieces], dtype=np.int32),
             np.ones(len(pieces), dtype=np.int32),
@@ -159,7 +159,7 @@ def main(args: argparse.Namespace) -> None:
         journal.release()
         raise
     try:
-        output.save(journal)  # or a disk that is full soon has no room for the first entry
+        output.save(journal)  # reserve space for the journal before the disk fills up
         _convert(args, sources, output, journal)
         output.finish()
     except KeyboardInterrupt:
@@ -190,12 +190,12 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that the output depends on."""
+    """Return everything that the output depends on."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     settings |= chats.about(args, tokenizer)
-    settings.pop("chat_date")  # a run may go on another day
+    settings.pop("chat_date")  # a resumed run may continue on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
     # The columns that are read decide where chunks end.
@@ -204,7 +204,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
 
 
 def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
-    """Tokenize what the journal does not name as done yet."""
+    """Tokenize the chunks that the journal does not list as done."""
     done = output.count["chunks"]
     pending = itertools.islice((c for source in sources for c in chunks(source, largest=largest(args))), done, None)
     any_stream = any(is_compressed(source.path) or kind(source.path) == ".parquet" for source in sources)
@@ -233,7 +233,7 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
 
 
 class _Output:
-    """The pairs that are written, and what was counted."""
+    """The output pairs and their counters."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
         self.args, self.tokenizer = args, tokenizer
@@ -249,7 +249,7 @@ class _Output:
             if state and not os.path.exists(f"{name}.bin.part"):
                 if not os.path.exists(f"{name}.bin"):
                     raise ValueError(f"{name}.bin.part is gone; delete {args.output_prefix}.part.json to begin again")
-                state = {}  # killed while the files got their names
+                state = {}  # the run was killed while it renamed its files
         states = state.get("builders", [None] * len(self.names))
         self.builders = [
             IndexedDatasetBuilder(name, dtype, "part", state)
@@ -258,7 +258,7 @@ class _Output:
         zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
         self.count: dict[str, int] = {**zero, **state.get("count", {})}
         self._journaled = self.count["documents"]
-        self._whole = True  # not in the middle of a chunk
+        self._whole = True  # false while a chunk is being added
 
     def add(self, tokens: Tokens) -> None:
         self._whole = False
@@ -279,11 +279,11 @@ class _Output:
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:
-        """After an error: all that is whole stays for a run that goes on; at least what the journal says already.
+        """Save all complete chunks after an error, so that a new run can resume; at least those in the journal remain.
 
-        Returns how many documents that is.
+        Returns the number of documents kept.
         """
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or files that are closed already
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or files that are already closed
             if self._whole:
                 self.save(journal)
         for builder in self.builders:
@@ -320,7 +320,7 @@ def _write_sidecar(
     builders: list[IndexedDatasetBuilder],
     count: dict[str, int],
 ) -> None:
-    """What training and tools/inspect_data.py check the data against."""
+    """Write the sidecar, against which training and tools/inspect_data.py check the data."""
     content = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,

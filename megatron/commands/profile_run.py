@@ -1,8 +1,9 @@
-"""Measure what layers and messages cost on this machine, predict steps of other layouts, and compare with what they take.
+"""Measure the cost of layers and messages on this machine, predict step times of other layouts, and compare.
 
-In every round, for every layout: processes of one rank each measure how fast ranks are that compute at once, as
-many as the layout has, and how uneven their passes are; then the layout trains some steps, then again. So what else the machine does is
-in the prediction as it is in the measurement. Layers, messages and the optimizer are measured apart from all layouts.
+Every round measures each layout in turn. The layout trains some steps. Before and after that, as many
+single-rank processes as it has ranks run at the same time, to measure their speed and how much their passes vary.
+So other load on the machine affects prediction and measurement alike. Layers, messages and the optimizer are
+measured independently of layouts.
 """
 
 import argparse
@@ -34,14 +35,14 @@ MODELS = {
     "t5": f"--family t5 {COMMON} --enc-seq-length 128 --dec-seq-length 64 --kv-hidden-size 64 --ff-hidden-size 512 --normalization rmsnorm "
     "--position-embedding relative --no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings",
 }
-CALIBRATED = {"gpt2": 3, "t5": 2}  # layers of the models that are measured layer by layer
+CALIBRATED = {"gpt2": 3, "t5": 2}  # number of layers in the models that are measured layer by layer
 
 
-DRAWS = 8  # of the jitter, whose mean is the prediction
+DRAWS = 8  # simulations with different jitter, whose mean is the prediction
 
 
 class Layout(NamedTuple):
-    """A run that is predicted and measured."""
+    """A run to predict and measure."""
 
     family: str
     stages: int
@@ -52,17 +53,17 @@ class Layout(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Stretches of layers a stage."""
+        """Chunks of layers on each stage."""
         return 2 if self.schedule == "interleaved" else 1
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks over all stages and replicas."""
         return self.stages * self.replicas
 
     @property
     def flags(self) -> str:
-        """Of `pretrain`."""
+        """Flags of `pretrain`."""
         return (
             f"{MODELS[self.family]} --num-layers {self.layers} --pipe-parallel-size {self.stages} --gas {self.micros} "
             f"--pipeline-schedule {self.schedule} --virtual-pipeline-size {self.chunks}"
@@ -84,7 +85,7 @@ LAYOUTS = [
 
 
 class Group:
-    """The processes of one run. They wait, and cost nothing, until they are asked."""
+    """The processes of one run. They idle until they get a request."""
 
     def __init__(self, flags: str, ranks: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -101,24 +102,24 @@ class Group:
             self.processes.append(process)
 
     def ready(self) -> list[dict[str, Any]]:
-        """What its ranks hold, when they have made their first steps. Raises RuntimeError if one cannot."""
+        """Return what each rank holds, once all have made their first steps. Raises RuntimeError if a rank fails."""
         return self.answers()
 
     def ask(self, what: str, value: Any = None) -> None:
-        """Begin; `answers` waits."""
+        """Send a request to all ranks; `answers` waits for the results."""
         for pipe in self.pipes:
             pipe.send((what, value))
 
     def answers(self) -> list[Any]:
-        """Of all ranks."""
+        """Return the results of all ranks."""
         try:
             return [pipe.recv() for pipe in self.pipes]
         except EOFError:
             raise RuntimeError("a rank that was to be measured has ended; its error stands above") from None
 
     def stop(self) -> None:
-        """End its processes."""
-        for pipe, process in reversed(list(zip(self.pipes, self.processes, strict=True))):  # rank 0 keeps the store
+        """Stop all processes."""
+        for pipe, process in reversed(list(zip(self.pipes, self.processes, strict=True))):  # rank 0 holds the store
             if process.is_alive():
                 pipe.send(None)
             process.join(20)
@@ -126,8 +127,11 @@ class Group:
 
 @dataclass
 class Calibrated:
-    """Seconds of a rank alone on a core. layers: (forward, gradients of inputs, of weights) by kind. engine: what passes cost
-    more than their layers, as factors (forward, backward). whole: a step of the run that was measured. step: (seconds, parameters) of an optimizer's step.
+    """Costs in seconds of a single rank alone on a core.
+
+    layers: (forward, input gradients, weight gradients) by kind. engine: cost of passes relative to that of
+    their layers (forward, backward). whole: a step of the measured run. step: (seconds, parameters) of an
+    optimizer step.
     """
 
     layers: dict[str, tuple[float, float, float]]
@@ -139,17 +143,17 @@ class Calibrated:
     message_bytes: float
 
     def sum(self, kinds: Sequence[str], part: int) -> float:
-        """Over layers."""
+        """Return the total over layers."""
         return sum(self.layers[kind][part] for kind in kinds)
 
 
 def of_step(pieces: Sequence[Sequence[Any]], name: str) -> float:
-    """Seconds of the thread in all spans of this name."""
+    """Return the CPU seconds in all spans of this name."""
     return float(sum(p[2] for p in pieces if p[3] == name) / 1e9)
 
 
 def calibrate(group: Group, held: dict[str, Any], messages: dict[str, float], message_bytes: float) -> Calibrated:
-    """From a run of one rank: its layers by themselves, and whole steps."""
+    """Return the costs of layers and whole steps, measured in a run of one rank."""
     group.ask("layers")
     layers = group.answers()[0]
     group.ask("steps", 3)
@@ -173,9 +177,9 @@ def calibrate(group: Group, held: dict[str, Any], messages: dict[str, float], me
 def predict(
     layout: Layout, held: Sequence[dict[str, Any]], known: Calibrated, rates: Sequence[float], uneven: float, seed: int
 ) -> Result:
-    """A step of a layout whose stages hold these layers, where ranks that compute at once are as fast as `rates` say.
+    """Return the simulated step of a layout whose stages hold the layers in `held`.
 
-    uneven, seed: of the jitter.
+    rates: relative speed of a rank while 1, 2, ... ranks compute at once. uneven, seed: of the jitter.
     """
     of = {each["stage"]: each for each in held}
     ahead, behind = known.engine
@@ -208,7 +212,7 @@ def predict(
 
 
 def rates_of(speeds: Sequence[float], ranks: int) -> list[float]:
-    """Speeds of 1, 2 and all ranks at once, and between them on a line of what they do together."""
+    """Return the speed with n ranks at once for each n, interpolated from those of 1, 2 and all ranks."""
     known = dict(zip(sorted({1, min(2, ranks), ranks}), speeds, strict=True))
     found = []
     for n in range(1, ranks + 1):
@@ -219,9 +223,10 @@ def rates_of(speeds: Sequence[float], ranks: int) -> list[float]:
 
 
 def speeds(ones: Sequence[Group], ranks: int, steps: int, whole: float) -> tuple[list[float], float]:
-    """Of 1, 2 and as many processes as the layout has ranks, at once: `whole`, a step's seconds of the thread, by those of the clock.
+    """Measure the speed of 1, 2 and all ranks at once, and how much the duration of passes varies.
 
-    And how uneven passes are, where all of them run: half the width of an even distribution of the same variance.
+    Speed is `whole`, the CPU seconds of a step, divided by its wall-clock time. The variation is half the width
+    of a uniform distribution with the same variance, measured with all ranks.
     """
     found, uneven = [], 0.0
     for busy in sorted({1, min(2, ranks), ranks}):
@@ -246,7 +251,7 @@ def _took(steps: Sequence[Sequence[Any]]) -> float:
 
 
 def measured(layout: Layout, answers: Sequence[Any], held: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """(seconds of a step, bubble) from the spans of all ranks."""
+    """Return (seconds of a step, bubble) from the spans of all ranks."""
     steps = list(zip(*answers, strict=True))
     begins = [min(p[0] for rank in step for p in rank if p[3] == "train_batch") for step in steps]
     end = max(p[1] for rank in steps[-1] for p in rank if p[3] == "train_batch")
@@ -263,7 +268,7 @@ def measured(layout: Layout, answers: Sequence[Any], held: Sequence[dict[str, An
 
 
 class Round(NamedTuple):
-    """Of one layout: seconds and bubble, predicted and measured."""
+    """One layout in one round: seconds of a step and bubble, predicted and measured."""
 
     predicted: float
     took: float
@@ -272,7 +277,7 @@ class Round(NamedTuple):
 
 
 def compare(layouts: Sequence[Layout], rounds: int, steps: int, save: str | None) -> dict[Layout, list[Round]]:
-    """Start all processes, calibrate, and let each layout and the calibrating processes take turns."""
+    """Start all processes, calibrate, and measure layouts and calibration in turn."""
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["torch", "tds", "megatron.tasks.synthetic", "torch._dynamo"])
     most = max(layout.ranks for layout in layouts)
@@ -319,7 +324,7 @@ def compare(layouts: Sequence[Layout], rounds: int, steps: int, save: str | None
 
 
 def _medians(rounds: Sequence[Round]) -> tuple[Round, float]:
-    """Of each column, and of the rounds' predicted by measured time."""
+    """Return the median of each column, and of predicted over measured time minus 1."""
     middle = Round(*(statistics.median(column) for column in zip(*rounds, strict=True)))
     return middle, statistics.median(each.predicted / each.took for each in rounds) - 1
 

@@ -1,4 +1,4 @@
-"""A process of `profile_run`: one rank of a run that trains, measures its layers or its messages whenever it is asked."""
+"""A rank process for `profile_run`, which trains and measures its layers or messages on request."""
 
 import os
 import re
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 ROUNDS = 3
-SIZES = (8, 1 << 20)  # bytes of the messages that are measured
+SIZES = (8, 1 << 20)  # sizes of measured messages in bytes
 
 
 def work(flags: str, rank: int, ranks: int, port: int, pipe: Connection) -> None:
-    """Be a rank, and answer until asked to stop."""
+    """Run one rank, and answer requests until a stop request."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -42,12 +42,12 @@ def work(flags: str, rank: int, ranks: int, port: int, pipe: Connection) -> None
 
 
 def kind_of(name: str) -> str:
-    """A layer's name without its number: layers of one kind cost the same."""
+    """Return a layer's name without its number: layers of one kind cost the same."""
     return re.sub(r"\d+", "n", name)
 
 
 def _about(run: Any) -> dict[str, Any]:
-    """This stage's layers by kind, for each chunk, and what it holds."""
+    """Return this stage's layer kinds by chunk, and its parameter counts."""
     module = run.engine.module
     kinds = [[kind_of(layer.name) for layer in module._layers[first:end]] for first, end in module.stretches]
     tied = sum(w.numel() for w in _tied(module)) if run.engine.num_stages > 1 else 0
@@ -66,7 +66,7 @@ def _tied(module: Any) -> list[Any]:
 
 
 def _steps(run: Any, tracer: Any, count: int) -> list[list[tuple[Any, ...]]]:
-    """The spans of some steps in a row, by step."""
+    """Return the trace spans of consecutive steps, by step."""
     tracer.forget()
     for number in range(1, count + 1):
         tracer.iteration(number)
@@ -75,7 +75,7 @@ def _steps(run: Any, tracer: Any, count: int) -> list[list[tuple[Any, ...]]]:
 
 
 def _layers(run: Any) -> dict[str, tuple[float, float, float]]:
-    """By kind of layer: seconds of this thread for a forward pass, for gradients of inputs, for those of weights."""
+    """Return CPU seconds by layer kind: forward pass, input gradients, weight gradients."""
     import torch
 
     module, found = run.engine.module, defaultdict[str, list[tuple[float, ...]]](list)
@@ -111,7 +111,7 @@ def _halves(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[float, f
 
 
 def _messages(rank: int) -> dict[str, float]:
-    """Seconds of a message of each size, there and back halved, and of an all-reduce for each byte; two ranks at once."""
+    """Return the seconds of a one-way message by size, and of an all-reduce per byte, between two ranks."""
     import torch
     import torch.distributed as dist
 

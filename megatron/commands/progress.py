@@ -1,4 +1,4 @@
-"""How far a tool is: a bar on a terminal; elsewhere, as in a log file, a line now and then that ends like any other."""
+"""Progress display: a bar on a terminal, or an occasional line in log files."""
 
 import sys
 import time
@@ -7,14 +7,17 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-EVERY = 30.0  # seconds between two lines where there is no terminal
+EVERY = 30.0  # seconds between two lines if stderr is no terminal
 
 
 T = TypeVar("T")
 
 
 class Progress(Generic[T]):
-    """Around an iterable, or told by `update`. total: units of all the work, if known; initial: those done before. disable: say nothing."""
+    """Progress of an iterable, or of work reported with `update`.
+
+    total: units of the whole work, if known. initial: units done before. disable: show nothing.
+    """
 
     def __init__(
         self,
@@ -37,11 +40,11 @@ class Progress(Generic[T]):
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._begun
 
     def update(self, count: int = 1) -> None:
-        """So many units more are done."""
+        """Report `count` more units as done."""
         self._done += count
         self._bar.update(count)
         if self._plain and time.monotonic() - self._told >= EVERY:
@@ -54,7 +57,7 @@ class Progress(Generic[T]):
             print(words, file=sys.stderr, flush=True)
 
     def told(self, words: str) -> None:
-        """What stands beside it."""
+        """Set the text shown beside the progress."""
         self._postfix = words
         self._bar.set_postfix_str(words)
 

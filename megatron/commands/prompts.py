@@ -1,4 +1,4 @@
-"""What tools/generate.py is asked: the flags, lines of a file or a terminal; how the model's training has texts with gaps, and conversations, written."""
+"""Prompts of tools/generate.py: their flags, their sources, and the format in which the model was trained on them."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ from .inspect_data import of_conversations
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What is asked, and how it is read."""
+    """Add the flags for prompts."""
     add = parser.add_argument
     add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
     add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"; each text is one line, too')
@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags that do not go together."""
+    """Raise ValueError for flags that contradict each other."""
     if sum(map(bool, (args.prompt, args.input, args.interactive))) > 1:
         raise ValueError("give one of --prompt, --input and --interactive")
     if args.chat_template and not args.chat:
@@ -72,7 +72,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
-    """How this model is asked. Raises ValueError for what it cannot be."""
+    """Return the encoder of prompts for this model. Raises ValueError for unsupported flags."""
     if config.is_t5:
         given = [
             name
@@ -102,7 +102,7 @@ def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file
 
 
 def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tuple[Template, str]:
-    """The template, and whose it is."""
+    """Return the chat template of the training data, else of the tokenizer, else ChatML, and its origin in words."""
     for prefix, about in of_conversations(config):
         date = about.get("chat_date")
         when = f", of {date}," if date else ", without a date," if is_undated(about) else ""
@@ -127,7 +127,7 @@ def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Mar
 
 
 def prompts(args: argparse.Namespace) -> Iterator[Asked]:
-    """One after another, the same on all ranks."""
+    """Yield the prompts one after another, equal on all ranks."""
     if args.input:
         with open(args.input, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -156,7 +156,7 @@ def _said(text: str, chat: bool) -> Asked:
 
 
 def _prompt_of(line: str, chat: bool, where: str) -> Asked:
-    """A line of text, or of JSON with a "prompt" or "text", of conversations with "messages"."""
+    """Return the prompt in a line of text or of JSON with "prompt", "text" or, for conversations, "messages"."""
     if not line.startswith("{"):
         return _said(line.rstrip("\n"), chat)
     wanted = '"messages" or a "prompt"' if chat else '"prompt"'
@@ -185,12 +185,12 @@ def _conversation(turns: object, where: str) -> Conversation:
 
 
 def as_json(asked: Asked) -> dict[str, Any]:
-    """What was asked, as a line of --json repeats it."""
+    """Return the prompt as the fields that an output line of --json repeats."""
     if isinstance(asked, Conversation):
         return {"messages": [message._asdict() for message in asked.messages]}
     return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Gap) else {"prompt": asked}
 
 
 def with_answer(asked: Conversation, text: str) -> tuple[Message, ...]:
-    """The conversation so far."""
+    """Return the conversation with the assistant's answer appended."""
     return (*asked.messages, Message("assistant", text))

@@ -1,4 +1,4 @@
-"""A page about runs: curves, timetables, what they write, settings and how they differ; as one file, or live while they go on."""
+"""Write a page about runs, as one file or served live: curves, timetables, samples, settings and differences."""
 
 import argparse
 import contextlib
@@ -33,10 +33,10 @@ Row = dict[str, Any]
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
-    """Unigram entropies in nats per token, by what they are of; none where there is no validation text."""
+    """Return unigram entropies in nats per token, by what they describe; {} without validation text."""
     if config["model"]["family"] != "t5":
         if config["data"]["objective"] == "sft":
-            return {}  # its losses are of some tokens only
+            return {}  # the loss covers only some of the tokens
         text = of_text(config)
         return {} if text is None else {"validation text": text}
     if not train:
@@ -49,7 +49,7 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
 
 
 def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
-    """The loss curves as a picture. Raises ValueError without matplotlib."""
+    """Draw the loss curves as a PNG. Raises ValueError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -81,7 +81,7 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
 
 
 class Reader:
-    """The runs of a page, read again as often as it is asked for; what is dear is computed once, or when its files change."""
+    """Reader of a page's runs. Each call reads them again; expensive results are cached until files change."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders, self.names = list(folders), names_of(folders)
@@ -89,7 +89,7 @@ class Reader:
         self._timetables: dict[Path, tuple[float, Timetable | None]] = {}
 
     def runs(self) -> list[RunRead]:
-        """As they are now. Raises ValueError for a folder that holds no run."""
+        """Return the runs in their current state. Raises ValueError for a folder that holds no run."""
         return [self._run(folder, name) for folder, name in zip(self.folders, self.names, strict=True)]
 
     def _run(self, folder: Path, name: str) -> RunRead:
@@ -102,7 +102,7 @@ class Reader:
         return replace(found, baselines=known)
 
     def timetables(self) -> dict[int, Timetable]:
-        """Of the runs that kept timelines of a pipeline, by number."""
+        """Return the timetables of runs that kept pipeline timelines, by index of the run."""
         found = {}
         for i, folder in enumerate(self.folders):
             changed = max((p.stat().st_mtime for p in (folder / timeline.FOLDER).glob("rank_*.json")), default=0.0)
@@ -113,18 +113,18 @@ class Reader:
         return found
 
     def whole(self, live: bool = False) -> str:
-        """The page."""
+        """Return the HTML of the whole page."""
         runs = self.runs()
         return page(runs, [_parameters(each.config) for each in runs], self.timetables(), live)
 
     def body(self) -> str:
-        """What changes of it."""
+        """Return the part of the page that changes while runs continue."""
         runs = self.runs()
         return body(runs, [_parameters(each.config) for each in runs], self.timetables())
 
 
 def _parameters(config: Config) -> int | None:
-    """Of a model of ours; None of others."""
+    """Return the number of parameters, or None for user-defined models."""
     if config.model.family is None or not config.model.vocab_size:
         return None
     with contextlib.suppress(ValueError, TypeError):
@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("name the folder of a run, or several")
     reader = Reader([Path(each) for each in dict.fromkeys(given)])
     if args.prompt:
-        from .kept_samples import write_samples  # torch, which other reports are spared
+        from .kept_samples import write_samples  # importing torch is slow, so reports without --prompt avoid it
 
         for folder in reader.folders:
             write_samples(folder, args.prompt, args.max_new_tokens)
@@ -162,7 +162,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _serve(reader: Reader, port: int) -> None:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     try:
         there = serve.server(lambda: reader.whole(live=True), reader.body, port)
     except (OSError, OverflowError) as error:

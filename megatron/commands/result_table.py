@@ -1,7 +1,7 @@
-"""What a run came to, as one row of a table: its name, size, perplexity, speed, sample length and steps.
+"""Print a run's result as one row of a table: name, size, perplexity, speed, sample length and steps.
 
-The row is printed and written to result.md in the folder of the run. Perplexity is that of the last
-evaluation, speed the median over the lines of training, the first left out.
+The row is also written to result.md in the run's folder. Perplexity is that of the last evaluation. Speed is
+the median over the logged training lines without the first.
 """
 
 import argparse
@@ -24,7 +24,7 @@ COLUMNS = ("NAME", "params", "PPL", "samples/s", "seq_len", "Steps")
 
 
 def row(rows: list[dict[str, Any]], seq_length: int, params: str, ranks: int) -> list[str]:
-    """The cells. Raises ValueError where nothing was trained."""
+    """Return the cells of the row. Raises ValueError if the run has not logged a training line."""
     training = [each for each in rows if each["split"] == "train"]
     if not training:
         raise ValueError("metrics.jsonl has no line of training yet")

@@ -1,4 +1,4 @@
-"""One training sample made visible: token by token as text, and its masks as a picture."""
+"""Views of one training sample: its tokens as a table, its attention masks as a figure."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ Columns = dict[str, list[Any]]
 
 
 def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
-    """What each token stands for, quoted; special ones by their names."""
+    """Return each token's text, quoted; special tokens by name."""
     names = {i: name for name, i in tokenizer.specials.items()}
     return [names.get(i) or repr(tokenizer.decode([i])) for i in ids.tolist()]
 
@@ -23,7 +23,7 @@ def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
 def gpt2_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """(tables, masks) of a sample of GPT-2. Masks: True where a query (row) may look at a key (column)."""
+    """Return (tables, masks) of a GPT-2 sample. Masks are True where a query (row) may attend to a key (column)."""
     text = sample["text"]
     tokens, labels = text[None, :-1], text[1:]
     data = config.data
@@ -41,7 +41,7 @@ def gpt2_view(
 def _table(
     tokens: Tensor, labels: Tensor, tokenizer: Tokenizer, loss_mask: Tensor, positions: Tensor, documents: Tensor
 ) -> Columns:
-    """Of a left-to-right model, [s] each."""
+    """Return the table of a left-to-right sample from its [s] tensors."""
     return {
         "place": list(range(len(tokens))),
         "id": tokens.tolist(),
@@ -54,7 +54,7 @@ def _table(
 
 
 def _causal(documents: Tensor) -> Tensor:
-    """ids [1, s] -> [s, s]"""
+    """Return the causal attention mask [s, s] of document ids [1, s]."""
     mask = document_mask(documents, causal=True)
     assert mask is not None
     return mask[0, 0]
@@ -63,7 +63,7 @@ def _causal(documents: Tensor) -> Tensor:
 def sft_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """(tables, masks) of a window of records."""
+    """Return (tables, masks) of a packed window of fine-tuning records."""
     documents = sample["document_ids"][None]
     positions = positions_in_documents(documents)[0]
     tokens, labels, loss_mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
@@ -74,7 +74,7 @@ def sft_view(
 def t5_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """(tables, masks) of a sample of T5."""
+    """Return (tables, masks) of a T5 sample."""
     encoder_ids, decoder_ids = sample["encoder_document_ids"], sample["decoder_document_ids"]
     loss = sample["loss_mask"].clone()
     if config.data.eod_mask_loss:
@@ -107,7 +107,7 @@ def t5_view(
 
 
 def as_text(tables: dict[str, Columns]) -> str:
-    """Tables, one below the other."""
+    """Return the tables as text, one below the other."""
     lines = []
     for name, table in tables.items():
         widths = {key: max(len(key), *(len(str(value)) for value in column)) for key, column in table.items()}
@@ -119,7 +119,7 @@ def as_text(tables: dict[str, Columns]) -> str:
 
 
 def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path: Path) -> None:
-    """The masks, and below each the document and the loss of its columns. Raises ValueError without matplotlib."""
+    """Draw each mask, with the documents and losses of its columns below. Raises ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""Ask what a step of a pipeline would take if something were otherwise: a table beside the schedule that is given."""
+"""Simulate one step of a pipeline schedule and print a table of what-if variants beside it."""
 
 import argparse
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ EXAMPLES = """\
 
 
 def costs_of(args: argparse.Namespace, chunks: int) -> Costs:
-    """Of passes over a whole stage that are cut into chunks."""
+    """Return the costs of a pass, for stages that are split into `chunks`."""
     return Costs(args.forward / chunks, args.backward / chunks, message=args.megabytes * 1e6, optimizer=args.optimizer)
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """What the flags say of links, cores, stragglers and queues."""
+    """Return the simulated machine: links, cores, stragglers and queues."""
     slow = {}
     for word in args.slow:
         stage, _, factor = word.partition(":")
@@ -46,7 +46,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 
 def answers(args: argparse.Namespace) -> Iterator[tuple[str, Result, float]]:
-    """(what is otherwise, what becomes of it, micro-batches of its step)."""
+    """Yield (variant, simulation result, micro-batches of a step)."""
     p, m, machine = args.stages, args.micros, machine_of(args)
 
     def ask(name: str, what: str, micros: int, chunks: int, on: Machine) -> tuple[str, Result, float]:
@@ -70,7 +70,7 @@ def answers(args: argparse.Namespace) -> Iterator[tuple[str, Result, float]]:
 
 
 def table(rows: list[tuple[str, Result, float]]) -> str:
-    """Markdown: step time, the same for each micro-batch beside the first row's, bubble, and why the stages wait."""
+    """Return a Markdown table: step time, time per micro-batch relative to the first row, bubble, and idle reasons."""
     lines = [
         "| what | step | for each micro-batch | bubble | stages wait most for |",
         "| --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""Train a tokenizer on a corpus: any Unicode text comes back from its ids as it was."""
+"""Train a tokenizer on a corpus. It is lossless: decoding the ids of any Unicode text gives the same text."""
 
 import argparse
 import random
@@ -27,7 +27,7 @@ TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
 def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
-    """Some of the documents, at most about `max_bytes`, every one as likely (reservoir by size)."""
+    """Return a uniform sample of the documents of at most about `max_bytes` (reservoir sampling by size)."""
     kept: list[str] = []
     rng, size = random.Random(seed), 0
     for seen, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet), start=1):

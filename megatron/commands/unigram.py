@@ -1,6 +1,6 @@
-"""What a model of nothing but token frequencies would reach on the validation part: what a loss has to be compared with.
+"""The loss of a unigram model on the validation data, as a baseline for a model's loss.
 
-Frequencies are those of the training text, one added to each.
+Token frequencies are those of the training data, with add-one smoothing.
 """
 
 from pathlib import Path
@@ -14,20 +14,20 @@ from megatron.data.corpora import parse_blend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
 
-AT_MOST = 20_000_000  # tokens looked at
-SHOWN = 2000  # samples that tell how many of T5's targets are sentinels
+AT_MOST = 20_000_000  # maximum number of tokens to count
+SHOWN = 2000  # samples from which the share of sentinels in T5's targets is estimated
 Counts = NDArray[np.int64]
 
 
 class OfTargets(NamedTuple):
-    """Nats per token over all targets of T5, and over masked text, which sentinels and ends do not belong to."""
+    """Unigram losses of T5 in nats per token: over all targets, and over masked text without sentinels and ends."""
 
     targets: float
     text: float
 
 
 def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
-    """How often each token stands in the training and in the validation part. None for no or several corpora."""
+    """Return each token's count in the training and validation data, or None for no or several corpora."""
     corpora = parse_blend(data_path or [])
     if len(corpora) != 1 or not Path(f"{corpora[0][1]}.idx").is_file():
         return None
@@ -43,7 +43,10 @@ def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[C
 
 
 def of_text(config: dict[str, Any]) -> float | None:
-    """Nats per token of the validation text. config: that of a run. None where there is none, and for several corpora."""
+    """Return nats per token of the validation text, or None without one and for several corpora.
+
+    config: settings of a run.
+    """
     counts = counted(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
     if counts is None or not counts[1].sum():
         return None
@@ -52,8 +55,11 @@ def of_text(config: dict[str, Any]) -> float | None:
 
 
 def of_targets(config: Config, samples: int) -> OfTargets | None:
-    """Over the labels of the first `samples` validation samples of a T5. None as in `of_text`, and for masked corpora."""
-    from megatron.tasks import T5  # torch, which other reports are spared
+    """Return unigram losses over the first `samples` validation samples of a T5.
+
+    Returns None as `of_text` does, and for corpora masked in preprocessing.
+    """
+    from megatron.tasks import T5  # importing torch is slow, so other reports avoid it
     from megatron.tokenizer import load_tokenizer
 
     tokenizer = T5().extended(config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type))
@@ -77,7 +83,7 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     frequencies = np.zeros(tokenizer.vocab_size)
     frequencies[text] = (counts[0] + 1)[text]
     frequencies[text] /= frequencies[text].sum()
-    # Marks are as frequent as in training samples; text has what they leave.
+    # Sentinels and ends have their frequency in training samples; text has the remaining probability.
     shown, asked = labels(train, SHOWN), labels(valid, samples)
     marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
     over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)

@@ -1,7 +1,8 @@
-"""Run an entry script for a few steps in several layouts on CPU ranks, and name the first layer whose numbers are not those of one process.
+"""Run an entry script in several layouts on CPU ranks, and name the first layer that differs from one process.
 
-Everything after -- are the script's own flags; keep the model tiny. Dropout is off unless --keep-dropout, as replicas and
-tensor-parallel ranks draw masks of their own. Exit code 0 if all layouts agree, 1 if not.
+Each layout trains for a few steps. Everything after -- is passed to the script; keep the model tiny. Dropout is
+off unless --keep-dropout is given, because replicas and tensor-parallel ranks draw different masks. Exit code 0
+if all layouts agree, else 1.
 """
 
 import argparse
@@ -25,7 +26,7 @@ NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
-    """The flags of one layout, which come after the user's own and win."""
+    """Return the flags of one layout; the script gets them after the user's flags, so they take precedence."""
     dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
     return [
         *args.flags, *dropout, *layout.flags(micros), "--train-iters", str(args.steps), "--precision", args.precision,
@@ -35,7 +36,7 @@ def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_di
 
 
 def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:
-    """Train in `layout`; the ranks leave their records in `folder`. Returns what they said if they failed."""
+    """Train in `layout` with the ranks' records in `folder`. Return an error message, or None on success."""
     folder.mkdir()
     flags = flags_of_steps(args, layout, micros, folder / "run")
     rank = ["megatron.commands.verify_rank", str(folder), str(args.steps), args.script, *flags]
@@ -53,7 +54,7 @@ def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -
 
 
 def failure(folder: Path, code: int, stderr: str) -> str:
-    """Why a run left no records, and in which module it stopped, as far as is known."""
+    """Return why a run left no records, and in which module it stopped, if known."""
     where = sorted({path.read_text(encoding="utf-8") for path in folder.glob("stopped*")})
     lines = [line for line in stderr.splitlines() if line.strip()]
     words = next((line for line in lines if not line.startswith(("Traceback", " ", "warning", "W0", "W1"))), "")
@@ -122,7 +123,7 @@ def build_parser() -> Parser:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Ours, and after `--` the script's."""
+    """Split the arguments into this tool's, before `--`, and the script's."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
 

@@ -1,4 +1,4 @@
-"""One rank of tools/verify_layout.py: an entry script, run as it is while a recorder listens.
+"""One rank of tools/verify_layout.py: runs an unmodified entry script with a recorder attached.
 
 Arguments: the folder of the records, the number of steps, the script and its own flags.
 """
@@ -13,7 +13,7 @@ from megatron.verification.recorder import record_run
 def main(argv: list[str]) -> None:
     folder, steps, script, *flags = argv
     sys.argv = [script, *flags]
-    sys.path.insert(0, str(Path(script).resolve().parent))  # as for `python script`
+    sys.path.insert(0, str(Path(script).resolve().parent))  # `python script` does this, too
     record_run(Path(folder), int(steps))
     runpy.run_path(script, run_name="__main__")
 

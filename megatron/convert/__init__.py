@@ -1,1 +1,1 @@
-"""Models of others in, ours out: Hugging Face folders, checkpoints of Megatron-LM, CPM and DeepSpeed."""
+"""Conversion to and from Hugging Face folders, and from checkpoints of Megatron-LM, CPM and DeepSpeed."""

@@ -1,6 +1,6 @@
-"""config.json of Hugging Face's models, read and written: every key is honoured, known to change nothing, or refused.
+"""Conversion of Hugging Face's config.json: each key is applied, known to have no effect, or refused.
 
-The tables give each family's defaults, since a config.json may leave out what is as usual.
+The tables hold each family's defaults, because a config.json may omit default values.
 """
 
 from collections.abc import Mapping
@@ -80,9 +80,9 @@ FAMILIES = {
 
 
 def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """All keys of the family, as given or by default, under one name each.
+    """Return all keys of the family, as given or by default, with aliases resolved.
 
-    Raises ValueError for a model of another family, a key that is not known, or a value that our models do not have.
+    Raises ValueError for an unknown model type, an unknown key, or a value that our models do not support.
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -114,22 +114,22 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     wanted = family.defaults["is_encoder_decoder"]
     if values["is_encoder_decoder"] not in (wanted, None):
         raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, of a {kind} it is {wanted}")
-    if "scale_decoder_outputs" in given:  # null is no, only a file without the key leaves it open
+    if "scale_decoder_outputs" in given:  # null means false; without the key the family decides
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config.json that `read_config` takes, with a value that says something, and that no class reads."""
+    """Return the keys with an effective value that `read_config` accepted although no model class reads them."""
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
     return [key for key, value in content.items() if key not in known and not is_off(key, value)]
 
 
 def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
-    """Our settings, by their flat names, for what `read_config` gave, and what is to be said of them.
+    """Return (our settings by their flat names, notes for the user) for the values from `read_config`.
 
-    tied: whether the tensors have one matrix for embedding and output. Raises ValueError for what our models are not.
+    tied: the tensors hold one matrix for embedding and output. Raises ValueError for unsupported settings.
     """
     if values["model_type"] in hf_llama.FAMILIES:
         return hf_llama.llama_settings(values, tied, where)
@@ -163,10 +163,10 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
 
 
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
-    """`feed_forward_proj` is gated-X or X, which newer files say in two keys besides."""
+    """Return the activation of `feed_forward_proj` (gated-X or X), which two newer keys may override."""
     project = values["feed_forward_proj"]
     gated, name = project.startswith("gated-"), project.removeprefix("gated-")
-    name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 wrote one and meant the other
+    name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 writes gated-gelu but means GELU with tanh
     gated = gated if values["is_gated_act"] is None else values["is_gated_act"]
     found = activation_of(values["dense_act_fn"] or name, where, "feed_forward_proj")
     if not gated:
@@ -177,7 +177,10 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 
 
 def _scales_logits(values: Mapping[str, Any]) -> bool:
-    """T5 of 2019 scales them; mT5 never; UMT5 always; files without the key say it by `tie_word_embeddings`."""
+    """Return whether logits of tied embeddings are scaled.
+
+    T5 of 2019 scales them, mT5 never does, UMT5 always does. Without the key `tie_word_embeddings` decides.
+    """
     if values["model_type"] in ("mt5", "umt5"):
         return bool(values["model_type"] == "umt5")
     said = values["scale_decoder_outputs"]
@@ -194,9 +197,9 @@ def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
 
 
 def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
-    """What is to be said of a tokenizer of ours and the model that config.json describes.
+    """Return notes for the user about our tokenizer with the model that config.json describes.
 
-    Raises ValueError where it has more tokens than the model, or ends texts, pads or begins with other ids.
+    Raises ValueError if the tokenizer has more tokens than the model, or other end, padding or start ids.
     """
     if tokenizer.vocab_size > values["vocab_size"]:
         raise ValueError(f"{where}: the model has {values['vocab_size']} tokens, its tokenizer {tokenizer.vocab_size}")
@@ -227,7 +230,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
 
 
 def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
-    """config.json of GPT2LMHeadModel. Raises ConfigError for what it cannot be."""
+    """Return the config.json of GPT2LMHeadModel. Raises ConfigError for settings that it does not support."""
     refuse([
         (m.normalization != "layernorm", f"--normalization {m.normalization}"),
         (m.gated, f"--activation {m.activation}"),
@@ -250,7 +253,7 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
 
 
 def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
-    """Return config.json of T5ForConditionalGeneration, or UMT5's. Raises ConfigError for what it cannot be."""
+    """Return the config.json of T5ForConditionalGeneration or UMT5. Raises ConfigError for unsupported settings."""
     refuse([
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),

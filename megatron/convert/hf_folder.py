@@ -1,4 +1,4 @@
-"""Folders as Hugging Face's `from_pretrained` reads them: config.json, and safetensors in shards, written tensor by tensor."""
+"""Folders for Hugging Face's `from_pretrained`: config.json and safetensors shards, written tensor by tensor."""
 
 import json
 import re
@@ -23,20 +23,20 @@ from .hf_config import FAMILIES, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FLOATS = ("F64", "F32", "F16", "BF16")  # names of dtypes in safetensors
+FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
 HEAD = "lm_head.weight"
-# Names of one matrix, of which a file may hold any.
+# Names of the embedding matrix; a file may hold it under any of them.
 EMBEDDINGS = (
     "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
 )  # fmt: skip
-PREFIX = re.compile(r"^(transformer|model)\.")  # which a model that is saved without its head does not have
+PREFIX = re.compile(r"^(transformer|model)\.")  # files of a model without its head lack this prefix
 CONSTANT = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
-    """model.safetensors, or shards and their index. No more than one tensor is in memory at a time."""
+    """Write model.safetensors, or shards and their index. At most one tensor is in memory at a time."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -57,7 +57,10 @@ def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) 
 
 
 class FolderReader:
-    """Tensors of a folder by name, one at a time. Raises ValueError for pickled weights and what is missing."""
+    """Reader of a folder's tensors by name, one at a time.
+
+    Raises ValueError for pickled weights and for missing tensors.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +89,7 @@ class FolderReader:
         return self._opened[name]
 
     def _name(self, name: str) -> str | None:
-        """What `name` is called in these files: without a prefix where the model has no head, or after one of its ties."""
+        """Return a tensor's name in these files, which may lack the prefix or be a tied matrix's other name."""
         for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
             for found in (str(each), PREFIX.sub("", each)):
                 if found in self._where:
@@ -94,23 +97,26 @@ class FolderReader:
         return None
 
     def shapes(self) -> list[list[int]]:
-        """Return the shapes of all tensors of the files that this folder names."""
+        """Return the shapes of all tensors in the folder's files."""
         files = [self._open(name) for name in sorted(set(self._where.values()))]
         return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118  # no mapping
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor is there under this very name, but for a prefix."""
+        """Return whether the files hold a tensor under this name, with or without its prefix."""
         return name in self._where or PREFIX.sub("", name) in self._where
 
     def unread(self, ignored: Sequence[str]) -> list[str]:
-        """Return the tensors that were not asked for, without copies of the embedding, constants of old versions and what
-        matches `ignored`."""
+        """Return the tensors that were not read and are not known to be redundant.
+
+        Redundant are copies of the embedding, constants in files of old versions, and names that match
+        `ignored`.
+        """
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
         left = sorted(set(self._where) - self._asked - known)
         return [name for name in left if not CONSTANT.fullmatch(name) and not any(re.search(p, name) for p in ignored)]
 
     def _find(self, name: str) -> tuple[Any, str]:
-        """The file that holds a tensor, and its name there."""
+        """Return the open file that holds a tensor, and the tensor's name in it."""
         found = self._name(name)
         if found is None:
             raise ValueError(f"{self.folder} holds no tensor {name}")
@@ -121,7 +127,7 @@ class FolderReader:
         return file, found
 
     def shape(self, name: str) -> list[int]:
-        """Of the tensor of this name."""
+        """Return the shape of a tensor. Raises ValueError if it is quantized."""
         file, found = self._find(name)
         tensor = file.get_slice(found)
         if tensor.get_dtype() not in FLOATS:
@@ -133,14 +139,14 @@ class FolderReader:
         return shape
 
     def read(self, name: str) -> Tensor:
-        """The tensor of this name, in fp32."""
+        """Return a tensor in fp32."""
         file, found = self._find(name)
         tensor: Tensor = file.get_tensor(found)
         return tensor.float()
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Which file holds which tensor. Raises ValueError for what is no name of a file in the same folder."""
+    """Return tensor name -> file name from an index. Raises ValueError for a file outside the index's folder."""
     found = read_object(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
         raise ValueError(f"{index}: weight_map must give, for each tensor, the name of a file in the same folder")
@@ -150,10 +156,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 def entries_of(
     matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
 ) -> list[Entry]:
-    """What to write for Hugging Face, from our tensors. Making one raises ValueError where `dtype` cannot hold it."""
+    """Return the entries to write for Hugging Face, made from our tensors.
+
+    Creating an entry's tensor raises ValueError if its values overflow `dtype`.
+    """
     found = []
     for match in matches:
-        # Shapes follow from an empty tensor of ours, without reading it.
+        # Splitting an empty tensor of our shape gives their shapes without reading any weights.
         for i, part in enumerate(match.split(torch.empty(*shape(match.ours), device="meta"))):
 
             def make(match: Any = match, i: int = i) -> Tensor:
@@ -170,16 +179,16 @@ def entries_of(
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether a folder holds a model of theirs; a run directory has a config.json, too, without a model_type."""
+    """Return whether a folder holds a Hugging Face model. A run directory's config.json has no model_type."""
     path = folder / "config.json"
     return path.is_file() and "model_type" in read_object(path)
 
 
 class Folder:
-    """A model of theirs, looked at as a whole: settings, tensors, and that they belong to each other.
+    """A Hugging Face model: its settings and tensors, checked against each other.
 
-    values: config.json with their defaults. config: our settings. notes: what is to be said of them.
-    Raises ValueError for what cannot be converted, what the files contradict each other in, and what nobody would read.
+    values: config.json with defaults filled in. config: our settings. notes: remarks for the user about them.
+    Raises ValueError for what cannot be converted, for contradictions between files, and for unused tensors.
     """
 
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
@@ -198,7 +207,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # text of any length
+            "sequence_parallel": False,  # accepts text of any length
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})
@@ -208,7 +217,7 @@ class Folder:
         self._check_tensors()
 
     def _tied(self) -> bool:
-        """Whether the output matrix is that of the embedding: the tensors say it, not the setting."""
+        """Return whether input and output embedding are tied, judged by the tensors rather than the setting."""
         there = [name for name in EMBEDDINGS if self.tensors.holds(name)]
         first = next((name for name in there if name != HEAD), None)
         for name in there:
@@ -224,7 +233,7 @@ class Folder:
         return True
 
     def _check_tensors(self) -> None:
-        """Every tensor that is needed is there with its shape, and every one that is there is needed."""
+        """Raise ValueError unless the files hold every tensor of the model, in its shape, and no others."""
         shapes = whole_shapes(self.config)
         for match in self.matches:
             for name, part in zip(
@@ -242,7 +251,7 @@ class Folder:
 
     @torch.no_grad()
     def load(self, model: Any) -> None:
-        """Fill what this process holds of a model of ours."""
+        """Load this process's shards of the parameters into `model`."""
         matches = {match.ours: match for match in self.matches}
         for name, parameter in global_parameters(model):
             match = matches[name]

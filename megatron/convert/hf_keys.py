@@ -1,4 +1,4 @@
-"""What the families of Hugging Face's models have in common: keys of config.json that change nothing, types, names of functions."""
+"""Code shared by all Hugging Face model families: config.json keys without effect, value types, activations."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 from ..config.fields import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Their names of one function each; what is not here computes something else.
+# Names of activations here by their Hugging Face names. Functions not listed compute something else.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_accurate": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
 }  # fmt: skip
-# Of training only, of writing text (generation_config.json's), of other heads, of files and labels.
+# Keys without effect on the logits: training, generation, other heads, files and labels.
 HARMLESS = frozenset(
     [
         "architectures",
@@ -86,17 +86,18 @@ HARMLESS = frozenset(
         "reorder_and_upcast_attn",
     ]
 )
-# Keys that change what is computed, with the one value that our models have.
+# Keys that change the computation, with the only supported value.
 MUST: dict[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
-# Names in re-uploads that no class of these families reads, whatever their words suggest.
+# Names found in re-uploaded models that no class of these families reads, although they look relevant.
 UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special|predict_special_tokens"
     r"|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
 )
-# Words in names of keys by which configurations of other families change what a model computes: test_hf_keys.py walks over them.
+# Words in keys with which other families change what a model computes; test_hf_keys.py checks them against
+# transformers.
 COMPUTES = re.compile(
     r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position|residual|emb|act|gat"
     r"|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim|size|block|stride|kernel|num_|n_|theta|query"
@@ -106,7 +107,7 @@ COMPUTES = re.compile(
     r"|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
 )
 NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
-# Of keys that may be null, what they are otherwise.
+# Types of keys whose value may be null.
 OPTIONAL: dict[str, type] = {
     "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
     "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
@@ -117,9 +118,9 @@ OPTIONAL: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model of theirs: its class, the keys that are read with their defaults, and other names of keys.
+    """A Hugging Face model family: its class, supported keys with their defaults, and aliases of keys.
 
-    ignored: patterns of tensors that old files hold and no class reads, its `_keys_to_ignore_on_load_unexpected`.
+    ignored: patterns of tensors in old files that no class reads, from `_keys_to_ignore_on_load_unexpected`.
     """
 
     class_name: str
@@ -130,19 +131,19 @@ class Family:
 
 
 def is_off(key: str, value: Any) -> bool:
-    """Return whether a value means that what the key is about is as usual: absent, off, or a factor of 1."""
+    """Return whether a value disables a key's feature: absent, false, or a factor of 1."""
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
     return not value or (NEUTRAL_AT_1.search(key) is not None and value in (1, 1.0) and value is not True)
 
 
 def changes_nothing(key: str) -> bool:
-    """Return whether a key that the family's class does not declare is about something else than what a model computes."""
+    """Return whether a key that the family's class does not declare cannot affect what the model computes."""
     return UNREAD.fullmatch(key) is not None or COMPUTES.search(key.lower()) is None
 
 
 def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
-    """Raise ValueError for a value that is no number, name or truth value where the default is one."""
+    """Raise ValueError for a value whose type differs from that of the default."""
     if value is None and (default is None or optional is not None):
         return
     wanted = type(default) if default is not None else optional
@@ -152,14 +153,14 @@ def check_type(key: str, value: Any, default: Any, optional: type | None, where:
 
 
 def activation_of(name: str, where: Path, key: str) -> str:
-    """Our name of one of their functions. Raises ValueError for one that is none of ours."""
+    """Return our name of a Hugging Face activation. Raises ValueError if we have no equivalent."""
     if name not in ACTIVATIONS:
         raise ValueError(f"{where}: {key} is {name}; {', '.join(ACTIVATIONS)} can be converted")
     return ACTIVATIONS[name]
 
 
 def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
-    """Raise ConfigError for the first setting that is there and that `model` of theirs cannot have."""
+    """Raise ConfigError for the first setting, of (is present, setting) pairs, that `model` does not support."""
     for wrong, setting in what:
         if wrong:
             raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")

@@ -1,7 +1,7 @@
-"""config.json of Hugging Face's Llama, Qwen2, Qwen3 and Mistral, which are one decoder here: keys, and settings both ways.
+"""config.json of Llama, Qwen2, Qwen3 and Mistral, which share one decoder here: conversion in both directions.
 
-Theirs differ in what they leave to be chosen: biases of all layers (Llama), of queries, keys and values (Qwen2), norms of queries and
-keys (Qwen3), windows (Mistral, and of each layer the Qwens).
+The families differ in their options: biases in all layers (Llama), biases for queries, keys and values (Qwen2),
+query and key norms (Qwen3), and sliding windows (Mistral, and per layer in the Qwens).
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ..config import ModelConfig
 from .hf_keys import ACTIVATIONS, DTYPES, Family, refuse
 from .hf_rope import rope_settings, their_rope
 
-LONGEST = 4096  # that training goes on with unless it is told; many of theirs read far more
+LONGEST = 4096  # default --seq-length for further training; many models accept far longer inputs
 _ALL = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": None, "rope_scaling": None, "rope_parameters": None,
@@ -43,7 +43,7 @@ FAMILIES = {
 
 
 def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
-    """As `settings_of` of hf_config.py."""
+    """Return (our settings, notes for the user); see `settings_of` in hf_config.py."""
     hidden_bias, qkv_bias = _biases(values, where)
     positions = values["max_position_embeddings"]
     notes = []
@@ -64,7 +64,7 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
 
 
 def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
-    """Of all linear layers, and of queries, keys and values."""
+    """Return (bias in all linear layers, bias in the query, key and value projection)."""
     if values["model_type"] == "qwen2":
         return False, True
     attention, mlp = values.get("attention_bias", False), values.get("mlp_bias", False)
@@ -87,7 +87,7 @@ def _gated(name: str, where: Path) -> str:
 
 
 def _window(values: Mapping[str, Any], where: Path) -> int | None:
-    """How many tokens each sees, or None for all; the same in all layers."""
+    """Return the sliding window in tokens, or None for full attention. Raises ValueError if layers differ."""
     if "sliding_window" not in values:
         return None
     layers, window = values["num_hidden_layers"], values["sliding_window"]
@@ -114,7 +114,7 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
 
 
 def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str) -> dict[str, Any]:
-    """config.json of the class of theirs that has these settings. Raises ConfigError for what none of them is."""
+    """Return the config.json of the family that supports these settings. Raises ConfigError if none does."""
     kind = _kind_of(m)
     refuse([
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
@@ -148,7 +148,10 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
 
 
 def _kind_of(m: ModelConfig) -> str:
-    """Llama where it can be, as most programs read it. Its class wants a width that the heads divide; Mistral's does not."""
+    """Return the family for these settings: Llama where possible, because most programs support it.
+
+    Its class requires hidden_size to be divisible by the number of heads; Mistral's does not.
+    """
     if m.qk_norm:
         return "qwen3"
     if m.has_qkv_bias and not m.hidden_bias:

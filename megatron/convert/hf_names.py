@@ -1,7 +1,7 @@
-"""Which tensors of Hugging Face's models make up which of ours, and how: one table for both directions.
+"""Mapping between our tensors and those of Hugging Face's models, one table for both directions.
 
-Ours keep query, key and value of a head (or of a group of heads) together, and gate and value of a feature; theirs are stacked or
-apart. Hugging Face's GPT-2 stores its matrices transposed.
+Our fused tensors interleave query, key and value by head (or group of heads), and gate and value by feature.
+Hugging Face stacks them or stores them separately. Its GPT-2 stores matrices transposed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from ..config import ModelConfig
 
 @dataclass(frozen=True)
 class Match:
-    """One of our parameters and the tensors of theirs that hold the same numbers."""
+    """One of our parameters and the Hugging Face tensors with the same values."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -28,7 +28,7 @@ def _transposed(ours: str, theirs: str) -> Match:
 
 
 def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
-    """(q, k, v) head by head <-> all q, all k, all v, in one tensor."""
+    """Match (q, k, v) per head with one tensor of all q, all k, all v."""
 
     def split(t: Tensor) -> list[Tensor]:
         stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
@@ -42,7 +42,7 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
 
 
 def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
-    """Groups of rows (heads, or single features) by turns <-> a tensor for each of `theirs`."""
+    """Match rows interleaved by group (a head, or a single feature) with one tensor for each of `theirs`."""
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])
@@ -55,7 +55,7 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
 
 
 def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -> Match:
-    """Of each group its queries, its key, its value, heads of `size` rows <-> a tensor each for queries, keys and values."""
+    """Match (queries, key, value) per group, in heads of `size` rows, with separate tensors for q, k and v."""
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, -1, size, *t.shape[1:])
@@ -68,12 +68,12 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
 
 
 def matches_of(m: ModelConfig) -> Iterator[Match]:
-    """For a model of any family."""
+    """Yield the tensor matches of a model of any family."""
     return {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"](m)
 
 
 def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
-    """Which of our tensors each of Hugging Face's GPT-2 is."""
+    """Yield the tensor matches of GPT-2."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
     for i in range(m.num_layers):
@@ -98,7 +98,7 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def llama_matches(m: ModelConfig) -> Iterator[Match]:
-    """Which of our tensors each of Hugging Face's Llama, Qwen and Mistral is."""
+    """Yield the tensor matches of Llama, Qwen and Mistral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for i in range(m.num_layers):
         at, its = f"layers.{i}", f"model.layers.{i}"
@@ -121,7 +121,7 @@ def llama_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def t5_matches(m: ModelConfig) -> Iterator[Match]:
-    """Yield which of our tensors each of Hugging Face's T5, mT5 or UMT5 is."""
+    """Yield the tensor matches of T5, mT5 and UMT5."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
         for i in range(layers if m.relative_attention_per_layer else 1):
@@ -136,7 +136,10 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def _query_scaled(match: Match, m: ModelConfig) -> Match:
-    """T5's scores are not divided, so where ours are, their queries (the first of `theirs`) have to be smaller by as much."""
+    """Return `match` with its query rescaled if our model divides attention scores by sqrt(head size).
+
+    T5 does not divide them, so its query weights are smaller by that factor.
+    """
     if not m.scale_attention:
         return match
     factor = m.head_size**-0.5

@@ -1,4 +1,7 @@
-"""Rotary positions in a config.json: `rope_theta` next to `rope_scaling`, or, of transformers 5, both in `rope_parameters`."""
+"""Rotary position settings in config.json.
+
+They are `rope_theta` and `rope_scaling`, or since transformers 5 both within `rope_parameters`.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,7 +11,7 @@ from typing import Any
 from ..config import ModelConfig
 
 ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Of each type, the keys that are read besides.
+# Additional keys that each type reads.
 READ_BY = {
     "default": (),
     "linear": ("factor",),
@@ -26,7 +29,7 @@ KNOWN = {
 
 
 def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Our settings for what `read_config` gave. Raises ValueError, with the key, for rotary positions that ours are not."""
+    """Return our rotary settings for the values from `read_config`. Raises ValueError if they are unsupported."""
     rope, at = _one_of_both(values, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in READ_BY:
@@ -65,11 +68,11 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _one_of_both(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
-    """What is said of them, and under which key. Raises ValueError where both say something and not the same, all of it."""
+    """Return the rotary settings and the key that holds them. Raises ValueError if the two keys disagree."""
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ from layer to layer; models with one kind can be converted")
-    # transformers 5 forgets rope_parameters then, others forget rope_scaling: what one leaves out the other cannot add.
+    # transformers 5 then ignores rope_parameters, other programs ignore rope_scaling. So each must be complete.
     if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
         key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
         raise ValueError(
@@ -80,7 +83,7 @@ def _one_of_both(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any]
 
 
 def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """With the type under one name and the theta that transformers takes where it is left out."""
+    """Return the settings with the type under one name and with the theta that transformers uses by default."""
     outside = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
     rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
@@ -99,14 +102,14 @@ def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: P
 def _factor(
     values: Mapping[str, Any], rope: Mapping[str, Any], kind: str, original: float, number: Callable[..., float]
 ) -> float:
-    """How much longer; yarn may leave it to the lengths."""
+    """Return the factor of context extension. With yarn a null factor is the quotient of the two lengths."""
     if kind == "yarn" and rope.get("factor", 0) is None:
         return float(values["max_position_embeddings"] / original)
     return number("factor")
 
 
 def _sharpness(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
-    """Yarn's factor of queries and keys, which may be given as two of which it is the quotient; None for the usual one."""
+    """Return yarn's attention factor, or None for the default. It may be given as a quotient of two mscales."""
     if rope.get("attention_factor") is not None:
         return number("attention_factor")
     scales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -117,7 +120,7 @@ def _sharpness(factor: float, rope: Mapping[str, Any], number: Callable[..., flo
 
 
 def their_rope(m: ModelConfig) -> dict[str, Any]:
-    """The same in the older form, which all of their versions read."""
+    """Return the rotary settings in the older form, which all versions of transformers accept."""
     if m.rope_scaling is None:
         return {"rope_theta": m.rope_theta, "rope_scaling": None}
     found: dict[str, Any] = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}

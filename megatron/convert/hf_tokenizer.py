@@ -1,4 +1,4 @@
-"""Our tokenizers as Hugging Face's `tokenizers` library has them: the same ids, in a tokenizer.json."""
+"""Conversion of our tokenizers to Hugging Face's `tokenizers` library: the same ids, in a tokenizer.json."""
 
 import random
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u030
 
 
 def as_theirs(tokenizer: Tokenizer) -> Any | None:
-    """A `tokenizers.Tokenizer` with the same ids, or None for one that cannot be expressed so.
+    """Return a `tokenizers.Tokenizer` with the same ids, or None if there is none.
 
-    Those that cut words by jieba cannot, nor sentencepiece models that change the text first. A
-    text with a literal U+2581 is the one difference that is left: theirs reads it as a space.
+    There is none for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
+    difference remains: the converted tokenizer reads a literal U+2581 in the text as a space.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
     if inner is not None:
@@ -53,13 +53,13 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
         vocab = list(zip(pieces, scores, strict=True))
         model = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_)
     theirs = tokenizers.Tokenizer(model)
-    if facts.algorithm == "unigram":  # their search finds the names of bytes and of <unk> in a text; cut, they are text
+    if facts.algorithm == "unigram":  # Unigram matches names of bytes and <unk> in text, unless split
         names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
     theirs.normalizer = tokenizers.normalizers.Replace(" ", MARK)
     decoders = tokenizers.decoders
     theirs.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
-    # Both libraries search a text for user-defined symbols first. Those with spaces are only found in normalised text.
+    # Both libraries match user-defined symbols first. Those with spaces only match in normalised text.
     defined = [pieces[i] for i in facts.of_type(USER_DEFINED)]
     spaced = any(MARK in piece for piece in defined)
     theirs.add_tokens([tokenizers.AddedToken(piece, normalized=spaced) for piece in defined])
@@ -69,26 +69,30 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
 
 
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
-    """Return whether transformers' T5Tokenizer, which takes one kind of `.model` for granted, gives the ids of this one."""
+    """Return whether transformers' T5Tokenizer, which assumes one kind of `.model`, produces this model's ids."""
     sp, facts = tokenizer._sp, tokenizer.facts
     return (
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
         and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
-        # transformers reads a folder that names the class as it read the folder that came in.
+        # If the folder names T5Tokenizer, transformers reads the exported folder exactly as it read the
+        # original.
         and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
     )
 
 
 def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
-    """Return the characters of which some piece is nothing but a run, with the length of the longest."""
+    """Return the characters that some piece repeats, each with the length of its longest run."""
     pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
     return {run[0]: len(run) for run in sorted(runs, key=len)}
 
 
 def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
-    """Yield runs of one character within a text. Many segmentations of a run score alike, and libraries round differently."""
+    """Yield texts with runs of one character.
+
+    Many segmentations of a run have equal scores, and libraries round them differently.
+    """
     for char, longest in _repeated(tokenizer).items():
         run = char.replace(MARK, " ")
         for length in range(2, 2 * longest + 2):
@@ -96,7 +100,10 @@ def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
 
 
 def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, bytes_: bool) -> Any:
-    """Sentencepiece merges the neighbours whose joint piece has the best score: every way to halve a piece is a merge."""
+    """Return a BPE model whose merges are all ways to halve each piece, best score first.
+
+    Sentencepiece always merges the neighbours whose joint piece has the best score.
+    """
     ids = {piece: i for i, piece in enumerate(pieces)}
     merges = []
     for piece, i in ids.items():
@@ -109,7 +116,7 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
 
 
 def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
-    """Return texts made of random tokens of a vocabulary, without the mark of a space and without names of special tokens."""
+    """Return texts of random vocabulary tokens, without the space mark and without names of special tokens."""
     dice = random.Random(0)
     usable = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.marks.values()]
     texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
@@ -118,6 +125,6 @@ def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
 
 
 def _agree(ours: SentencePieceTokenizer, theirs: Any) -> bool:
-    """Return whether both split texts of the vocabulary, and runs of one character, alike."""
+    """Return whether both tokenizers agree on texts from the vocabulary and on runs of one character."""
     texts = (text for text in (*texts_of(ours), *_runs(ours)) if MARK not in text)
     return all(theirs.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)

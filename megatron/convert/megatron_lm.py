@@ -1,8 +1,8 @@
-"""GPT checkpoints with a pickled file per model-parallel rank: CPM-1's, CPM-Pretrain's, Megatron-LM's of its time, DeepSpeed's.
+"""GPT checkpoints with one pickled file per model-parallel rank: CPM-1, CPM-Pretrain, early Megatron-LM, DeepSpeed.
 
 80000/mp_rank_00_model_states.pt            CPM-1 (2-way for CPM-1-large), DeepSpeed: weights under "module"
 iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under "model"; mp_rank_00_001 is the second pipeline stage
-1000/layer_03-model_00-model_states.pt      DeepSpeed over a pipeline: a layer's weights; mp_rank_00_* next to it has none
+1000/layer_03-model_00-model_states.pt      DeepSpeed pipeline: one layer's weights; mp_rank_00_* next to it has none
 """
 
 import argparse
@@ -18,8 +18,8 @@ from .plain_pickle import load_plain
 
 _FILES = (re.compile(r"mp_rank_(\d\d)_model_states\.pt"), re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?/model\w*\.pt"))
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d\d))?-model_states\.pt")
-_COLUMN = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")  # cut along rows
-_ROW = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # cut along columns
+_COLUMN = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")  # split along rows
+_ROW = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # split along columns
 _SKIP = re.compile(r"\.attention\.(bias|masked_bias)$")
 _WORDS = "embedding.word_embeddings.weight"
 
@@ -30,11 +30,12 @@ ORDERS = (
 
 
 class RankFiles:
-    """Tensors by our names, joined over the ranks when asked for.
+    """Tensors of a checkpoint by our names, joined over model-parallel ranks on request.
 
-    version: of the checkpoint, 0 to 3, which says how query, key and value are laid out; for files that do not say it.
-    layers: how many the model has; for a file a layer, where nothing else says it.
-    Raises ValueError for folders, files and names that are not known, and where nothing tells the version.
+    version: checkpoint version 0 to 3, which determines the layout of query, key and value; for files that do
+    not record it. layers: number of layers in the model; for checkpoints with a file per layer that do not
+    record it.
+    Raises ValueError for unknown folders, files or names, and if the version cannot be determined.
     """
 
     def __init__(self, folder: Path, version: int | None = None, layers: int | None = None) -> None:
@@ -59,7 +60,7 @@ class RankFiles:
         self._parts: dict[str, dict[int, Tensor]] = {}
         self._theirs: set[str] = set()
         for rank in range(self.ranks):
-            blocks: dict[int, int] = {}  # stage or layer file: blocks up to its end
+            blocks: dict[int, int] = {}  # stage or layer file -> number of blocks up to its end
             for stage in stages:
                 behind = max(blocks.values(), default=0)
                 top = self._take(contents[stage, rank], found[stage, rank], rank, behind)
@@ -67,7 +68,7 @@ class RankFiles:
                     blocks[stage] = top
             if self.by_layer and list(blocks) != list(range(min(blocks, default=0), max(blocks, default=0) + 1)):
                 raise ValueError(f"{self.folder} lacks layers: of its blocks there are only the files {list(blocks)}")
-        # Next to layers stands what DeepSpeed saves once for a rank.
+        # Next to layer files, DeepSpeed saves what belongs to a whole rank in mp_rank_* files.
         tellers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
         known = tellers[0].get("args") if tellers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
@@ -84,7 +85,7 @@ class RankFiles:
     def _files(
         self, form: re.Pattern[str], place: Callable[[re.Match[str]], tuple[int, int]]
     ) -> dict[tuple[int, int], Path]:
-        """Files whose path has this form, by (stage or layer, rank)."""
+        """Return the files whose path matches `form`, as (stage or layer, rank) -> path."""
         matches = (
             (form.fullmatch(path.relative_to(self.folder).as_posix()), path) for path in _candidates(self.folder)
         )
@@ -95,7 +96,7 @@ class RankFiles:
         return found
 
     def _version_of(self, tellers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
-        """The checkpoint version, and who tells it: the files, the user, or names that only one version has."""
+        """Return the checkpoint version and its source: the files, the user, or names that only one version uses."""
         words = [content.get("checkpoint_version") for content in tellers]
         said = [word for word in words if word is not None]
         if said:
@@ -116,7 +117,7 @@ class RankFiles:
             and {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"} <= self._theirs
         ):
             return 0.0, "the names are those of CPM-1"
-        own = bool(tellers) and "model" in tellers[0]  # Megatron-LM's, not DeepSpeed's
+        own = bool(tellers) and "model" in tellers[0]  # Megatron-LM's format, not DeepSpeed's
         if own and any(name.startswith("language_model.transformer.") for name in self._theirs):
             return 0.0, "as Megatron-LM takes files that do not say it"
         raise ValueError(
@@ -124,7 +125,7 @@ class RankFiles:
         )
 
     def _take(self, content: Mapping[str, Any], path: Path, rank: int, behind: int) -> int:
-        """Remember the tensors of one file, whose layers count from `behind`; returns where the next file's do."""
+        """Store one file's tensors, with layers counted from `behind`. Return the next file's first layer."""
         whole = _of_layer(content) if self.by_layer else content.get("module", content.get("model"))
         if not isinstance(whole, Mapping):
             raise ValueError(f"{path} has its weights neither under 'module' nor under 'model'")
@@ -142,7 +143,8 @@ class RankFiles:
                 )
             layer = re.match(r"layers\.(\d+)\.", ours)
             top = max(top, int(layer[1]) + 1) if layer else top
-            # The last stage has a copy of the embedding for the logits; positions next to it are not used there.
+            # The last stage holds a copy of the embedding for the logits. The position embedding next to it is
+            # unused.
             first = self._parts.setdefault(ours, {}).setdefault(rank, tensor)
             if ours == _WORDS and first is not tensor and not _same(first, tensor):
                 raise ValueError(f"{path}: {name} is not the embedding; an output matrix of its own has no place here")
@@ -150,15 +152,15 @@ class RankFiles:
 
     @property
     def layers(self) -> int:
-        """How many blocks the files hold."""
+        """Number of transformer blocks in the files."""
         return 1 + max((int(name.split(".")[1]) for name in self._parts if name.startswith("layers.")), default=-1)
 
     def names(self) -> list[str]:
-        """Of the tensors of the whole model."""
+        """Return the names of all tensors in the model."""
         return list(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor of this name."""
+        """Return the shape of a whole tensor."""
         shape = list(self._part(name)[0].shape)
         dim = _cut(name)
         if dim is not None and dim < len(shape):
@@ -166,7 +168,7 @@ class RankFiles:
         return tuple(shape)
 
     def read(self, name: str, heads: int) -> Tensor:
-        """The whole tensor as ours is laid out, fp32; rows of query, key and value go head by head."""
+        """Return a whole tensor in fp32 and in our layout: rows of query, key and value head by head."""
         parts = self._part(name)
         dim = _cut(name)
         if dim is None:
@@ -185,7 +187,10 @@ class RankFiles:
 
 
 def _as_cpm_pretrain(items: Sequence[int], blocks: Sequence[int]) -> bool:
-    """Whether the files are those of its list, whole: 0 casts, 1 embeds, 2 transposes, blocks from 3, 2 more, norm, head."""
+    """Return whether the files are a complete CPM-Pretrain pipeline.
+
+    Its items are: 0 casts, 1 embeds, 2 transposes, blocks from 3, two more without weights, norm, head.
+    """
     last = len(blocks) + 5
     return list(items) == [1, *range(3, last - 2), last - 1, last]
 
@@ -196,7 +201,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer of a pipeline, by the names of the whole: a block, the embedding, or the norm at the end."""
+    """Return one pipeline layer's tensors by their names in the whole model: block, embedding or final norm."""
     if set(content) == {"weight", "bias"}:
         return {f"final_layernorm.{name}": tensor for name, tensor in content.items()}
     block = any(name.startswith("input_layernorm.") for name in content)
@@ -204,12 +209,12 @@ def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether they are copies, up to the rounding of updates on two devices."""
+    """Return whether two tensors are copies, up to the rounding of updates on two devices."""
     return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= 1e-3 * a.float().abs().max())
 
 
 def _newest(folder: Path) -> Path:
-    """The folder with the files: by Megatron's tracker, by DeepSpeed's, or the one given."""
+    """Return the folder with the files: the one named in Megatron's or DeepSpeed's tracker, else `folder`."""
     for tracker in (folder / "latest_checkpointed_iteration.txt", folder / "latest"):
         if tracker.is_file():
             word = tracker.read_text(encoding="utf-8").strip()
@@ -231,7 +236,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def our_name(name: str, behind: int = 0) -> str | None:
-    """What we call a parameter of theirs; None for what is no parameter, "" for what is not known."""
+    """Return our name of a foreign parameter; None for what is no parameter, "" for unknown names."""
     if _SKIP.search(name):
         return None
     name = re.sub(r"^(module|model|language_model)\.", "", name)
@@ -260,17 +265,17 @@ def our_name(name: str, behind: int = 0) -> str | None:
 
 
 def _cut(name: str) -> int | None:
-    """The dimension along which a tensor is cut over the ranks, None for copies."""
+    """Return the dimension along which a tensor is split over ranks, or None if it is replicated."""
     if _ROW.search(name):
         return 1
     return 0 if _COLUMN.search(name) else None
 
 
 def by_heads(part: Tensor, heads: int, version: float) -> Tensor:
-    """A rank's rows of query, key and value, head by head, from the order of Megatron-LM's checkpoint version.
+    """Reorder a rank's query, key and value rows to head by head, from a checkpoint version's order.
 
-    0: all queries, all keys, all values. 1: heads, then features, then query, key and value.
-    2 and 3: heads, then query, key and value, as ours.
+    Version 0: all queries, all keys, all values. Version 1: head, then feature, then query, key, value.
+    Versions 2 and 3: head, then query, key, value, which is our order.
     """
     rest = part.shape[1:]
     if version < 1:

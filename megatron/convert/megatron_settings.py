@@ -1,4 +1,4 @@
-"""What the arguments in Megatron-LM's files say of a model: settings of ours, or a refusal by name."""
+"""Translation of Megatron-LM's saved arguments to our settings; unsupported arguments raise errors by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,8 @@ from ..checkpointing.shapes import whole_shapes
 from ..config import Config
 from .megatron_lm import RankFiles
 
-# Arguments that change what a GPT computes, with what they have to be. Others concern training, or the same numbers.
+# Arguments that change what a GPT computes, with their supported values. All others only affect training or are
+# equivalent.
 MUST: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
     "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,), "qk_l2_norm": (False,),
@@ -20,7 +21,10 @@ RANKS = ("tensor_model_parallel_size", "model_parallel_size")
 
 
 def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
-    """Our settings, by their flat names. heads: for files that do not tell. Raises ValueError for what our model is not."""
+    """Return our settings by their flat names. Raises ValueError for unsupported models.
+
+    heads: number of attention heads, for files that do not record it.
+    """
     said, where = theirs.settings, theirs.folder
     for name, allowed in MUST.items():
         if name in said and said[name] not in (*allowed, None):
@@ -66,7 +70,7 @@ def _heads(theirs: RankFiles, given: int | None) -> int:
 
 
 def _activation(said: Mapping[str, Any], where: str) -> str:
-    """Megatron-LM's fused and OpenAI's gelu go by tanh, torch's and ONNX's by erf."""
+    """Return the activation: gelu-tanh for Megatron-LM's fused and OpenAI's GELU, gelu (erf) for torch's and ONNX's."""
     if said.get("openai_gelu"):
         return "gelu-tanh"
     if said.get("onnx_safe") and said.get("bias_gelu_fusion"):
@@ -88,7 +92,7 @@ def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
 
 
 def check_whole(theirs: RankFiles, config: Config) -> None:
-    """Raise ValueError unless the files hold every parameter of the model, in its shape, and no other."""
+    """Raise ValueError unless the files hold every parameter of the model, in its shape, and no others."""
     wanted = whole_shapes(config)
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():

@@ -1,4 +1,4 @@
-"""Pickled files of others, loaded for tensors and plain values only: nothing that a file asks for is run."""
+"""Safe loading of foreign pickled files: only tensors and plain values, without executing code from the file."""
 
 import argparse
 import contextlib
@@ -18,11 +18,11 @@ from ..config.fields import describe
 
 
 class _Refused(Exception):
-    """What a file asks for, where it is more than the state of numpy's generator."""
+    """A file requests a global that is not allowed; the argument names it."""
 
 
 class _Array:
-    """Stands for numpy.ndarray: the state of a generator is checked for what it is, and dropped."""
+    """Substitute for numpy.ndarray that accepts only a random generator's state, and discards it."""
 
     def __init__(self, *_: Any) -> None:
         raise _Refused("numpy.ndarray")
@@ -35,18 +35,21 @@ class _Array:
 
 
 class _Words:
-    """Stands for numpy.dtype, of 32-bit words only."""
+    """Substitute for numpy.dtype that accepts only 32-bit words."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         if code != "u4":
             raise _Refused(f"numpy.dtype({str(code)[:20]!r})")
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and alignment: nobody reads the words."""
+        """Ignore byte order and alignment, because the words are never read."""
 
 
 def _reconstruct(kind: Any, *_: Any) -> _Array:
-    """Stands for numpy's function of this name, which calls what it is given; this one knows one kind, and calls nothing."""
+    """Return an `_Array`, in place of numpy's function of this name. Raises _Refused for any other type.
+
+    numpy's own function calls whatever type the file passes to it.
+    """
     if kind is not _Array:
         raise _Refused(f"numpy's _reconstruct of {getattr(kind, '__name__', 'something')}")
     return _Array.__new__(_Array)
@@ -55,7 +58,7 @@ def _reconstruct(kind: Any, *_: Any) -> _Array:
 MOST_LOOKED_AT = 1 << 26  # bytes
 _OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
 
-# numpy itself is not asked; 2.0 renamed the module.
+# Substitutes for numpy's functions; numpy 2.0 renamed the module.
 _NUMPY: list[tuple[Callable[..., Any], str]] = [
     (_reconstruct, "numpy.core.multiarray._reconstruct"),
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
@@ -65,13 +68,13 @@ _NUMPY: list[tuple[Callable[..., Any], str]] = [
 
 
 def load_plain(path: Path) -> Mapping[str, Any]:
-    """Unpickle tensors, plain values, and the settings and generator states that Megatron-LM saves next to them.
+    """Unpickle tensors, plain values, and the settings and generator states that Megatron-LM saves with them.
 
-    Raises ValueError, and runs nothing, where a file asks for more (torch's `weights_only`). What stood for
-    numpy's generator is an empty object.
+    Raises ValueError without executing anything if a file requests more (torch's `weights_only`). States of
+    numpy's generator become empty objects.
     """
     refused = "which is not run; save it again with only its weights, where you trust it"
-    with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # a Namespace: names and values
+    with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # a Namespace holds only names and values
         try:
             content = _load(path)
         except _Refused as error:
@@ -80,7 +83,7 @@ def load_plain(path: Path) -> Mapping[str, Any]:
             wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
             what = f"asks for {wanted[1]}" if wanted else _what_newer_protocols_ask_for(path)
             raise ValueError(f"{path} {what}, {refused}") from None
-        except Exception as error:  # what damaged bytes make of an unpickler is open
+        except Exception as error:  # damaged bytes can raise errors of any class
             raise ValueError(f"{path} cannot be read: {describe(error)}") from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
@@ -88,11 +91,11 @@ def load_plain(path: Path) -> Mapping[str, Any]:
 
 
 def _what_newer_protocols_ask_for(path: Path) -> str:
-    """Return what is wrong with a pickle that torch's `weights_only` does not read, from a look at its opcodes; nothing is run."""
+    """Return why torch's `weights_only` rejects a pickle, from its opcodes alone."""
     protocol, names = 0, list[str]()
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
         file = io.BytesIO(_pickled(path))
-        while True:  # before torch 1.6 a file held several pickles, the last of them cut off by what follows
+        while True:  # files from before torch 1.6 hold several pickles, then raw data, where parsing stops
             newest, more = _globals_of(file)
             protocol, names = max(protocol, newest), names + more
     strange = [name for name in names if not name.startswith(_OF_TENSORS)]
@@ -114,7 +117,7 @@ def _pickled(path: Path) -> bytes:
 
 
 def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
-    """Return the protocol of a pickle and the names that it imports, in order."""
+    """Return a pickle's protocol and the names that it imports, in order."""
     protocol, names, texts = 0, list[str](), list[str]()
     memo: dict[int, str] = {}
     for opcode, argument, _ in pickletools.genops(file):
@@ -135,8 +138,8 @@ def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
 
 def _load(path: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of newer protocols, which users cannot change
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about newer protocols, which users cannot change
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError):  # the format before torch 1.6 cannot be mapped
+        except (RuntimeError, ValueError):  # files from before torch 1.6 cannot be memory-mapped
             return torch.load(path, map_location="cpu", weights_only=True)

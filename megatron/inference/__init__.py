@@ -1,1 +1,1 @@
-"""What a trained model is asked: to write, to score a text, to answer a benchmark."""
+"""Inference with trained models: text generation, scoring and benchmarks."""

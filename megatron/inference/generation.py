@@ -1,4 +1,4 @@
-"""Writing text with a trained model, one token at a time: keys and values of what was read are kept, not computed again.
+"""Text generation with a trained model, token by token, with a cache of keys and values.
 
 Shapes: b batch, s tokens so far, v vocabulary.
 """
@@ -22,7 +22,7 @@ Prompts = Sequence[int] | Sequence[Sequence[int]]
 
 
 class Sampling(NamedTuple):
-    """temperature 0 takes the likeliest. top_k keeps the k likeliest (0: all), top_p the fewest that reach p (Holtzman et al. 2020)."""
+    """Sampling parameters. temperature 0: greedy. top_k 0: all tokens. top_p: nucleus (Holtzman et al. 2020)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -30,26 +30,26 @@ class Sampling(NamedTuple):
 
 
 class Stepper(Protocol):
-    """A model that has read one prompt, or several of the same length, and goes on token by token."""
+    """A model that has read one or more prompts of equal length and continues them token by token."""
 
     def first(self, batch: int) -> Tensor:
-        """Start `batch` equal continuations of each prompt, one prompt after another: logits [b, v] of their first token."""
+        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token, grouped by prompt."""
         ...
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Append tokens [b]: logits [b, v] of the next."""
+        """Append tokens [b] and return logits [b, v] of the next ones."""
         ...
 
     def reorder(self, rows: Tensor) -> None:
-        """Continuation i goes on from where rows[i] stands."""
+        """Set continuation i to the state of continuation rows[i], for every i."""
         ...
 
 
 class Stages:
-    """A model whose layers are cut over pipeline stages; all of them follow the text together.
+    """A model split over pipeline stages, all of which follow the generated text.
 
-    Each stage tells all others what comes out of its layers: a token's states are small, and so
-    every rank can choose the next token by itself.
+    Each stage broadcasts the small output of its layers to all others, so that every rank can choose the next
+    token.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -63,11 +63,11 @@ class Stages:
 
     @property
     def own(self) -> range:
-        """The layers of this stage."""
+        """Indices of the layers on this stage."""
         return self.stretches[self.line.rank]
 
     def from_stage(self, stage: int, outputs: tuple[Tensor, ...] | Tensor) -> Any:
-        """What that stage has got, on all of them."""
+        """Broadcast the outputs of `stage` to all stages."""
         source, group = self.line.ranks[stage], self.line.group
         if group is None:
             return outputs
@@ -87,7 +87,7 @@ class Stages:
 
 
 class _Stepper:
-    """What the steppers of both models share: the tokens so far, and what the layers keep of them."""
+    """Base of both models' steppers: the tokens so far and the layers' caches."""
 
     model: GPT2Model | T5Model
     tokens: Tensor
@@ -108,7 +108,7 @@ class _Stepper:
         raise NotImplementedError
 
     def _run(self, inputs: tuple[Tensor, ...], seen: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, ...]:
-        """The layers `begin` to `end` for new tokens after `seen` others, each layer with what it keeps."""
+        """Run the layers `begin` to `end`, with their caches, on new tokens that follow `seen` tokens."""
         end = len(self.model.steps) if end is None else end
         if self.stages is None:
             return _run(self.model, inputs, self.caches, seen, begin, end)
@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Continues a prompt, or several of the same length. After the last learned position the window slides, which has to be computed again each time."""
+    """Continues one or more prompts of equal length. Past the last learned position it recomputes a sliding window."""
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class GPT2Stepper(_Stepper):
         stages: "Stages | None" = None,
         prefix: bool = False,
     ) -> None:
-        """prefix: the prompt is one, as in training with --objective prefix-lm."""
+        """Prepare to read `prompt`. prefix: treat it as a prefix, as in training with --objective prefix-lm."""
         self.model, self.positions, self.cached, self.prefix = model, positions, cached, prefix
         self.prompts = _together(prompt)
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
-        """See `Stepper`."""
+        """Start continuations; see `Stepper`."""
         self.tokens = _repeated(self.prompts, batch, next(self.model.parameters()).device)
         self.caches = _caches(self.model)
         return self._logits(self.tokens)
@@ -159,33 +159,32 @@ class GPT2Stepper(_Stepper):
         return _whole(self.model, self._run((new, place, documents), seen))
 
     def _documents(self, visible: Tensor) -> Tensor:
-        """Document ids of the last tokens [b, s], empty or [b, s]: of a prefix, what the window still shows is one."""
+        """Return document ids for visible tokens [b, s]: empty without a prefix, else [b, s]."""
         left = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
         return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
 
 
 class ModelStepper:
-    """Continues a prompt with any model of yours, which reads the whole text again for each token.
+    """Continues a prompt with a user-defined model, which reads the whole text again for each token.
 
-    logits: tokens [b, s] -> [b, s, v], the same on all ranks. positions: the longest text that it reads; of a longer
-    one it gets the end.
+    logits: tokens [b, s] -> [b, s, v], equal on all ranks. positions: longest input; longer text loses its start.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:
         self.logits, self.prompt, self.positions = logits, prompt, positions
 
     def first(self, batch: int) -> Tensor:
-        """See `Stepper`."""
+        """Start continuations; see `Stepper`."""
         self.tokens = torch.tensor([self.prompt] * batch)
         return self._last()
 
     def next(self, tokens: Tensor) -> Tensor:
-        """See `Stepper`."""
+        """Append tokens; see `Stepper`."""
         self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1).to(self.tokens.device)], dim=1)
         return self._last()
 
     def reorder(self, rows: Tensor) -> None:
-        """See `Stepper`."""
+        """Reorder continuations; see `Stepper`."""
         self.tokens = self.tokens[rows.to(self.tokens.device)]
 
     def _last(self) -> Tensor:
@@ -193,7 +192,7 @@ class ModelStepper:
 
 
 class T5Stepper(_Stepper):
-    """Writes the decoder's side of a source text, or of several of the same length. start: the decoder's first token."""
+    """Generates the decoder's text for one or more sources of equal length. start: the decoder's first token."""
 
     def __init__(
         self,
@@ -208,7 +207,7 @@ class T5Stepper(_Stepper):
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
-        """See `Stepper`."""
+        """Start continuations; see `Stepper`."""
         device = next(self.model.parameters()).device
         self.encoder_tokens = _repeated(self.sources, batch, device)
         self.tokens = torch.full((len(self.encoder_tokens), 1), self.start, device=device)
@@ -229,7 +228,7 @@ class T5Stepper(_Stepper):
 
 
 def _together(prompt: Prompts) -> list[list[int]]:
-    """Token lists of the same length, from one or several."""
+    """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
     rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
@@ -239,12 +238,12 @@ def _together(prompt: Prompts) -> list[list[int]]:
 
 
 def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor:
-    """[rows * times, s], the same ones one after another; those that a search exchanges are then equal."""
+    """Return tokens [rows * times, s] with each row repeated in place. Rows that beam search exchanges are equal."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
-    """For the layers that see their tokens one by one; an encoder reads them all at once."""
+    """Return caches for the causal layers; an encoder reads all its tokens at once and needs none."""
     return {
         name: Caches()
         for name, module in model.named_layers()
@@ -271,12 +270,12 @@ def _run(
 
 
 def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
-    """[s, b, v/t] of the padded vocabulary -> [b, v] of the newest token."""
+    """Gather logits [s, b, v/t] of the padded vocabulary and return those of the last token, [b, v]."""
     return mpu.gather_from_model_parallel_region(mpu.whole_logits(logits)[-1])[..., : model.vocab_size]
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """[b, v] logits -> [b] tokens."""
+    """Sample tokens [b] from logits [b, v]."""
     temperature, top_k, top_p = sampling
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -303,10 +302,10 @@ def sample(
     seed: int,
     heard: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
-    """`batch` continuations of each prompt, each ended by the token `end`, which is its last, or after `max_new_tokens`.
+    """Return `batch` continuations per prompt, each up to and including `end` or of `max_new_tokens` tokens.
 
-    Each prompt has draws of its own, from `seed`: the same ones, whichever prompts it is next to.
-    heard: called with each new token of all continuations, to show a text while it is written.
+    Each prompt has its own random generator with `seed`, so its samples do not depend on the other prompts.
+    heard: callback with each new token of all continuations, to stream text.
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
@@ -331,11 +330,11 @@ Found = tuple[float, list[int]]  # log-probability / length ** length_penalty, t
 
 
 class _Beam:
-    """The search for one prompt. order, new: which continuation each goes on from, and by which token."""
+    """Beam search for one prompt. order, new: the row that each beam continues, and its next token."""
 
     def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
         self.beams, self.longest, self.end, self.length_penalty = beams, max_new_tokens, end, length_penalty
-        self.total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))  # all start alike: one counts
+        self.total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))  # beams start identical, so only one may count
         self.rows: list[list[int]] = [[] for _ in range(beams)]
         self.done: list[Found] = []
         self.unfinished: list[Found] = []
@@ -343,7 +342,7 @@ class _Beam:
         self.over = max_new_tokens < 1
 
     def step(self, scores: Tensor) -> None:
-        """scores: [beams, v] log-probabilities of the next token."""
+        """Extend the beams, given `scores` [beams, v], log-probabilities of the next token."""
         length = len(self.rows[0]) + 1
         share = length**self.length_penalty
         best, at = (self.total.unsqueeze(1) + scores).flatten().topk(2 * self.beams)
@@ -362,7 +361,7 @@ class _Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # The other prompts go on; what this one's rows do next to them is not looked at.
+            # Other prompts continue; the rows of this finished search are ignored.
             self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
 
     def found(self) -> list[Found]:
@@ -373,10 +372,10 @@ class _Beam:
 def beam_searches(
     stepper: Stepper, beams: int, max_new_tokens: int, end: int, length_penalty: float = 1.0
 ) -> list[list[Found]]:
-    """For each prompt its `beams` best continuations, best first.
+    """Return the `beams` best continuations of each prompt, best first.
 
-    A continuation that `end` ends leaves the beam; the search stops when none that is left can
-    overtake the worst of as many finished ones (as in Hugging Face with early_stopping=False).
+    A continuation that ends leaves the beam. The search stops when no active one can overtake the worst of
+    `beams` finished ones, as in Hugging Face with early_stopping=False.
     """
     logits = stepper.first(beams)
     device, count = logits.device, logits.shape[0] // beams
@@ -395,6 +394,6 @@ def beam_searches(
 def beam_search(
     stepper: Stepper, beams: int, max_new_tokens: int, end: int, length_penalty: float = 1.0
 ) -> list[Found]:
-    """`beam_searches` of a single prompt."""
+    """Return the result of `beam_searches` for a single prompt."""
     (found,) = beam_searches(stepper, beams, max_new_tokens, end, length_penalty)
     return found

@@ -1,4 +1,4 @@
-"""The tasks of EleutherAI's evaluation harness (Gao et al., lm-eval) for any left-to-right model of ours or theirs."""
+"""Tasks of EleutherAI's lm-eval harness (Gao et al.) for any left-to-right model, ours or Hugging Face's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from .scoring import Logits, border, nats_of
 
 
 class Harness:
-    """What lm-eval asks of a model: each method takes its requests, whose `args` say what is wanted.
+    """The model interface that lm-eval requires; each method takes a list of its requests.
 
-    longest: tokens that the model can see.
+    longest: context window in tokens.
     """
 
     def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
@@ -20,17 +20,17 @@ class Harness:
 
     @torch.no_grad()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether greedy decoding would write it) of each (context, continuation)."""
+        """Return (log-probability of the continuation, whether it is the greedy one) per (context, continuation)."""
         return [self._one(*request.args) for request in requests]
 
     def _one(self, context: str, continuation: str) -> tuple[float, bool]:
-        # Spaces at the end of the context begin the continuation's first token.
+        # Trailing spaces of the context are part of the continuation's first token.
         stem = context.rstrip()
         context, continuation = stem, context[len(stem) :] + continuation
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
         if not continuation or not whole:
             return 0.0, True
-        # A token over the border is the continuation's, which has one at least: nothing that is asked for is free.
+        # A token across the boundary counts as the continuation's, which gets at least one. So no request is free.
         wanted = len(whole) - min(border(known, whole), len(whole) - 1)
         ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
         wanted = min(wanted, len(ids) - 1)
@@ -41,7 +41,7 @@ class Harness:
         return total, bool((scores.argmax(-1) == targets).all())
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-probability of whole texts, every token with as much before it as half a window leaves."""
+        """Return the log-probability of whole texts, with at least half a window of context where it exists."""
         found = []
         for request in requests:
             ids = [*self.tokenizer.before, *self.tokenizer.encode(request.args[0])]
@@ -51,7 +51,7 @@ class Harness:
 
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Greedy continuations of each (context, {"until": [...], "max_gen_toks": n}), up to a stop word."""
+        """Return greedy continuations of each (context, {"until": [...], "max_gen_toks": n}), cut at a stop word."""
         found = []
         for request in requests:
             context, wishes = request.args
@@ -74,7 +74,7 @@ class Harness:
 
 
 def evaluate_tasks(harness: Harness, tasks: Sequence[str], limit: int | None, include: str | None) -> dict[str, Any]:
-    """The harness's results by task. Raises ValueError where lm-eval is missing or does not know a task."""
+    """Return the harness's results by task. Raises ValueError without lm-eval and for unknown tasks."""
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM

@@ -1,7 +1,7 @@
-"""What a user asks, as a model reads it: a text to go on with, a conversation to answer, a text with a gap to fill.
+"""User input as model input: text to continue, a conversation to answer, or text for fill-in-the-middle.
 
-Names of special tokens in a text are text unless the user says otherwise, and in conversations and gaps those of all marks are, so that nothing
-passed on from others pretends to be a turn or a gap.
+Names of special tokens in a text are encoded as text unless the user requests otherwise. In conversations and
+fill-in-the-middle this holds for all `marks`, so that untrusted input cannot forge a turn or a span.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from ..tokenizer.chat import ChatEncoder, Message, Template, turn_end
 
 
 class Gap(NamedTuple):
-    """The text before and after what is to be written."""
+    """The text before and after the missing part, for fill-in-the-middle."""
 
     prefix: str
     suffix: str
@@ -22,7 +22,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of which the last is to be answered."""
+    """Turns of a conversation, the last of which is to be answered."""
 
     messages: tuple[Message, ...]
 
@@ -31,9 +31,9 @@ Asked = str | Gap | Conversation
 
 
 class Question(NamedTuple):
-    """What is asked as tokens, and the token that ends an answer.
+    """A prompt as tokens, and the token that ends its answer.
 
-    before, after: what stands around the answer in the text that is shown. hidden: ids that are left out of it.
+    before, after: text shown around the answer. hidden: ids to omit from the shown text.
     """
 
     prompt: Asked
@@ -45,9 +45,10 @@ class Question(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Ids that mark the pieces of a text with a gap. inside: a text begins behind the first mark, as `megatron.data.fim` has it, not before it.
+    """Ids of the fill-in-the-middle tokens.
 
-    spm: the suffix comes first.
+    inside: the tokens that begin a text follow the first mark, as in `megatron.data.fim`, instead of preceding
+    it. spm: the suffix comes first.
     """
 
     prefix: int
@@ -59,9 +60,10 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns what is asked into tokens. template: of conversations. marks: of gaps. names: those of special tokens in a text stand for these tokens.
+    """Encoder of prompts.
 
-    goes_on: a T5 that was taught to go on with a text (--objective prefix-lm), not to fill its gaps.
+    template: chat template. marks: fill-in-the-middle tokens. names: names of special tokens in a text become these
+    tokens. goes_on: the model is a T5 trained to continue text (--objective prefix-lm), not to fill masked spans.
     """
 
     tokenizer: Tokenizer
@@ -71,7 +73,7 @@ class Reader:
     goes_on: bool = False
 
     def question(self, asked: Asked) -> Question:
-        """Raises ValueError for what this model cannot be asked."""
+        """Return `asked` as a Question. Raises ValueError for a kind of prompt that this model does not support."""
         if isinstance(self.tokenizer, SentinelTokenizer):
             if not isinstance(asked, str):
                 raise ValueError(
@@ -83,13 +85,17 @@ class Reader:
         if isinstance(asked, Gap):
             return self._of_gap(asked)
         tokenizer = self.tokenizer
-        # A text goes on as one of the corpus would, in which marks that are not special are tokens.
+        # A prompt is encoded like text of the corpus, so added tokens that are not special stay tokens.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
         ids = [*tokenizer.start, *found]
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
 
     def _of_conversation(self, asked: Conversation) -> Question:
-        """Ended by the mark that ends a turn in this template, else by the end of a document; an answer shows no special tokens."""
+        """Return a conversation as a Question.
+
+        Its answer ends with the template's end-of-turn token, or else with the end-of-document token, and shows
+        no special tokens.
+        """
         assert self.template is not None
         tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(self.template.asking(asked.messages))
         end = turn_end(self.template, self.tokenizer)
@@ -126,7 +132,7 @@ def _of_t5(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def _to_go_on(asked: str, tokenizer: SentinelTokenizer) -> Question:
-    """As `megatron.data.t5_dataset` lays out a prefix and what comes after it."""
+    """Return a prefix as a Question, laid out as `megatron.data.t5_dataset` does."""
     source = tokenizer.encode(asked)
     if tokenizer.convention == "t5":
         return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
@@ -136,18 +142,22 @@ def _to_go_on(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
-    """Return the text that `_written` gives, up to its last whole character: ids may end between the bytes of one."""
+    """Return the answer's text up to its last whole character, because ids may end within one."""
     return _written(tokenizer, question, ids).rstrip("\ufffd")
 
 
 def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
-    """The text of `ids` up to the end of a document, without what is hidden. After a text it goes on as that does: alone, some tokenizers (Llama 2's) would drop the space in front."""
+    """Return the text of `ids` up to the end of the document, without hidden ids.
+
+    After a text prompt it is decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
+    leading space otherwise.
+    """
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
     shown = [i for i in written if i not in question.hidden]
     if not isinstance(question.prompt, str):
         return tokenizer.decode(shown)
     read = question.tokens
-    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # the end of what an encoder reads
+    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # the end of the encoder's input
         read = read[:-1]
     known, whole = tokenizer.decode(read), tokenizer.decode([*read, *shown])
     return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(shown)

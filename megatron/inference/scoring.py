@@ -1,4 +1,4 @@
-"""How well a left-to-right model predicts a text: every token once, with as much before it as the model can see."""
+"""Log-likelihood of text under a left-to-right model: each token once, with as much context as the window allows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> [b, s, v]
+Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> logits [b, s, v]
 
 
 @dataclass
 class Score:
-    """Sums over texts. nats: minus the logarithm of their probability."""
+    """Sums over texts. nats: negative log-likelihood."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -28,7 +28,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `end`, of which those from `first` on are targets."""
+    """Tokens `start` to `end`, of which `first` onwards are targets."""
 
     start: int
     first: int
@@ -36,10 +36,10 @@ class Window:
 
 
 def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
-    """Windows over `length` tokens, the first of which is never a target, each other once.
+    """Yield windows that cover `length` tokens so that each token except the first is a target exactly once.
 
-    longest: tokens that the model can see. stride: targets of each window after the first one; the smaller, the
-    more every target has before it, and the slower.
+    longest: context window in tokens. stride: targets per window after the first window. A smaller stride gives
+    each target more context and takes longer.
     """
     if not 1 <= stride < longest:
         raise ValueError(f"the stride {stride} must be at least 1 and less than the {longest} tokens of a window")
@@ -52,7 +52,7 @@ def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
 
 @torch.no_grad()
 def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, device: torch.device) -> list[float]:
-    """[len(ids) - 1] nats of every token but the first, given those before it."""
+    """Return [len(ids) - 1] nats: the negative log-likelihood of each token after the first."""
     tokens = torch.tensor([ids], dtype=torch.int64, device=device)
     found: list[float] = []
     for window in windows(len(ids), longest, stride):
@@ -64,9 +64,9 @@ def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, de
 
 
 def border(context: Sequence[int], whole: Sequence[int]) -> int:
-    """The first of the ids of a text, `whole`, that is not the one in its place among those of the text's beginning.
+    """Return the index in `whole` of the first id that differs from `context`, the ids of the text's beginning.
 
-    A token may reach over the end of the beginning: it belongs to what follows.
+    A token that spans the end of the beginning thereby counts as part of what follows.
     """
     pairs = enumerate(zip(context, whole, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(context), len(whole)))
@@ -76,7 +76,7 @@ def border(context: Sequence[int], whole: Sequence[int]) -> int:
 def completes(
     context: Sequence[int], target: Sequence[int], logits_of: Logits, longest: int, device: torch.device
 ) -> bool:
-    """Whether the likeliest token is the right one at every place of `target` (cloze, last word)."""
+    """Return whether greedy decoding yields `target` at every position (last-word cloze)."""
     tokens = torch.tensor([[*context, *target][-longest:]], dtype=torch.int64, device=device)
     best = logits_of(tokens[:, :-1])[0].argmax(dim=-1)
     return best[-len(target) :].tolist() == list(target)

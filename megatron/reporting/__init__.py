@@ -1,1 +1,1 @@
-"""What runs have left in their folders, as one page: curves, timetables, samples, settings and how they differ."""
+"""Reports about runs from their folders: curves, timetables, samples, settings and their differences."""

@@ -1,4 +1,4 @@
-"""The charts of a page, as data: what is drawn over the iterations, for which run, in which unit. page.js draws them."""
+"""Data of a page's charts, which page.js draws: values over iterations, by run and unit."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from .runs import Row, RunRead
 
-MOST = 1500  # points of a line; more are told by the least and the greatest of each stretch
+MOST = 1500  # maximum points of a line; longer lines keep the minimum and maximum of each range
 
 
 class Chart(NamedTuple):
-    """One chart. lines: see `line`. levels: horizontal lines, what a value is compared with. marks: iterations that stand out."""
+    """One chart. lines: see `line`. levels: horizontal lines for comparison. marks: highlighted iterations."""
 
     name: str
     title: str
@@ -19,11 +19,11 @@ class Chart(NamedTuple):
     lines: list[dict[str, Any]]
     levels: list[dict[str, Any]]
     marks: list[dict[str, Any]]
-    zero: bool = False  # the scale begins there
+    zero: bool = False  # the scale starts at 0
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
-    """At most about `most` of the points, in order: of each stretch the first, the last, the least and the greatest."""
+    """Return about `most` points at most, in order: the first, last, least and greatest of each range."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(4 * len(points) / most)
@@ -39,7 +39,10 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
 
 
 def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
-    """A line of a chart. kind: raw (many points, thin), dots (few, with a dot each) or plain; a value that is none is a gap."""
+    """Return a line of a chart. NaN and infinite values become None, which interrupts the line.
+
+    kind: raw (many points, thin), dots (few points, with markers), dashed, parts or plain.
+    """
     finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
     kept = thinned(finite)
     y = [None if value is None else float(f"{value:.6g}") for _, value in kept]
@@ -91,7 +94,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """What is the same for all runs stands there once, and belongs to none."""
+    """Return the levels. A level that all runs share appears once and belongs to no run."""
     alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for level in levels:
         alike.setdefault((level["label"], level["y"]), []).append(level)
@@ -101,7 +104,7 @@ def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
     return found
 
 
-# Of lines of training: key, title, unit, whether the scale is logarithmic, factor.
+# Keys of training rows: key, title, unit, logarithmic scale, factor.
 OF_TRAINING = (
     ("lr", "Learning rate", "", False, 1.0),
     ("grad_norm", "Gradient norm", "", True, 1.0),
@@ -129,7 +132,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _timers(runs: Sequence[RunRead]) -> list[Chart]:
-    """Where the time of an iteration goes, a chart a run that was told to measure it."""
+    """Return a chart of the parts of an iteration for each run that measured them."""
     found = []
     for i, run in enumerate(runs):
         rows = [row for row in run.part("train") if "timers_ms" in row]
@@ -143,7 +146,7 @@ def _timers(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def charts(runs: Sequence[RunRead]) -> list[Chart]:
-    """All that have something to show."""
+    """Return all charts that have values to show."""
     found = []
     for chart in [*_learning(runs), *_training(runs), *_timers(runs)]:
         lines = [each for each in chart.lines if any(y is not None for y in each["y"])]

@@ -1,4 +1,4 @@
-"""Settings of runs side by side: those that differ, those that are not the defaults, all of them."""
+"""Settings of runs side by side: all of them, marked if they differ between runs or from the defaults."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.fields import flag
 
-APART = {"run_dir", "save", "load"}  # paths that name the run itself
+APART = {"run_dir", "save", "load"}  # paths that identify the run itself
 
 
 class Setting(NamedTuple):
-    """One setting of all runs. differs: between runs; changed: some run has another value than the default."""
+    """One setting of all runs. differs: between runs. changed: some run's value is not the default."""
 
     section: str
     flag: str
@@ -21,7 +21,7 @@ class Setting(NamedTuple):
 
 
 def settings(configs: Sequence[Config]) -> list[Setting]:
-    """Every setting, in the order of `--help`."""
+    """Return every setting, in the order of `--help`."""
     dicts: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
     defaults = Config().to_dict()
     found = []
@@ -35,7 +35,7 @@ def settings(configs: Sequence[Config]) -> list[Setting]:
 
 
 def _word(value: Any) -> str:
-    """As short as a person would write it."""
+    """Return a value in its short form."""
     if value is None:
         return "–"
     if isinstance(value, bool):

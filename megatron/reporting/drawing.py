@@ -1,4 +1,7 @@
-"""Timetables as pictures: a row of bars for each stage, one timetable above the other on one scale of time. SVG by itself, PNG by matplotlib."""
+"""Timetables as figures: a row of bars for each stage, timetables stacked on one time scale.
+
+SVG needs no package, PNG needs matplotlib.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,24 +19,24 @@ WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
     70,
     26,
     26,
-)  # pixels: of all, of a stage, of its name, of the words above, of the scale below
+)  # pixels: total width, height of a stage, width of its name, height of the title, height of the time axis
 
 Rows = Mapping[str, Sequence[Span]]
 
 
 def kinds_of(rows: Rows) -> list[str]:
-    """Of passes: forward, backward and, where it is by itself, weight gradients."""
+    """Return the kinds of passes present: forward, backward and, if separate, weight gradients."""
     there = {span.kind for spans in rows.values() for span in spans}
     return [kind for kind in WORDS if kind in there]
 
 
 def end_of(rows: Rows) -> float:
-    """Of the longest one."""
+    """Return the end of the last span."""
     return max(span.end for spans in rows.values() for span in spans)
 
 
 def ticks(end: float) -> list[float]:
-    """Round numbers from 0 to `end`, at most nine."""
+    """Return round numbers from 0 to `end`, at most nine."""
     rough = end / 8
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -41,7 +44,10 @@ def ticks(end: float) -> list[float]:
 
 
 def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
-    """rows: spans by the words that stand above them. unit: `ms` for spans in seconds; without it their times are plain numbers."""
+    """Return an SVG of timetables.
+
+    rows: spans by title. unit: `ms` for spans in seconds; without it times have no unit.
+    """
     scale, per_row = (WIDTH - LEFT - 10) / end_of(rows), stages * HEIGHT + HEAD
     tall = per_row * len(rows) + AXIS + 20
     parts = [
@@ -72,7 +78,7 @@ def _bar(span: Span, scale: float, y: int) -> str:
 
 
 def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None:
-    """The same picture. Raises ValueError without matplotlib."""
+    """Write the figure as PNG. Raises ValueError without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -104,7 +110,7 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None
 
 
 def write_pictures(svg: str | None, png: str | None, rows: Rows, stages: int, unit: str = "") -> None:
-    """Those that have a path."""
+    """Write the figure to each path that is given."""
     if svg:
         write_text(svg, as_svg(rows, stages, unit))
     if png:

@@ -1,4 +1,4 @@
-"""What a run came to, in a few lines: for the terminal, and as the table at the top of a page."""
+"""Results of a run in a few lines, for the terminal and for the table on a page."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ Facts = list[tuple[str, str]]
 
 
 def results(run: RunRead) -> Facts:
-    """What was learned and how fast, each with its name."""
+    """Return losses and speed as (name, value) pairs."""
     train, valid = run.part("train"), run.part("valid")
     facts = [("iterations", str(run.iteration))]
     if train:
@@ -38,7 +38,7 @@ def results(run: RunRead) -> Facts:
 
 
 def machine(run: RunRead, parameters: int | None) -> Facts:
-    """How large the model is, how the run is laid out, and what it takes."""
+    """Return size, layout and resource use as (name, value) pairs."""
     p, train = run.config.parallel, run.part("train")
     facts = []
     if parameters is not None:
@@ -60,7 +60,7 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
 
 
 def layout(run: RunRead) -> str:
-    """Ranks on each axis; how many replicas there are follows from the samples of an iteration."""
+    """Return the ranks on each axis. The number of replicas follows from the samples of an iteration."""
     p, t = run.config.parallel, run.config.train
     words = [f"pipe {p.pipe_parallel_size}"] if p.pipe_parallel_size else ["no pipeline"]
     if run.global_batch:
@@ -72,14 +72,17 @@ def layout(run: RunRead) -> str:
 
 
 def progress(run: RunRead, now: float | None = None) -> tuple[str, float]:
-    """(its state in words, the share of --train-iters that is done)."""
+    """Return (state in words, completed share of --train-iters)."""
     whole = run.config.train.train_iters
     share = min(run.iteration / whole, 1.0) if whole else 1.0
     return f"{run.state(now)} · iteration {run.iteration:,} of {whole:,}", share
 
 
 def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
-    """A row a name, a column a run; empty where a run has no such fact. Names in the order of the first run that has them."""
+    """Return a row for each name and a column for each run, with "" for missing values.
+
+    Names come in the order of the first run that has them.
+    """
     names: dict[str, None] = {}
     for facts in runs:
         names |= dict.fromkeys(name for name, _ in facts)
@@ -88,7 +91,7 @@ def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
 
 
 def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
-    """The lines for a terminal; of one run without its name above."""
+    """Return the lines for a terminal; a single run has no header."""
     rows = table(runs)
     if len(runs) > 1:
         rows = [("", list(names)), *rows]

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts of a page, and asks for news while runs go on. Data come from script elements of the page itself.
+// Draws the charts of a page, and polls for updates while runs continue. Data come from script elements of the page.
 const NS = "http://www.w3.org/2000/svg";
 const state = { x: "iteration", smooth: 0, hidden: new Set(), log: {}, zoom: null };
 const root = document.documentElement, tip = document.getElementById("tip"), page = document.getElementById("page");
@@ -38,7 +38,7 @@ function ticks(low, high, log, most) {
   return found;
 }
 
-// Where an iteration of a run lies on the axis that is chosen.
+// Position of an iteration of a run on the selected axis.
 function at(run, iteration) {
   if (state.x === "iteration") return iteration;
   const x = about.axes[run].iteration, y = about.axes[run][state.x];
@@ -224,7 +224,7 @@ function drawAll() {
   document.querySelectorAll(".card").forEach(card => card.setAttribute("aria-pressed", !state.hidden.has(+card.dataset.run)));
 }
 
-// What the page holds is new: find its data, and let its controls say what was chosen before.
+// The content of the page is new: read its data, and restore the state of its controls.
 function begin() {
   const data = document.getElementById("about");
   about = data ? JSON.parse(data.textContent) : { names: [], axes: [] };
@@ -251,7 +251,7 @@ function begin() {
 
 function theme(name) {
   root.dataset.theme = name;
-  try { localStorage.setItem("theme", name); } catch { /* a page of a file may not keep anything */ }
+  try { localStorage.setItem("theme", name); } catch { /* a page from a file may have no storage */ }
 }
 
 async function news(version) {

@@ -1,4 +1,4 @@
-"""A page about runs that needs no other file: what is told in words is here, what page.js draws is in it as data."""
+"""A self-contained HTML page about runs: text and tables from here, charts drawn by page.js from embedded data."""
 
 import html
 import json
@@ -13,16 +13,16 @@ from .differences import Setting, settings
 from .runs import RunRead
 from .timetable import Timetable, as_svg
 
-COLOURS = 8  # that page.css has for runs
+COLOURS = 8  # number of run colours in page.css
 
 
 def escape(text: object) -> str:
-    """Text that stands for itself in HTML."""
+    """Return text escaped for HTML."""
     return html.escape(str(text))
 
 
 def as_data(content: Any) -> str:
-    """JSON inside a script element, which no text in it can end."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -34,7 +34,11 @@ def page(
     live: bool = False,
     now: float | None = None,
 ) -> str:
-    """All of it. parameters: of each run's model. timetables: by the number of the run. live: the page asks for news."""
+    """Return the whole page.
+
+    parameters: parameter count of each run's model. timetables: by index of the run. live: the page polls for
+    updates.
+    """
     here = resources.files("megatron.reporting")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     names = " · ".join(run.name for run in runs)
@@ -54,7 +58,7 @@ def body(
     timetables: Mapping[int, Timetable],
     now: float | None = None,
 ) -> str:
-    """What changes while a run goes on."""
+    """Return the part of the page that changes while a run continues."""
     told = [[*facts.results(run), *facts.machine(run, count)] for run, count in zip(runs, parameters, strict=True)]
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -116,7 +120,7 @@ def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], code: bool = False) -> str:
-    """Names on the left, a column a run; of one run without a head."""
+    """Return a table with names on the left and a column for each run; a single run has no header."""
     if not rows:
         return ""
     head = "".join(f"<th>{_dot(i)}{escape(name)}</th>" for i, name in enumerate(names)) if len(names) > 1 else ""
@@ -141,7 +145,7 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
 
 
 def _samples(runs: Sequence[RunRead]) -> str:
-    """For each prompt what each run wrote at each checkpoint, the newest one first."""
+    """Return the samples of all runs by prompt, newest checkpoint first."""
     by_prompt: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for i, run in enumerate(runs):
         for row in run.samples:
@@ -159,7 +163,7 @@ def _samples(runs: Sequence[RunRead]) -> str:
 
 
 def _continued(prompt: str, text: str) -> str:
-    """The text, with what was given in another colour."""
+    """Return the text with its prompt in a different colour."""
     if prompt and text.startswith(prompt):
         return f"<span>{escape(prompt)}</span>{escape(text[len(prompt) :])}"
     return escape(text)

@@ -1,4 +1,4 @@
-"""A run as it is read back from its folder: settings, metrics, samples of text; whole or while it goes on."""
+"""Reader of a finished or running run's folder: settings, metrics and text samples."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
 SAMPLES = "samples.jsonl"
-QUIET = 300.0  # seconds without a line after which an unfinished run is no longer said to go on
+QUIET = 300.0  # seconds without a line after which an unfinished run counts as stopped
 
 
 def read_lines(path: Path) -> list[Row]:
@@ -33,7 +33,7 @@ def read_lines(path: Path) -> list[Row]:
 
 
 def _rows_of(path: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl. Raises ValueError with the file and the line of one that no run has written."""
+    """Return the rows of metrics.jsonl. Raises ValueError, with file and line, for a malformed row."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
@@ -51,14 +51,15 @@ def read_metrics(run_dir: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
     rows = _rows_of(path)
-    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null says nan
+    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null means nan
 
 
 @dataclass(frozen=True)
 class RunRead:
-    """One run. given: its settings as it wrote them; config: with paths that lead to where its folder is now.
+    """One run.
 
-    baselines: unigram entropies in nats per token, by what they are of.
+    given: its settings as saved. config: the same, with paths relocated to the folder's current place.
+    baselines: unigram entropies in nats per token, by what they describe.
     """
 
     name: str
@@ -68,32 +69,35 @@ class RunRead:
     rows: Sequence[Row]
     samples: Sequence[Row] = ()
     baselines: Mapping[str, float] = field(default_factory=dict)
-    written: float = 0.0  # when its newest line was, in seconds since the epoch
+    written: float = 0.0  # time of the newest line, in seconds since the epoch
 
     def part(self, split: str) -> list[Row]:
-        """The lines of train, valid or test."""
+        """Return the rows of train, valid or test."""
         return [row for row in self.rows if row.get("split") == split]
 
     @property
     def iteration(self) -> int:
-        """The newest one that a line tells of."""
+        """Latest iteration with a row."""
         return max((row["iteration"] for row in self.rows), default=0)
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of an iteration; None before the first line."""
+        """Samples of an iteration; None before the first row."""
         train = self.part("train")
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
     def state(self, now: float | None = None) -> str:
-        """finished, running, or stopped, as far as its lines tell."""
+        """Return "finished", "running" or "stopped", judged by the rows."""
         if self.iteration >= self.config.train.train_iters:
             return "finished"
         silence = (time.time() if now is None else now) - self.written
         return "running" if silence < QUIET else "stopped"
 
     def axes(self, most: int = 400) -> dict[str, list[float]]:
-        """Where iterations lie in tokens and in hours of training (without evaluations and saves): points of lines."""
+        """Return at most about `most` points that map iterations to tokens and to hours of training.
+
+        The hours exclude evaluation and checkpoints.
+        """
         at: dict[str, list[float]] = {"iteration": [0.0], "tokens": [0.0], "hours": [0.0]}
         for row in self.part("train"):
             tokens, speed = float(row["consumed_tokens"]), row.get("tokens_per_second")
@@ -111,7 +115,7 @@ class RunRead:
 
 
 def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
-    """Tokens seen after an iteration, between the points of `RunRead.axes` on a straight line."""
+    """Return the tokens seen after an iteration, interpolated between points of `RunRead.axes`."""
     x, y = axes["iteration"], axes["tokens"]
     i = min(max(bisect_left(x, iteration), 1), len(x) - 1)
     if len(x) == 1 or x[i] == x[i - 1]:
@@ -120,7 +124,7 @@ def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
 
 
 def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, float] | None = None) -> RunRead:
-    """The run in `folder`. Raises ValueError where it holds none."""
+    """Return the run in `folder`. Raises ValueError if there is none."""
     rows = read_metrics(folder)
     given = from_file(str(folder / "config.json"))
     config = relocated(given, folder)
@@ -130,7 +134,7 @@ def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, floa
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Short names that tell folders apart: the last parts of their paths, as many as it takes."""
+    """Return short unique names of folders: the last parts of their paths, as many as necessary."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-length:]) for each in parts]

@@ -1,4 +1,4 @@
-"""A page that is there while a run goes on: a web server of this machine only, which answers two addresses and no other."""
+"""A local web server for a page that is updated while runs continue. It answers two addresses only."""
 
 import hashlib
 from collections.abc import Callable
@@ -10,13 +10,14 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def server(whole: Callable[[], str], body: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """Ready to serve `whole` as / and `body` as /live on loopback. port: 0 for one that is free. Raises OSError where it is taken.
+    """Return a server on loopback with `whole` at / and `body` at /live.
 
-    Asked under another name than this machine's own for itself, it refuses: so no page of the web can read it by a name of its own.
+    port: 0 for any free port. Raises OSError if the port is taken. Requests under a host name other than
+    localhost are refused, so that no web page can read it through DNS rebinding.
     """
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802  # the name that http.server calls
+        def do_GET(self) -> None:  # http.server calls this name
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
             if host not in ("127.0.0.1", "localhost", "::1"):
                 self.send_error(403)
@@ -28,7 +29,7 @@ def server(whole: Callable[[], str], body: Callable[[], str], port: int) -> Thre
                 return
             try:
                 content = pages[path]().encode()
-            except (ValueError, OSError) as error:  # a run that is just being begun again
+            except (ValueError, OSError) as error:  # a run is just being restarted
                 self.send_error(503, explain=str(error))
                 return
             self._answer(content)
@@ -50,6 +51,6 @@ def server(whole: Callable[[], str], body: Callable[[], str], port: int) -> Thre
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing of what is asked."""
+            """Suppress the request log."""
 
     return ThreadingHTTPServer((HOST, port), Handler)

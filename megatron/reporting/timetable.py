@@ -1,4 +1,4 @@
-"""What a traced iteration became, beside the same passes in an ideal schedule: for a picture of either."""
+"""Timetable of a traced iteration, with the ideal schedule of the same passes for comparison."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,15 @@ from tds.schedule import Plan, schedule_of
 from tds.simulator import Costs, simulate
 from tds.timetable import Span, bubble
 
-WIDTH, HEIGHT, LEFT = 900, 30, 64  # of a picture, of a stage, of its name
+WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
 
 
 class Timetable(NamedTuple):
-    """A traced iteration. ideal: the same passes, with stages that wait for nothing but inputs. usual: seconds of the median iteration."""
+    """A traced iteration.
+
+    ideal: the same passes on stages that only wait for inputs. usual: seconds of the median iteration. kept:
+    number of iterations in the trace.
+    """
 
     stages: int
     schedule: str
@@ -25,7 +29,7 @@ class Timetable(NamedTuple):
     kept: int
 
     def rows(self) -> dict[str, list[Span]]:
-        """The two, each under its words."""
+        """Return the ideal and the real timetable by title."""
         end, real = (max(span.end for span in spans) for spans in (self.ideal, self.chosen.spans))
         return {
             f"ideal {self.schedule} of the same passes: {end * 1e3:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
@@ -34,13 +38,16 @@ class Timetable(NamedTuple):
 
 
 def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
-    """The instructions of every stage."""
+    """Return the instructions of every stage."""
     schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
     return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 
 
 def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = None) -> Timetable:
-    """Of the ranks that `timeline.read` gave: this iteration, or the one of median time. Raises ValueError where it is not there."""
+    """Return the timetable of `iteration`, or of the one with median time.
+
+    ranks: traces from `timeline.read`. Raises ValueError if the iteration is missing.
+    """
     found = timeline.iterations(ranks)
     if not found:
         raise ValueError("the timeline holds no iteration that all stages have kept whole")
@@ -56,7 +63,7 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
 
 
 def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
-    """The schedule with stages that wait for nothing but inputs, and passes as long as the median of those that were."""
+    """Return the schedule with median pass times, on stages that only wait for inputs."""
     stages, chunks = int(about["stages"]), int(about["chunks"])
     chunks = chunks if stages > 1 else 1
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
@@ -78,7 +85,7 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
 
 
 def read_timetable(run_dir: Path) -> Timetable | None:
-    """Of a pipeline run that kept its timelines; None of another, and where none can be read."""
+    """Return the timetable of a pipeline run with timelines, or None if there is none."""
     folder = run_dir / timeline.FOLDER
     try:
         ranks = timeline.read(folder)
@@ -88,7 +95,7 @@ def read_timetable(run_dir: Path) -> Timetable | None:
 
 
 def as_svg(table: Timetable) -> str:
-    """Both timetables on one scale; colours are classes, which the page has for light and for dark."""
+    """Return both timetables on one scale. Colours are CSS classes that the page defines."""
     rows, stages = table.rows(), table.stages
     scale = (WIDTH - LEFT - 4) / max(span.end for spans in rows.values() for span in spans)
     tall = stages * HEIGHT + 32

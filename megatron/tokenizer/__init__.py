@@ -1,4 +1,4 @@
-"""Text to ids and back, without loss."""
+"""Tokenizers: lossless conversion between text and token ids."""
 
 from .base import Tokenizer, TokenizerError
 from .load import load_tokenizer

@@ -1,4 +1,4 @@
-"""What every tokenizer answers to."""
+"""The interface of all tokenizers, and helpers that they share."""
 
 import hashlib
 import json
@@ -15,11 +15,11 @@ from ..json_text import describe_json
 
 
 class TokenizerError(ValueError):
-    """A vocabulary file is missing or is not what it should be; the message names it."""
+    """A vocabulary file is missing or malformed; the message names the file."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ValueError, with the file's name, for anything else."""
+    """Return the object in a JSON file. Raises ValueError, naming the file, for any other content."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -36,12 +36,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Conversion between text and token ids.
 
-    vocab_size: number of ids. eod: the id that ends a document. fingerprint: the same for
-    tokenizers that give the same ids, another for any other. specials: ids that no text gives, by name. marks: these
-    and all other ids that stand for a name as a whole, which a text may hold: what templates and gaps can be marked with.
-    start: ids that its maker puts in front of every text (Llama's <|begin_of_text|>), none if empty.
+    vocab_size: number of ids. eod: the end-of-document id. fingerprint: equal for tokenizers that produce the
+    same ids, different for all others. specials: special tokens as name -> id; plain text never encodes to
+    them. marks: `specials` and all other added tokens that text can contain by name, for chat templates and
+    fill-in-the-middle. start: ids that the model expects before every text (Llama's <|begin_of_text|>); empty
+    if none.
     """
 
     name: str
@@ -53,29 +54,32 @@ class Tokenizer(ABC):
 
     @property
     def before(self) -> tuple[int, ...]:
-        """What stands before the first token of a text that is scored: `start`, or the end of another text."""
+        """Ids before the first token of a scored text: `start`, or the end-of-document token if there is none."""
         return self.start or (self.eod,)
 
     @property
     def marks(self) -> dict[str, int]:
-        """Ids by name; see the class."""
+        """Ids of special and added tokens by name; see the class."""
         return self.specials
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end."""
+        """Return the ids of `text`, without an end-of-document token."""
         ...
 
     def encode_inside(self, text: str) -> list[int]:
-        """Ids of a text that goes on after a special token."""
+        """Return the ids of text that follows a special token."""
         return self.encode(text)
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
-        """Ids of what somebody says, in which no name stands for a token of `marks`. inside: it goes on after a special token."""
+        """Return the ids of message content, in which no name becomes a token of `marks`.
+
+        inside: the content follows a special token.
+        """
         return self.encode_inside(text) if inside else self.encode(text)
 
     def encode_names(self, text: str) -> list[int]:
-        """Ids of a text in which names of special tokens stand for these tokens, as in transformers."""
+        """Return the ids of `text`, with names in `marks` replaced by their tokens, as in transformers."""
         marks, ids = self.marks, list[int]()
         for part in filter(None, any_of(marks).split(text)):
             if part in marks:
@@ -85,20 +89,20 @@ class Tokenizer(ABC):
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Ids of each text. One thread: callers run a process a core."""
+        """Return the ids of each text. Runs in one thread: callers parallelise over processes."""
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text again; `eod` is left out. Ids that are part of a character give U+FFFD."""
+        """Return the text of `ids`, without `eod`. Ids that form an incomplete character become U+FFFD."""
 
     def padded_vocab_size(self, multiple: int) -> int:
-        """Rows of an embedding whose number is to be divisible by `multiple`."""
+        """Return the vocabulary size rounded up to a multiple of `multiple`: rows of the embedding."""
         return -(-self.vocab_size // multiple) * multiple
 
 
 def fingerprint(kind: str, *contents: bytes) -> str:
-    """SHA-256 of what decides on the ids, in hexadecimal."""
+    """Return the SHA-256, in hexadecimal, of everything that determines the ids."""
     digest = hashlib.sha256(kind.encode())
     for content in contents:
         digest.update(len(content).to_bytes(8, "little") + content)
@@ -106,10 +110,11 @@ def fingerprint(kind: str, *contents: bytes) -> str:
 
 
 def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | None) -> str:
-    """That a corpus ends its documents with another token than `tokenizer` of the same fingerprint, in words; "" where it does not.
+    """Return a message if a corpus and `tokenizer` use different end-of-document tokens, else "".
 
-    about: the sidecar of the corpus. The fingerprint is of tokenizer.json, while the end of a document may stand in
-    tokenizer_config.json next to it: a model for texts and one for conversations often share the one and not the other.
+    about: the sidecar of a corpus with the tokenizer's fingerprint. The fingerprint covers tokenizer.json, but
+    the end-of-document token may come from tokenizer_config.json next to it. A base model and its chat model
+    often share the first file only.
     """
     theirs = about.get("eod")
     if not isinstance(theirs, int) or theirs == tokenizer.eod or not about.get("append_eod", True):
@@ -120,15 +125,18 @@ def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | 
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Finds any of the names, the longest first; in a group, so that splitting keeps them."""
+    """Return a pattern that matches any name, longest first, in a group so that `split` keeps the names."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
 
 
 def past_first(names: Iterable[str]) -> re.Pattern[str]:
-    """Finds where to cut names so that none is left whole: after the first character of each."""
+    """Return a pattern whose matches start after the first character of each name.
+
+    A text that is cut at these places contains none of the names as a whole.
+    """
     return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 
 
 def byte_piece(byte: int) -> str:
-    """How vocabularies write a token that stands for one byte of UTF-8."""
+    """Return how vocabularies write the token of one UTF-8 byte, such as `<0x0A>`."""
     return f"<0x{byte:02X}>"

@@ -1,4 +1,4 @@
-"""What Hugging Face's files next to a vocabulary say of it."""
+"""Readers for the Hugging Face files next to a vocabulary, such as tokenizer_config.json."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from .base import TokenizerError, read_object
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# Types of models whose tokenizers have a class that gives roles to tokens by itself.
+# Tokenizer classes that assign special-token roles even without a tokenizer_config.json, by model_type.
 CLASSES = {
     "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer", "mt5": "T5Tokenizer",
 }  # fmt: skip
@@ -19,13 +19,16 @@ TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, if there is one. Raises ValueError for what is no object."""
+    """Return the content of tokenizer_config.json, {} without one. Raises ValueError unless it is an object."""
     nearby = path.with_name(SETTINGS)
     return read_object(nearby) if nearby.is_file() else {}
 
 
 def token_beside(path: Path, key: str) -> str | None:
-    """The name of a token in tokenizer_config.json, such as eos_token. Raises TokenizerError for what is none."""
+    """Return the name of a special token in tokenizer_config.json, such as that of eos_token, or None.
+
+    Raises TokenizerError if the value is neither a string nor a token object.
+    """
     token = settings_beside(path).get(key)
     name = token.get("content", token) if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
@@ -34,7 +37,7 @@ def token_beside(path: Path, key: str) -> str | None:
 
 
 def named_beside(path: Path) -> set[str]:
-    """Names of all tokens to which tokenizer_config.json gives a role, such as eos_token, or calls special."""
+    """Return the names of all tokens that tokenizer_config.json gives a role, such as eos_token, or calls special."""
     settings = settings_beside(path)
     found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -45,7 +48,10 @@ def named_beside(path: Path) -> set[str]:
 
 
 def added_beside(path: Path) -> dict[str, int]:
-    """Ids of the tokens that added_tokens.json and added_tokens_decoder name. Raises TokenizerError for a list that is none."""
+    """Return the tokens in added_tokens.json and added_tokens_decoder as name -> id.
+
+    Raises TokenizerError if added_tokens_decoder is malformed.
+    """
     nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
     added = dict(read_object(more)) if more.is_file() else {}
     listed = settings_beside(path).get("added_tokens_decoder") or {}
@@ -55,9 +61,9 @@ def added_beside(path: Path) -> dict[str, int]:
 
 
 def placeholder_of(file: str) -> dict[str, Any]:
-    """Return a tokenizer.json that no library reads: each raises an error that shows this version.
+    """Return a tokenizer.json that every library rejects, with an error that shows its `version`.
 
-    Without it transformers would build another tokenizer from `file`, or one of no tokens, and say nothing.
+    Without it transformers would silently build a different or an empty tokenizer from `file`.
     """
     version = f"none: {file} beside it is read by megatron.tokenizer, not by transformers"
     return {"version": version, PLACEHOLDER: file, "added_tokens": [], "model": {}}
@@ -72,15 +78,15 @@ def named_by_placeholder(path: Path) -> Path | None:
 
 
 def generation_beside(path: Path) -> dict[str, Any]:
-    """Return what generation_config.json says, {} without one. Raises ValueError for what is no object."""
+    """Return the content of generation_config.json, {} without one. Raises ValueError unless it is an object."""
     nearby = path.with_name(GENERATION)
     return read_object(nearby) if nearby.is_file() else {}
 
 
 def class_beside(path: Path) -> str:
-    """Return the class of transformers that reads a tokenizer, without "Fast"; "" where nothing says it.
+    """Return the transformers class of a tokenizer, without the suffix "Fast", or "" if unknown.
 
-    tokenizer_config.json names it, else config.json, else it follows from the type of the model.
+    tokenizer_config.json takes precedence over config.json; the default of the model_type comes last.
     """
     nearby = path.with_name("config.json")
     config = read_object(nearby) if nearby.is_file() else {}
@@ -90,14 +96,14 @@ def class_beside(path: Path) -> str:
 
 
 def ids_beside(path: Path) -> dict[str, Any]:
-    """Return the ids with a role in the config.json of the model that came with a tokenizer, such as bos_token_id."""
+    """Return the token ids with a role, such as bos_token_id, in the config.json next to a tokenizer."""
     nearby = path.with_name("config.json")
     content = read_object(nearby) if nearby.is_file() else {}
     return {key: content[key] for key in ROLES if key in content}
 
 
 def ends_beside(path: Path) -> int | list[int] | None:
-    """The eos_token_id of the model that came with it: of generation_config.json, else of config.json; None where neither says it."""
+    """Return eos_token_id from generation_config.json, else from config.json, else None."""
     nearby = [file for name in (GENERATION, "config.json") if (file := path.with_name(name)).is_file()]
     return next((found for file in nearby if (found := read_object(file).get("eos_token_id")) is not None), None)
 
@@ -105,9 +111,9 @@ def ends_beside(path: Path) -> int | list[int] | None:
 def refuse_lacking(
     path: Path, id_of: Callable[[str], int | None], known: Callable[[str], object] | None = None
 ) -> None:
-    """Raise TokenizerError for an added token that the vocabulary itself does not have under its id.
+    """Raise TokenizerError for an added token that the vocabulary lacks or has under a different id.
 
-    known: says of a name that it is no matter of the vocabulary, such as a sentinel that is counted by other means.
+    known: predicate for names that the vocabulary need not hold, such as sentinels.
     """
     for token, i in added_beside(path).items():
         if id_of(token) != i and not (known and known(token)):

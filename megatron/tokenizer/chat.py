@@ -1,8 +1,10 @@
-"""A conversation as tokens, and which of them a model learns to write: what the assistant says, and the mark that ends it.
+"""Chat templates: a conversation as tokens, with a mask for the assistant's tokens, which alone are trained on.
 
-A template writes roles and marks around the contents. Names of tokens (`Tokenizer.marks`) stand for these tokens in what the template writes,
-and never in a content, so that no text can pretend to be a turn of its own. But the assistant may write tokens that are neither special
-nor part of the frame of a turn, such as <think>; where a template in Jinja writes, which does not keep the two apart, everybody may.
+A template writes roles and markup around message contents. Names in the template's own markup
+(`Tokenizer.marks`) become special tokens. Names in contents stay text, so that no content can forge a turn. The
+assistant's content may hold added tokens that are neither special nor part of a turn's frame, such as <think>.
+A Jinja template does not separate markup from contents, so with Jinja every role's content may hold such
+tokens.
 """
 
 import contextlib
@@ -19,10 +21,10 @@ from .beside import TEMPLATE, settings_beside, token_beside
 from .load import file_of
 from .sandbox import BOUNDED, EndlessTemplate, limited, refuse_large
 
-DATES = "strftime_now"  # what a template calls that writes a date
+DATES = "strftime_now"  # the function with which a template writes a date
 ROLES = ("system", "user", "assistant")
-BEGIN, END = "<|im_start|>", "<|im_end|>"  # of ChatML
-# What templates know besides the messages, where tokenizer_config.json says it.
+BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's marks around a turn
+# Token names that templates may use besides the messages, if tokenizer_config.json defines them.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -34,7 +36,7 @@ class Message(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some text of a conversation. counts: whether it is learned. markup: whether names in it stand for tokens."""
+    """Part of a rendered conversation. counts: it is trained on. markup: names in it become special tokens."""
 
     text: str
     counts: bool
@@ -42,24 +44,28 @@ class Piece(NamedTuple):
 
 
 class Template(Protocol):
-    """How a conversation is written. source: what tells this template from others. date: the time, in ISO 8601, that it writes as now, if it asks."""
+    """How a conversation is rendered.
+
+    source: identifies the template. date: the time in ISO 8601 that the template renders as now, None if it
+    does not use one.
+    """
 
     source: str
     date: str | None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """The text in pieces. Raises ValueError for a conversation that the template cannot write."""
+        """Return the rendered conversation in pieces. Raises ValueError if the template cannot render it."""
         ...
 
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """The same up to where the assistant begins to answer the last message."""
+        """Return the conversation up to where the assistant's next answer begins."""
         ...
 
 
 def messages_of(record: object) -> tuple[Message, ...]:
-    """The conversation of a record `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`.
+    """Return the conversation in `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`.
 
-    Raises ValueError for anything else, and where the assistant says nothing.
+    Raises ValueError for any other record and for one without an assistant's message.
     """
     if not isinstance(record, dict):
         raise ValueError("not an object with messages")
@@ -81,7 +87,7 @@ def messages_of(record: object) -> tuple[Message, ...]:
 
 
 def turns_of(turns: object) -> tuple[Message, ...]:
-    """A list of `{"role", "content"}`. Raises ValueError for anything else."""
+    """Return a list of `{"role", "content"}` as messages. Raises ValueError for anything else."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
     found = tuple(Message(turn.get("role", ""), turn.get("content", "")) for turn in turns)
@@ -102,17 +108,17 @@ def _check(message: Message) -> None:
 
 
 class ChatML:
-    """`<|im_start|>ROLE`, a line break, the content, `<|im_end|>`, a line break."""
+    """The ChatML template: `<|im_start|>ROLE`, newline, content, `<|im_end|>`, newline."""
 
     source = "chatml"
     date: str | None = None
     jinja = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )  # the same for transformers
+    )  # the same template for transformers
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """See Template."""
+        """Return the rendered conversation in pieces; see Template."""
         found: list[Piece] = []
         for role, content in messages:
             own = role == "assistant"
@@ -121,18 +127,19 @@ class ChatML:
         return tuple(found)
 
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """See Template."""
+        """Return the conversation with the header of an answer; see Template."""
         return *self.pieces(messages), Piece(f"{BEGIN}assistant\n", False, True)
 
 
 class JinjaTemplate:
-    """A template in Jinja, as Hugging Face's tokenizers have them.
+    """A Jinja template, as in Hugging Face tokenizers.
 
-    What the assistant says is found by writing the conversation up to each of its turns and once more with it. White space after the
-    mark that ends a turn does not count. tokenizer: whose special tokens, and other names in the frame of a turn, no content may hold, as
-    a template does not keep the two apart.
-    variables: what templates know besides the messages, such as eos_token. now: what strftime_now writes; None: templates do not know
-    it. Raises TokenizerError without jinja2 or for a template with a mistake.
+    The assistant's text is located by rendering the conversation up to each of its turns, then again with that
+    turn. White space after the token that ends a turn is not trained on.
+    tokenizer: its special tokens, and other names in the frame of a turn, are forbidden in contents, because
+    Jinja does not separate markup from contents. variables: values that the template may use besides the
+    messages, such as eos_token. now: the time for strftime_now; None leaves this function undefined. Raises
+    TokenizerError without jinja2 or for an invalid template.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
@@ -144,7 +151,7 @@ class JinjaTemplate:
             raise TokenizerError("this chat template needs the package jinja2: pip install jinja2") from None
 
         class Generation(jinja2.ext.Extension):
-            """Tags around what the assistant says, which some templates have; what is between them is written as it stands."""
+            """The `generation` tags with which some templates mark the assistant's text; their content is kept."""
 
             tags = {"generation"}
 
@@ -157,13 +164,13 @@ class JinjaTemplate:
 
         def tojson(
             value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-        ) -> str:  # Jinja's own writes < as \u003c
+        ) -> str:  # Jinja's built-in tojson writes < as \u003c
             return json.dumps(
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )
 
         class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
-            """A sandbox in which no operator makes a value that fills the memory."""
+            """A sandbox whose operators cannot create values that exhaust memory."""
 
             intercepted_binops = BOUNDED
 
@@ -186,7 +193,7 @@ class JinjaTemplate:
             raise TokenizerError(f"the chat template has a mistake: {error}") from None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """See Template. Raises ValueError where a turn changes what was written before it."""
+        """Return the pieces; see Template. Raises ValueError if a turn changes what was rendered before it."""
         self._refuse_names(messages)
         whole, at = self._written(messages, False), 0
         found: list[Piece] = []
@@ -205,7 +212,7 @@ class JinjaTemplate:
         return tuple(piece for piece in (*found, Piece(whole[at:], False, True)) if piece.text)
 
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """See Template."""
+        """Return the prompt as one piece; see Template."""
         self._refuse_names(messages)
         return (Piece(self._written(messages, True), False, True),)
 
@@ -217,8 +224,12 @@ class JinjaTemplate:
 
     @functools.cached_property
     def _frame(self) -> Pattern[str]:
-        """What no content may hold: special tokens, those around turns of the user and the system, and the one that opens and those
-        that end a turn of the assistant. Behind the first, a template may go on with what may be said, such as <think>."""
+        """Pattern of the token names that no content may hold.
+
+        These are the special tokens, the tokens around user and system turns, and the tokens that open and
+        close an assistant's turn. Only the first opening token counts: a template may follow it with tokens
+        that an answer may hold, such as <think>.
+        """
         system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
             before = self._written([asked], False)
@@ -226,9 +237,9 @@ class JinjaTemplate:
             opening = self._marks.search(self._written([asked], True).removeprefix(before))
         except EndlessTemplate:
             raise
-        except ValueError:  # a template that wants more than this
+        except ValueError:  # the template requires more messages than these
             return self._marks
-        with contextlib.suppress(ValueError):  # of one that knows no systems
+        with contextlib.suppress(ValueError):  # some templates reject system messages
             around += self._written([system, asked], False)
         return any_of({*self._tokenizer.specials, *self._marks.findall(around), *([opening[0]] if opening else [])})
 
@@ -242,7 +253,10 @@ class JinjaTemplate:
 
 
 def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
-    """The template `chatml`, the `tokenizer`'s own, or that of a Jinja file. Raises TokenizerError where there is none. date: see template_from."""
+    """Return the template `chatml`, the tokenizer's own (`tokenizer`), or that of a Jinja file.
+
+    date: see template_from. Raises TokenizerError if there is no such template.
+    """
     if name == "chatml":
         return ChatML()
     if name == "tokenizer":
@@ -259,24 +273,25 @@ def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | 
 
 
 def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
-    """The template of this source (see Template). date: the time that it takes for now, in ISO 8601; default: now.
+    """Return the template with this source (see Template). date: the time to render as now, in ISO 8601; default: now.
 
-    Raises TokenizerError for one with a mistake.
+    Raises TokenizerError for an invalid template.
     """
     return _template(source, tokenizer, vocab_file, datetime.fromisoformat(date) if date else datetime.now())
 
 
 def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
-    """The template that a sidecar names. Without a date there, its corpus was made when no template knew strftime_now, and had none in it.
+    """Return the template named in a corpus's sidecar.
 
-    Raises TokenizerError for one with a mistake.
+    A sidecar without a date predates support for strftime_now, so its template is rendered without that
+    function. Raises TokenizerError for an invalid template.
     """
     date = about.get("chat_date")
     return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
 
 
 def is_undated(about: Mapping[str, Any]) -> bool:
-    """Whether a sidecar has a template that writes a date, and was made before it did."""
+    """Return whether a sidecar's template renders a date that the sidecar does not record."""
     return DATES in str(about.get("chat_template")) and not about.get("chat_date")
 
 
@@ -289,18 +304,18 @@ def _template(source: str, tokenizer: Tokenizer, vocab_file: str, now: datetime 
 
 
 def own_template(vocab_file: str) -> str | None:
-    """The source of the template that comes with a tokenizer, if one does."""
+    """Return the source of the chat template that comes with a tokenizer, or None."""
     path = file_of(vocab_file).with_name(TEMPLATE)
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found = settings_beside(path).get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates, by name
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found if isinstance(found, str) else None
 
 
 class ChatEncoder:
-    """Pieces to ids. append_eod: end a conversation that the assistant ends with `eod`, which counts, too."""
+    """Encoder of rendered pieces. append_eod: a conversation that ends with the assistant gets a trained `eod`."""
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
         self._tokenizer, self._append_eod = tokenizer, append_eod
@@ -308,7 +323,7 @@ class ChatEncoder:
         self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
-        """(token ids, of each 1 if it counts in the loss, else 0). Neighbouring texts that count alike are encoded as one."""
+        """Return (token ids, loss mask with 1 for trained tokens). Adjacent text with equal mask is encoded as one."""
         pieces = list(pieces)
         spare = pieces[-1].text.isspace() and not pieces[-1].counts
         ends = self._append_eod and pieces[-2 if spare and len(pieces) > 1 else -1].counts
@@ -344,31 +359,31 @@ class ChatEncoder:
         return ids, counts
 
     def _parts(self, piece: Piece) -> list[str]:
-        """Text and names of tokens by turns."""
+        """Return text and token names in alternation."""
         if not piece.markup and not piece.counts:
             return [piece.text]
         return (self._marks if piece.markup else self._own).split(piece.text)
 
 
 def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Names of a built-in template that are no tokens of the tokenizer: they are written as text."""
+    """Return the names in a built-in template that the tokenizer has no token for; they are encoded as text."""
     return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
 
 
 def ignores_generation_prompt(template: Template) -> bool:
-    """Return whether a prompt lacks the header of an answer, so that a model must write the header before its answer."""
+    """Return whether prompts lack the header of an answer, so that the model must generate the header first."""
     question = [Message("user", "a")]
     try:
         prompt, conversation = (
             "".join(piece.text for piece in pieces) for pieces in (template.asking(question), template.pieces(question))
         )
-    except ValueError:  # the template refuses a question without a system prompt
+    except ValueError:  # the template rejects a question without a system prompt
         return False
     return prompt == conversation
 
 
 def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
-    """The id that ends what the assistant says; None where the template ends it with text."""
+    """Return the id that ends an assistant's turn, or None if the template ends it with text."""
     pieces = template.pieces([Message("user", "a"), Message("assistant", "a")])
     ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
     last = [i for i, counted in zip(ids, counts, strict=True) if counted][-1]

@@ -1,8 +1,8 @@
-"""The two tokenizers of CPM: words of jieba, then sentencepiece (CPM-1) or the longest match in a list of tokens.
+"""CPM's two tokenizers over words from jieba: sentencepiece (CPM-1), or longest match in a vocabulary.
 
-Both write a space as U+2582 and a newline as U+2583. Where the vocabulary has a token for each
-byte, as those that tools/train_tokenizer.py makes, every text comes back as it was; the
-vocabularies published for CPM have none, and a character that they lack becomes <unk>.
+Both write a space as U+2582 and a newline as U+2583. With a token for each byte, as in vocabularies from
+tools/train_tokenizer.py, they are lossless. CPM's published vocabularies have no byte tokens, so a character
+that they lack becomes <unk>.
 """
 
 import json
@@ -20,17 +20,17 @@ from .sentencepiece import EOD, open_model
 
 WORD, SPACE, NEWLINE = "\u2581", "\u2582", "\u2583"
 _MARKS = re.compile(f"([{WORD}{SPACE}{NEWLINE}])")
-LONGEST_WORD = 200  # of CPM; longer ones are <unk>
+LONGEST_WORD = 200  # CPM's limit; longer words become <unk>
 
 
 def is_cpm_model(path: Path) -> bool:
-    """Whether a sentencepiece model has learned CPM's marks for space and newline."""
+    """Return whether a sentencepiece model contains CPM's marks for space and newline."""
     model = open_model(str(path))
     return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
 
 
 def joined_words(cut_text: str) -> str:
-    """Words between BORDERs -> what CPM gives to sentencepiece."""
+    """Return segmented text as CPM's input for sentencepiece, with words separated by spaces."""
     return cut_text.replace(" ", SPACE).replace("\n", NEWLINE).replace(BORDER, " ")
 
 
@@ -39,15 +39,15 @@ def _as_text(piece: str) -> bytes:
 
 
 def named(kind: str, cut_with: str) -> str:
-    """Part of the fingerprint: what another segmenter cuts may have other ids."""
+    """Return the tokenizer's name for its fingerprint: different segmenters may give different ids."""
     return kind if cut_with == "jieba" else f"{kind}+{cut_with}"
 
 
 class _ByPieces(Tokenizer):
-    """Decodes piece by piece; what would be read as a mark is written in bytes."""
+    """Base of both tokenizers: decodes each id separately and encodes literal marks in the text as bytes."""
 
-    _bytes: list[int]  # ids of the 256 bytes; empty where the vocabulary has none
-    _table: list[bytes]  # what each id stands for
+    _bytes: list[int]  # ids of the 256 bytes; empty if the vocabulary has none
+    _table: list[bytes]  # UTF-8 text of each id
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text).tolist()  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ class _ByPieces(Tokenizer):
 
 
 class CpmTokenizer(_ByPieces):
-    """A sentencepiece model over jieba's words, joined by spaces, as CPM-1's."""
+    """A sentencepiece model over jieba's words joined by spaces, as in CPM-1."""
 
     def __init__(self, model_file: str, cut_with: str = "jieba") -> None:
         self.name = named("cpm", cut_with)
@@ -101,9 +101,9 @@ class CpmTokenizer(_ByPieces):
 
 
 class CpmVocabTokenizer(_ByPieces):
-    """The longest tokens of a list that a word of jieba begins with, from its front to its end, as CPM-Pretrain's.
+    """Greedy longest match in a vocabulary, within each of jieba's words, as in CPM-Pretrain.
 
-    The file has a token a line (.txt), its number being the id, or is a JSON object token -> id.
+    The file has one token a line (.txt), with the line number as id, or is a JSON object token -> id.
     """
 
     def __init__(self, vocab_file: str, cut_with: str = "jieba") -> None:
@@ -158,7 +158,7 @@ class CpmVocabTokenizer(_ByPieces):
 
 
 def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
-    """Token -> id. Raises TokenizerError for what is no list of tokens."""
+    """Return the vocabulary as token -> id. Raises TokenizerError for a malformed file."""
     try:
         text = content.decode("utf-8")
         if not vocab_file.endswith(".json"):

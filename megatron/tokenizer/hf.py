@@ -1,4 +1,4 @@
-"""Byte-level BPE of GPT-2 (Radford et al. 2019), and whatever else a tokenizer.json of Hugging Face describes."""
+"""GPT-2's byte-level BPE (Radford et al. 2019), and any other tokenizer in a Hugging Face tokenizer.json."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP
 
 
 def library() -> Any:
-    """The package tokenizers, imported when it is needed."""
+    """Return the package tokenizers, imported on first use. Raises TokenizerError if it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -30,7 +30,10 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def no_panic(path: str) -> Iterator[None]:
-    """Around calls of the library, whose panics are no Exception and cannot be sent to another process. Raises TokenizerError."""
+    """Turn a panic of the Rust library into a TokenizerError.
+
+    Panics do not derive from Exception and cannot be pickled for another process.
+    """
     try:
         yield
     except BaseException as error:
@@ -42,9 +45,9 @@ def no_panic(path: str) -> Iterator[None]:
 
 
 class HFTokenizer(Tokenizer):
-    """A `tokenizer.json`. Documents end with the eos_token of tokenizer_config.json next to it, or a token known for it.
+    """A `tokenizer.json`. Documents end with eos_token of tokenizer_config.json, or else with a token of END_NAMES.
 
-    Names of special tokens in a text are text.
+    Names of special tokens in a text are encoded as text.
     """
 
     name = "hf"
@@ -84,7 +87,8 @@ class HFTokenizer(Tokenizer):
             name: vocabulary[name] for name, token in added.items() if token.special or SENTINEL.fullmatch(name)
         }
         self.specials |= {end: self.eod}
-        # Others are tokens in a text, too. Words that somebody added to the vocabulary, and white space (CodeGen's, Phi's), are nothing but text.
+        # Other added tokens count as marks only if they look like one or have a role. Ordinary added words and
+        # white space (CodeGen's, Phi's) are plain text.
         roles = {name for name in named_beside(Path(path)) if name.strip()}
         more = {name: vocabulary[name] for name in added if LIKE_A_MARK.fullmatch(name) or name in roles}
         more = {name: i for name, i in more.items() if name not in self.specials}
@@ -92,7 +96,7 @@ class HFTokenizer(Tokenizer):
         with no_panic(path):
             self.start = _start_of(tokenizer)
             self._words = _Words(tokenizer, self.specials)
-        self._contents = None if more else self._words  # these two are made when they are asked for
+        self._contents = None if more else self._words  # both are created on first use
         self._named: Any = None
 
     @property
@@ -139,18 +143,18 @@ class HFTokenizer(Tokenizer):
 
 
 class _Words:
-    """A tokenizer for texts, at their beginning and inside of them, in which none of `specials` is found by its name."""
+    """Encoder of text in which no name in `specials` is recognised as its token."""
 
     def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
         description = tokenizer.to_str()
         self._first = tokenizer
         self._inside = _without_prefix(tokenizer, description, "first")
         self._bare = _without_prefix(tokenizer, description, "first", "always")
-        # A unigram model holds the names of special tokens as pieces, and would find them in a text.
+        # A unigram model also holds special tokens' names as ordinary pieces and would match them in a text.
         self.names = past_first(name for name, i in specials.items() if i in _ids(tokenizer, name))
 
     def ids(self, text: str, inside: bool) -> list[int]:
-        """Of a text, cut after the first character of whatever would be taken for a special token."""
+        """Return the ids of `text`, cut after the first character of each name that would match a special token."""
         cuts = [0, *(name.start() for name in self.names.finditer(text)), len(text)]
         ids = _ids(self._inside if inside else self._first, text[: cuts[1]])
         for begin, end in itertools.pairwise(cuts[1:]):
@@ -163,7 +167,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
-    """The same, but the tokens of these names are special ones, which are not found in a text."""
+    """Return a copy in which the tokens of these names are special, so that they are not matched in a text."""
     description = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:
         token["special"] = token["special"] or token["content"] in names
@@ -173,14 +177,14 @@ def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
 
 
 def _start_of(tokenizer: Any) -> tuple[int, ...]:
-    """What the post-processor puts in front of a text, if that is all that it adds: others (of BERT) mean the pair of both ends."""
+    """Return the ids that the post-processor prepends to a text, or () if it also appends some, as BERT's does."""
     whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
     added = len(whole) - len(bare)
     return tuple(whole[:added]) if added > 0 and whole[added:] == bare else ()
 
 
 def _check_beside(path: Path, tokenizer: Any) -> None:
-    """Raise TokenizerError for what transformers takes from the files next to it, and the tokenizer does not have."""
+    """Raise TokenizerError if transformers' settings next to the file disagree with the tokenizer."""
     refuse_lacking(path, tokenizer.token_to_id)
     settings = settings_beside(path)
     prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
@@ -192,7 +196,7 @@ def _check_beside(path: Path, tokenizer: Any) -> None:
 
 
 def _prefixes(part: Any) -> bool | None:
-    """Whether a description of byte-level words puts a space in front of a text; None for another kind of words."""
+    """Return whether a byte-level pre-tokenizer prepends a space; None for any other kind."""
     for each in (part or {}).get("pretokenizers", [part]):
         if each and each["type"] == "ByteLevel":
             return bool(each["add_prefix_space"])
@@ -200,7 +204,7 @@ def _prefixes(part: Any) -> bool | None:
 
 
 def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
-    """The same, but without the space that a `prepend_scheme` of these puts in front: for what goes on inside of a text."""
+    """Return a tokenizer without the space that these `prepend_scheme` values add, for text after a special token."""
     inside = description
     for scheme in schemes:
         inside = inside.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
@@ -212,13 +216,13 @@ def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
 
 
 def merges_of(path: Path) -> Path:
-    """The merges that belong to a vocabulary: gpt2-merges.txt to gpt2-vocab.json, else merges.txt next to it."""
+    """Return the merges file of a vocabulary: gpt2-merges.txt for gpt2-vocab.json, else merges.txt."""
     own = path.with_name(path.name.replace("vocab.json", "merges.txt"))
     return own if own != path and own.is_file() else path.with_name("merges.txt")
 
 
 class Gpt2BpeTokenizer(HFTokenizer):
-    """GPT-2's `vocab.json`, with `merges.txt` next to it (see `merges_of`); the ids are those of Hugging Face's GPT2Tokenizer."""
+    """GPT-2's `vocab.json` with `merges.txt` (see `merges_of`); the ids equal Hugging Face's GPT2Tokenizer."""
 
     name = "gpt2-bpe"
 

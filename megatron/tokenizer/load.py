@@ -1,4 +1,4 @@
-"""Which tokenizer a file holds."""
+"""Detection and loading of the tokenizer in a file or folder."""
 
 from pathlib import Path
 
@@ -13,11 +13,16 @@ IN_FOLDER = ("tokenizer.json", "vocab.json", "gpt2-vocab.json", "vocab.txt", "to
 
 
 def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
-    """The tokenizer in `vocab_file`, or in a folder of it. Raises TokenizerError.
+    """Return the tokenizer in `vocab_file` or in a folder. Raises TokenizerError.
 
-    kind: `sentencepiece` (X.model), `cpm` (X.model over words of jieba), `cpm-vocab` (X.txt or X.json over words of jieba),
-    these two with `+rjieba` (faster, and another tokenizer: see segment.py), `gpt2-bpe` (vocab.json next to merges.txt, or
-    Megatron-LM's gpt2-vocab.json next to gpt2-merges.txt), `hf` (tokenizer.json), or `auto`.
+    kind: one of
+    - `sentencepiece`: X.model
+    - `cpm`: X.model over words from jieba
+    - `cpm-vocab`: X.txt or X.json over words from jieba
+    - `cpm+rjieba`, `cpm-vocab+rjieba`: faster, but different tokenizers; see segment.py
+    - `gpt2-bpe`: vocab.json next to merges.txt, or Megatron-LM's gpt2-vocab.json next to gpt2-merges.txt
+    - `hf`: tokenizer.json
+    - `auto`: detected from the file
     """
     if kind not in KINDS:
         raise TokenizerError(f"--tokenizer-type {kind!r} must be one of {', '.join(KINDS)}")
@@ -27,7 +32,7 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
 
 
 def file_of(vocab_file: str) -> Path:
-    """The file of a tokenizer, of which its folder may be given. Raises TokenizerError."""
+    """Return a tokenizer's vocabulary file, given the file or its folder. Raises TokenizerError."""
     path = Path(vocab_file)
     if path.is_dir():
         path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
@@ -41,19 +46,20 @@ def file_of(vocab_file: str) -> Path:
 
 
 def folder_has_one(folder: Path) -> bool:
-    """Whether `load_tokenizer` finds a tokenizer in this folder."""
+    """Return whether `load_tokenizer` finds a tokenizer in this folder."""
     return any((folder / name).is_file() for name in IN_FOLDER)
 
 
 def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
-    """Raise TokenizerError unless both give the same ids, as far as their tokens, ends and a few texts tell."""
+    """Raise TokenizerError unless both tokenizers agree in vocabulary, end-of-document token and sample texts."""
     if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
         raise TokenizerError(
             f"{what}: {found.vocab_size} tokens, of which {found.eod} ends a text, not {expected.vocab_size} and {expected.eod}"
         )
     ours, theirs = ({i: name for name, i in each.specials.items()} for each in (found, expected))
     for i in range(found.vocab_size):
-        # Of special tokens some tokenizers write the name, others nothing, and sentencepiece writes a mark for what it does not know.
+        # Tokenizers decode a special token to its name or to nothing, and sentencepiece decodes unknown to a
+        # mark.
         written, wanted = {found.decode([i]), ours.get(i)}, {expected.decode([i]), theirs.get(i)}
         if not (written & wanted) - {None}:
             raise TokenizerError(f"{what}: its token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")

@@ -1,6 +1,7 @@
-"""Facts of a sentencepiece `.model` that its library does not report: types of pieces, algorithm, normalisation.
+"""Facts about a sentencepiece `.model` that its library does not expose: piece types, algorithm, normalisation.
 
-The file is a protobuf message (sentencepiece_model.proto). The few fields needed here are read without the package protobuf.
+The file is a protobuf message (sentencepiece_model.proto). This parser reads the few fields needed and does
+without the protobuf package.
 """
 
 import struct
@@ -18,8 +19,11 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 
 @dataclass
 class ModelFacts:
-    """types: of each piece by its id. algorithm: a value of ALGORITHMS. normalization: the name of its rule, such as `nmt_nfkc`.
-    prefixes: whether a text gets a space in front. squeezes: whether runs of spaces become one."""
+    """Facts about a sentencepiece model.
+
+    types: the type of each piece, by id. algorithm: a value of ALGORITHMS. normalization: name of the rule, such as
+    `nmt_nfkc`. prefixes: the model prepends a space to a text. squeezes: it collapses runs of spaces.
+    """
 
     types: list[int] = field(default_factory=list)
     algorithm: str = "unigram"
@@ -28,12 +32,12 @@ class ModelFacts:
     squeezes: bool = True
 
     def of_type(self, kind: int) -> list[int]:
-        """Return the ids of the pieces of this type."""
+        """Return the ids of all pieces of this type."""
         return [i for i, found in enumerate(self.types) if found == kind]
 
 
 def read_facts(content: bytes, name: str) -> ModelFacts:
-    """Read the bytes of a `.model`. Raises TokenizerError, with `name`, for what is no such message."""
+    """Parse the bytes of a `.model`. Raises TokenizerError, with `name`, if they are no such message."""
     facts = ModelFacts()
     try:
         for number, value in _fields(content):
@@ -50,7 +54,7 @@ def read_facts(content: bytes, name: str) -> ModelFacts:
 
 
 def with_rounded_scores(content: bytes, step: float) -> bytes:
-    """Return a `.model` whose scores are multiples of `step`, a power of two."""
+    """Return a `.model` with its scores rounded to multiples of `step`, a power of two."""
     found = bytearray(content)
     for number, begin, end in _spans(content):
         if number != PIECES:
@@ -76,13 +80,13 @@ def _message(value: int | bytes) -> bytes:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field. Raises IndexError or ValueError where the bytes are no message."""
+    """Yield the number and value of each field. Raises IndexError or ValueError for malformed bytes."""
     for number, begin, end in _spans(message):
         yield (-number, _varint(message, begin)[0]) if number < 0 else (number, message[begin:end])
 
 
 def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each field, negative for a varint, and where its value begins and ends."""
+    """Yield each field's number, negated for a varint, and the start and end of its value."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

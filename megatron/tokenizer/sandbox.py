@@ -1,4 +1,4 @@
-"""Limits for chat templates, which come with models of strangers: time, and sizes that an operator may make."""
+"""Limits on time and memory for chat templates, which come with untrusted models."""
 
 import contextlib
 import re
@@ -10,17 +10,17 @@ from typing import Any
 
 SECONDS = 10.0
 MOST_BITS = 1 << 16
-MOST_ITEMS = 1 << 26  # characters of a text, elements of a list
-BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `bounded` looks at; jinja2 then folds no constants of them
+MOST_ITEMS = 1 << 26  # characters of a string, elements of a list
+BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `refuse_large` checks; jinja2 never constant-folds them
 
 
 class EndlessTemplate(ValueError):
-    """A template takes longer, or makes larger values, than any conversation needs."""
+    """A template takes longer, or creates larger values, than any conversation needs."""
 
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Around a template that runs: raise EndlessTemplate after `SECONDS`. Without a limit outside the main thread."""
+    """Raise EndlessTemplate if the enclosed code exceeds `SECONDS`. Without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -38,7 +38,7 @@ def limited() -> Iterator[None]:
 
 
 def refuse_large(operator: str, left: Any, right: Any) -> None:
-    """Raise EndlessTemplate for an operation in C, which no timer interrupts, if its result would be huge."""
+    """Raise EndlessTemplate if an operation's result would be huge. Timers cannot interrupt operations in C."""
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
         raise EndlessTemplate(f"the chat template formats with {left[:40]!r}, whose width has no bound")
     bits = max((value.bit_length() for value in (left, right) if isinstance(value, int)), default=0)

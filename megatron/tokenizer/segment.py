@@ -1,17 +1,17 @@
-"""Chinese words as jieba cuts them (accurate mode, HMM), or nearly always the same words from rjieba at several times the speed.
+"""Chinese word segmentation with jieba (accurate mode, HMM), or with rjieba, which is several times as fast.
 
-rjieba agrees with jieba on runs of Han characters and has its own mind about what stands between
-them (`package.json` stays whole). So it gets the Han runs only, and the rest is cut by jieba's two
-patterns. Apart from letters and digits two things can still make a difference; there jieba itself cuts
-the whole block of Han characters, letters and digits:
+rjieba nearly always agrees with jieba on runs of Han characters but treats the text between them differently
+(it keeps `package.json` whole). So rjieba gets only the Han runs, and jieba's two patterns split the rest. Next
+to letters and digits two cases can still differ. There jieba itself segments the whole block of Han characters,
+letters and digits:
 
-- a dictionary word with a letter in it (T恤, C++);
-- single characters that the best path leaves standing. jieba looks at such a row of them again with its
-  HMM, unless together they are a word of the dictionary, and letters next to them make them none.
-  rjieba does not see the letters, and its words do not tell where such a row begins.
+- a dictionary word that contains a letter (T恤, C++);
+- a row of single characters on the best path. jieba segments such a row again with its HMM, unless the row is a
+  dictionary word. Adjacent letters become part of the row, which then is no dictionary word. rjieba does not
+  see the letters, and its output does not show where such a row begins.
 
-What is left are sums of logarithms that differ in their last bit where two ways to cut are equally good. No
-proof excludes them, so a tokenizer over rjieba has a fingerprint of its own.
+The remaining differences are ties: sums of logarithms that differ in the last bit. They cannot be ruled out, so
+a tokenizer over rjieba has a different fingerprint.
 """
 
 import importlib.util
@@ -27,11 +27,11 @@ from .base import TokenizerError
 
 SEGMENTERS = ("jieba", "rjieba")
 _HAN = re.compile("([\u4e00-\u9fd5]+)")
-_ASCII = re.compile(r"([a-zA-Z0-9+#&._%\-]+)")  # with Han: what jieba looks up words in
+_ASCII = re.compile(r"([a-zA-Z0-9+#&._%\-]+)")  # dictionary words consist of these and Han characters
 _NUMBER = re.compile(r"([a-zA-Z0-9]+(?:\.\d+)?%?)")
 _SPACE = re.compile(r"(\r\n|\s)")
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+#&._%-")
-BORDER = "\ud800"  # between two words; half of a surrogate pair stands in no text
+BORDER = "\ud800"  # word separator; half of a surrogate pair, so it occurs in no text
 _FIRST_SINGLES = re.compile(f"^(?:[^{BORDER}]{BORDER})+[^{BORDER}](?![^{BORDER}])")
 _LAST_SINGLES = re.compile(f"(?<![^{BORDER}])(?:[^{BORDER}]{BORDER})+[^{BORDER}]$")
 
@@ -39,9 +39,9 @@ Cut = Callable[[str], str]
 
 
 def segmenter(kind: str = "jieba") -> Cut:
-    """The function that puts a BORDER between each two words of a text.
+    """Return the function that inserts a separator between the words of a text.
 
-    kind: `jieba` or `rjieba`. Raises TokenizerError where a package is missing.
+    kind: `jieba` or `rjieba`. Raises TokenizerError if the package is missing.
     """
     if kind not in SEGMENTERS:
         raise TokenizerError(f"there is no segmenter {kind!r}; choose one of {', '.join(SEGMENTERS)}")
@@ -51,7 +51,7 @@ def segmenter(kind: str = "jieba") -> Cut:
     made: list[Cut] = []
 
     def cut(text: str) -> str:
-        if not made:  # the dictionary takes a second, and many who ask for a tokenizer never cut a text
+        if not made:  # the dictionary takes a second to load, and many tokenizers never segment a text
             jieba = _load_jieba()
             made.append(_Fast(jieba).cut if kind == "rjieba" else lambda text: BORDER.join(jieba.cut(text)))
         return made[0](text)
@@ -63,8 +63,8 @@ def segmenter(kind: str = "jieba") -> Cut:
 def _load_jieba() -> Any:
     import jieba
 
-    # jieba keeps its parsed dictionary under a well-known name in the temporary folder of all users and trusts what
-    # it finds there. In a folder of its own it parses the dictionary again, which takes a second.
+    # jieba caches its parsed dictionary under a well-known name in the shared temporary folder and trusts
+    # whatever it finds there. A private folder prevents that, at the cost of a second to parse the dictionary.
     jieba.setLogLevel("WARNING")
     with tempfile.TemporaryDirectory() as folder:
         jieba.dt.tmp_dir = folder
@@ -74,7 +74,7 @@ def _load_jieba() -> Any:
 
 @lru_cache(maxsize=1 << 17)
 def _cut_between(text: str) -> str:
-    """What jieba makes of text without Han characters and without dictionary words."""
+    """Split text without Han characters and dictionary words as jieba does."""
     words: list[str] = []
     for i, part in enumerate(_ASCII.split(text)):
         if i % 2:
@@ -86,7 +86,7 @@ def _cut_between(text: str) -> str:
 
 
 def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
-    """Pairs of Han characters that the HMM takes for one word or for two by a hair."""
+    """Return pairs of Han characters whose scores as one word or two differ by less than `margin` in the HMM."""
     trans, start, never = hmm.trans_P, hmm.start_P, hmm.MIN_FLOAT
     single, begin, end = (hmm.emit_P[state] for state in "SBE")
     first = {c: single[c] - begin[c] for c in single.keys() & begin.keys()}
@@ -104,7 +104,7 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 
 
 class _Fast:
-    """rjieba on Han runs, jieba where the two could differ."""
+    """rjieba on Han runs, and jieba where the two could differ."""
 
     def __init__(self, jieba: Any) -> None:
         import rjieba
@@ -122,7 +122,7 @@ class _Fast:
         return BORDER.join(parts)
 
     def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
-        """jieba cuts the blocks that the doubtful places lie in, rjieba what is between them."""
+        """Segment the blocks around the doubtful spans with jieba and the text between them with rjieba."""
         at = 0
         for start, end in doubtful:
             if start < at:
@@ -141,7 +141,7 @@ class _Fast:
         return char in _LETTERS or _HAN.match(char) is not None
 
     def _cut_plain(self, text: str, into: list[str]) -> None:
-        """Text without doubtful dictionary words."""
+        """Segment text that contains no doubtful dictionary word."""
         parts = _HAN.split(text)  # between, Han, between, ..., Han, between
         if len(parts) == 1:
             into += [_cut_between(text)] if text else []
@@ -162,7 +162,7 @@ class _Fast:
             into += [run] if run else []
 
     def _could_differ(self, run: str, before: str, after: str) -> bool:
-        """Whether a row of single characters at an edge with letters is a word of the dictionary."""
+        """Return whether a row of single characters next to letters is a dictionary word."""
         first = _FIRST_SINGLES.search(run) if run[1:2] == BORDER and before and before[-1] in _LETTERS else None
         last = _LAST_SINGLES.search(run) if run[-2:-1] == BORDER and after and after[0] in _LETTERS else None
         return any(found and self._frequency.get(found[0].replace(BORDER, "")) for found in (first, last))

@@ -1,4 +1,4 @@
-"""Sentencepiece on raw text (Kudo and Richardson 2018): BPE or unigram, with bytes for what the vocabulary lacks."""
+"""Sentencepiece on raw text (Kudo and Richardson 2018): BPE or unigram, with byte fallback."""
 
 import functools
 import hashlib
@@ -20,14 +20,15 @@ EOD = "<eod>"
 MARK = "\u2581"  # how pieces write a space
 
 
-# A model's bytes followed by these are the same model with normalizer_spec.add_dummy_prefix false: messages of protobuf, one after another, merge.
+# Concatenated protobuf messages merge. Appending these bytes to a model therefore sets
+# normalizer_spec.add_dummy_prefix to false.
 NO_PREFIX = b"\x1a\x02\x18\x00"
-# Classes of transformers that begin texts with a token unless told otherwise, up to version 4; version 5 does not.
+# Classes whose default for add_bos_token is true in transformers 4 and false in transformers 5.
 UNCLEAR = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 def open_model(model_file: str, more: bytes = b"") -> Any:
-    """The processor for a `.model` file, with `more` behind its bytes. Raises TokenizerError."""
+    """Return a processor for a `.model` file with `more` appended to its bytes. Raises TokenizerError."""
     from sentencepiece import SentencePieceProcessor
 
     content = Path(model_file).read_bytes()
@@ -40,11 +41,12 @@ def open_model(model_file: str, more: bytes = b"") -> Any:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`. Documents end with its `<eod>` token, or `</s>` where it has none.
+    """A sentencepiece `.model`. Its end-of-document token is `<eod>`, or `</s>` without one.
 
-    Models that tools/train_tokenizer.py makes give every text back as it was. Others may normalise it. In a folder of Hugging Face's, with a
-    tokenizer_config.json, the ids are those of transformers: that file says how a text begins and ends.
-    settings: of that file, {} without one. facts: what the `.model` says of itself. Raises TokenizerError for tokens in such a folder that the model itself does not have.
+    Models trained by tools/train_tokenizer.py are lossless; others may normalise the text. In a Hugging Face
+    folder with a tokenizer_config.json, the ids are those of transformers: that file decides how a text begins
+    and ends. settings: content of that file, {} without one. facts: what the `.model` says about itself. Raises
+    TokenizerError for added tokens that the model lacks.
     """
 
     name = "sentencepiece"
@@ -61,7 +63,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._obey(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
-        # Pieces would turn a mark in the text into a space; bytes keep it. transformers' Llama does not.
+        # A literal U+2581 in the text would become a space; bytes preserve it. transformers' Llama reads it as
+        # a space.
         spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
         has_bytes = self._sp.is_byte(spelled[0])
         self._mark = np.array(spelled if has_bytes and not self.is_llama else [], dtype=np.int32)
@@ -75,17 +78,17 @@ class SentencePieceTokenizer(Tokenizer):
             for i in range(self.vocab_size)
             if self._sp.is_control(i) or self._sp.is_unknown(i)
         }
-        # mT5's sentinels are pieces of their own, with the mark of a space in front.
+        # mT5's sentinels are ordinary pieces that begin with the space mark.
         for i in itertools.takewhile(lambda i: self._piece(f"{MARK}<extra_id_{i}>") is not None, itertools.count()):
             self.specials[f"<extra_id_{i}>"] = self._sp.piece_to_id(f"{MARK}<extra_id_{i}>")
 
     @property
     def is_llama(self) -> bool:
-        """Whether it is read as transformers' LlamaTokenizer does."""
+        """True if the ids follow transformers' LlamaTokenizer."""
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
 
     def _ways_of_llama(self, has_bytes: bool) -> list[str]:
-        """In what the ids of texts are others than those of the model alone."""
+        """Return how the ids differ from those of the bare model, as parts of the fingerprint."""
         ways = ["marks of spaces are spaces"] if has_bytes else []
         ways += ["user-defined symbols cut a text"] if self._symbols else []
         if not self._prefixes:
@@ -93,7 +96,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [*ways, "one space in front" if self.settings.get("legacy") else "one space in front, none inside"]
 
     def _obey(self, path: Path) -> None:
-        """Begin and end texts as tokenizer_config.json says."""
+        """Set `eod` and `start` from tokenizer_config.json."""
         refuse_lacking(path, self._piece, SENTINEL.fullmatch)
         if self.settings.get("eos_token"):
             self.eod = self._named(path, "eos_token", "</s>")
@@ -110,7 +113,7 @@ class SentencePieceTokenizer(Tokenizer):
         return id_
 
     def _refuse_unclear(self, path: Path) -> None:
-        """Raise TokenizerError for what versions of transformers, or the two files, understand differently."""
+        """Raise TokenizerError for settings that transformers 4 and 5 read differently or that contradict the model."""
         nearby = path.with_name(SETTINGS)
         if self.settings.get("add_bos_token") is None:
             raise TokenizerError(
@@ -125,7 +128,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def _prefixes(self) -> bool:
-        """Of Llama's: whether a text gets a space in front."""
+        """True if a LlamaTokenizer prepends a space to a text."""
         said = self.settings.get("add_prefix_space")
         return said is None or bool(said)
 
@@ -135,13 +138,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _defined(self) -> dict[str, int]:
-        """User-defined symbols that look like marks, by name: sentencepiece searches a text for them first."""
+        """User-defined symbols that look like `<name>`, as name -> id; sentencepiece matches them first."""
         pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
         return {piece: i for piece, i in pieces.items() if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
 
     @functools.cached_property
     def _bare(self) -> Any:
-        """The same without a space in front of a text."""
+        """A processor for this model that prepends no space to a text."""
         return open_model(self._file, NO_PREFIX)
 
     def _piece(self, name: str) -> int | None:
@@ -152,13 +155,16 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]
 
     def encode_inside(self, text: str) -> list[int]:
-        """As in transformers 5, whose `legacy` puts a space in front of what follows a special token, too."""
+        """Return the ids as transformers 5 does: with `legacy` a space also precedes text after a special token."""
         if self.is_llama and not self.settings.get("legacy"):
             return self._bare.encode(text)  # type: ignore[no-any-return]
         return self.encode(text)
 
     def _is_bare(self, text: str) -> bool:
-        """Whether no space comes in front: transformers 5 puts none before one that is there, sentencepiece itself does."""
+        """Return whether no space is prepended.
+
+        transformers 5 prepends none to a text that begins with one, whereas sentencepiece always does.
+        """
         return not self._prefixes or text.startswith((" ", MARK))
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
@@ -185,7 +191,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _symbols(self) -> dict[str, int]:
-        """User-defined symbols that transformers cuts out of a text before it puts spaces in front of the rest."""
+        """User-defined symbols that transformers splits off before it prepends spaces to the other parts."""
         pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
         return {piece: i for piece, i in pieces.items() if MARK not in piece}
 

@@ -1,4 +1,4 @@
-"""A tokenizer with the special tokens of T5: padding, and a sentinel for each masked span."""
+"""A tokenizer with T5's special tokens: padding, and a sentinel for each masked span."""
 
 import re
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
 
 
 class SentinelTokenizer(Tokenizer):
-    """`tokenizer`'s ids with padding and `count` sentinels: its own, if it has them by name, else after its last id.
+    """`tokenizer` with padding and `count` sentinels: the tokenizer's own if it has any, else ids after its last.
 
-    convention `t5`: the first sentinel has the last id and they descend, as in Hugging Face;
-    `cpm`: they ascend. In text they are `<extra_id_0>` or `<s_0>`, and either is understood. The
-    fingerprint is that of the tokenizer: corpora hold none of these ids.
-    Raises ValueError if the tokenizer has sentinels of its own, but fewer than `count`.
+    convention `t5`: the first sentinel has the last id and ids descend, as in Hugging Face; `cpm`: ids ascend.
+    Text may contain them as `<extra_id_0>` or `<s_0>`; both names are accepted. The fingerprint is that of
+    `tokenizer`, because corpora contain none of these ids. Raises ValueError if the tokenizer has sentinels of
+    its own, but fewer than `count`.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int, convention: str) -> None:
@@ -33,7 +33,7 @@ class SentinelTokenizer(Tokenizer):
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for a sentinel that there is not."""
+        """Return the ids of a text with sentinels. Raises ValueError for a sentinel beyond `count`."""
         ids: list[int] = []
         at = 0
         for mark in MARK.finditer(text):
@@ -51,7 +51,7 @@ class SentinelTokenizer(Tokenizer):
         return self.base.encode_inside(text[begin:end]) if begin else self.base.encode(text[:end])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with sentinels in it; padding and ids that no token has (rows that fill a table) are left out."""
+        """Return the text with sentinels, without padding and without ids that only pad the embedding table."""
         parts: list[str] = []
         run: list[int] = []
         for id_ in [*map(int, ids), self.pad]:
@@ -65,7 +65,7 @@ class SentinelTokenizer(Tokenizer):
 
 
 def own_sentinels(tokenizer: Tokenizer, convention: str) -> tuple[int, ...]:
-    """Ids of the sentinels 0, 1, ... that a tokenizer has by name, as those of Hugging Face's T5 and of CPM-2 do."""
+    """Return the ids of sentinels 0, 1, ... that a tokenizer defines by name, as Hugging Face's T5 and CPM-2 do."""
     name = "<extra_id_{}>" if convention == "t5" else "<s_{}>"
     found: list[int] = []
     while name.format(len(found)) in tokenizer.specials:

@@ -1,6 +1,6 @@
-"""Learning a vocabulary. Every kind that is trained here gives any Unicode text back as it was.
+"""Training of vocabularies. Every tokenizer trained here is lossless for any Unicode text.
 
-The same texts give the same file.
+The result is deterministic: the same texts give the same file.
 """
 
 import io
@@ -19,9 +19,10 @@ from .model_proto import with_rounded_scores
 from .segment import BORDER, segmenter
 from .sentencepiece import EOD
 
-LONGEST_LINE = 16384  # characters given to the trainer at once; it drops longer lines without a word
-# Segmentations of a run ("====" of "==" and "=") have equal scores, and rounding decides. Sums of multiples of this are exact in
-# fp32 up to 2**20, so every library that searches as sentencepiece does finds the same one.
+LONGEST_LINE = 16384  # characters passed to the trainer at once; it silently drops longer lines
+# Segmentations of a run ("====" as "==" and "=") have equal scores, so rounding decides between them. Sums of
+# multiples of this step are exact in fp32 up to 2**20, so every library that searches like sentencepiece finds
+# the same segmentation.
 STEP = 1 / 16
 BYTES = [byte_piece(b) for b in range(256)]
 
@@ -40,11 +41,12 @@ def train_sentencepiece(
     word_borders: str | None = None,
     specials: Sequence[str] = (),
 ) -> None:
-    """Sentencepiece on raw text, written to `model_file`.
+    """Train sentencepiece on raw text and write it to `model_file`.
 
-    Nothing is normalised, spaces and newlines are kept, and characters outside the vocabulary
-    become bytes. word_borders: a segmenter (`jieba`, `rjieba`) whose words no token may cross; it
-    is needed for training only. specials: names of tokens besides <eod> that no text gives. Raises TokenizerError if the text is too small for `vocab_size`.
+    Text is not normalised, spaces and newlines are kept, and characters outside the vocabulary become bytes.
+    word_borders: a segmenter (`jieba`, `rjieba`) whose word boundaries no token may cross; it is needed for
+    training only. specials: names of special tokens besides <eod>. Raises TokenizerError if the text is too
+    small for `vocab_size`.
     """
     lines = list(_lines(texts))
     more: dict[str, Any] = {}
@@ -61,7 +63,7 @@ def train_sentencepiece(
 
 
 def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:
-    """Sentencepiece on jieba's words joined by spaces, as CPM-1's, with bytes besides."""
+    """Train sentencepiece on jieba's words joined by spaces, as in CPM-1, with byte fallback."""
     cut = segmenter()
     lines = [joined_words(cut(text))[:LONGEST_LINE] for text in _pieces(texts)]
     options = {"required_chars": SPACE + NEWLINE, "split_digits": True, "control_symbols": [EOD]}
@@ -69,7 +71,7 @@ def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Texts in pieces of which the words, with spaces between them, fit one line of the trainer."""
+    """Yield the texts in pieces whose words, joined by spaces, fit into one line of the trainer."""
     for text in texts:
         for at in range(0, len(text), LONGEST_LINE // 2):
             yield text[at : at + LONGEST_LINE // 2]
@@ -116,18 +118,21 @@ def _advice(vocab_size: int, error: str) -> str:
 
 
 def _coverage(lines: Sequence[str], vocab_size: int) -> float:
-    """Share of the characters of the text that get tokens of their own; the rest become bytes.
+    """Return the share of characters in the text that get their own tokens; the rest become bytes.
 
-    At most half of the vocabulary goes to single characters, or none would be left for words
-    in a script of thousands of them.
+    At most half of the vocabulary goes to single characters. In a script with thousands of characters, none
+    would otherwise be left for words.
     """
     counts = Counter(char for line in lines for char in line)
     common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
-    return max(0.98, min(0.9995, common / max(counts.total(), 1)))  # sentencepiece takes no less than 0.98
+    return max(0.98, min(0.9995, common / max(counts.total(), 1)))  # sentencepiece accepts no less than 0.98
 
 
 def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> None:
-    """A token a line: <unk>, <eod>, the bytes, then the most frequent characters and words of jieba."""
+    """Train a vocabulary file with one token a line.
+
+    It holds <unk>, <eod>, the bytes, then the most frequent characters and words from jieba.
+    """
     cut = segmenter()
     words: Counter[str] = Counter()
     for text in texts:
@@ -158,9 +163,10 @@ def _by_count(counter: Counter[str]) -> list[tuple[str, int]]:
 
 
 def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str, specials: Sequence[str] = ()) -> None:
-    """Byte-level BPE. kind `gpt2-bpe`: vocab.json and merges.txt in the folder `output`; `hf`: a tokenizer.json.
+    """Train byte-level BPE: vocab.json and merges.txt in the folder `output` (`gpt2-bpe`), or a tokenizer.json (`hf`).
 
-    specials: names of tokens besides the end of a document that no text gives; only a tokenizer.json can say that of a token.
+    specials: names of special tokens besides the end-of-document token; only a tokenizer.json can mark them as
+    special.
     """
     tokenizers = library()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

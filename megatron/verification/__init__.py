@@ -1,1 +1,1 @@
-"""Whether a run gives the same numbers in another layout, and if not, which layer is the first that does not."""
+"""Verification that a run computes the same values in another layout, and the first layer where it does not."""

@@ -1,4 +1,4 @@
-"""Two runs of one model in different layouts, side by side: what agrees, and the first layer that does not."""
+"""Comparison of two runs of one model in different layouts: what agrees, and the first layer that does not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from .records import Place, Records, exact_shares, laid_together
 
-# Relative, of root mean squares: a sum in another order gives some 1e-7 in fp32 and 1e-16 in fp64; a bug gives 1e-3 and more.
+# Relative to root mean squares. A different summation order gives about 1e-7 in fp32 and 1e-16 in fp64; a bug
+# gives 1e-3 and more.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9}
-FLOOR = 1e-3  # a gradient that is zero but for rounding is measured by this share of the model's
+FLOOR = 1e-3  # errors of tiny gradients are relative to this share of the model's RMS gradient
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs. name: of a module or a parameter, within `layer`; error: relative."""
+    """Something that differs. name: a module or parameter within `layer`. error: relative."""
 
     layer: str
     name: str
@@ -34,11 +35,11 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """What a layout was found to be. Errors are relative, the largest; None where nothing could be compared.
+    """Result for one layout. Errors are the largest relative ones, None if nothing could be compared.
 
-    first_values, forward, backward: the first that differs, in the order of the network; in backward the last, next to the loss.
-    state: the first persistent buffer that differs after the last step.
-    others: how many further parameters have other gradients. stopped: why there is nothing to compare.
+    first_values, forward, backward: the first difference in network order; for backward the last, closest to the
+    loss. state: the first persistent buffer that differs after the last step. others: number of further parameters
+    with different gradients. stopped: why there is nothing to compare.
     """
 
     layout: str
@@ -56,13 +57,13 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether the numbers are those of one process."""
+        """True if all values agree with those of one process."""
         found = self.first_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped
         return all(each is None for each in found)
 
 
 def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
-    """Root mean square of the difference of two tensors [...], relative to that of `like`, or to `floor` if it is more; a scalar."""
+    """Return the RMS difference of two tensors [...], relative to the RMS of `like` or `floor`, whichever is larger."""
     if value.shape != like.shape:
         return float("inf")
     if not like.numel():
@@ -72,17 +73,17 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
     if apart == 0.0:
         return 0.0
     relative = apart / max(size, floor) if max(size, floor) else float("inf")
-    return relative if relative == relative else float("inf")  # no number is no agreement
+    return relative if relative == relative else float("inf")  # NaN does not agree
 
 
 class Comparison:
-    """`other` against `one`, the run of a single process. tolerance: of relative differences."""
+    """Comparison of `other` with `one`, the run of a single process. tolerance: for relative differences."""
 
     def __init__(self, one: Records, other: Records, tolerance: float) -> None:
         self.one, self.other, self.tolerance = one, other, tolerance
 
     def verdict(self, layout: str) -> Verdict:
-        """All that can be said of it."""
+        """Return the result of all comparisons."""
         found = Verdict(layout)
         self._compare_losses(found)
         self._compare_first_values(found)
@@ -93,14 +94,14 @@ class Comparison:
 
     @cached_property
     def _order(self) -> dict[str, int]:
-        """By module, when it first ended in one process."""
+        """Module name -> order in which modules first returned in one process."""
         order: dict[str, int] = {}
         for place in self.one.outputs:
             order.setdefault(place.name, len(order))
         return order
 
     def _when(self, parameter: str) -> tuple[int, str]:
-        """Where in the network a parameter is: that of the innermost module around it which was called."""
+        """Return a parameter's place in network order: that of the innermost enclosing module that was called."""
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._order:
@@ -126,7 +127,10 @@ class Comparison:
                 return
 
     def _compare_outputs(self, found: Verdict) -> None:
-        """The first layer whose output differs, and in it the first module. What differs inside a layer that agrees is its own affair."""
+        """Find the first layer whose output differs, and the first module in it.
+
+        Differences inside a layer whose output agrees do not count.
+        """
         if any(rank["context"] > 1 for rank in self.other.ranks):
             found.not_compared.append("outputs of layers, of which context ranks have stretches in another order")
             return
@@ -149,7 +153,7 @@ class Comparison:
         for place, (like, *_) in self.one.outputs.items():
             parts = other.get(place)
             if parts is None:
-                continue  # of a micro-batch that was not recorded, or a module that another layout does not call
+                continue  # a micro-batch that was not recorded, or a module that the other layout does not call
             wholes = laid_together(parts, like)
             if wholes is None:
                 if place.name in self.one.layers:
@@ -222,7 +226,7 @@ def _numbers(buffer: Tensor) -> Tensor:
 
 
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
-    """(error, sentence) of the copies [full] that ranks have of `like` [full]."""
+    """Return (largest error, sentence) of the ranks' copies [full] of `like` [full]."""
     if not wholes:
         return float("inf"), f"{what} is missing here"
     if any(whole.shape != like.shape for whole in wholes):
@@ -241,7 +245,7 @@ def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: floa
 
 
 def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
-    """A row a layout, then what is known of those that differ."""
+    """Return a table with a row for each layout, followed by explanations of differences."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.1e}"
@@ -259,7 +263,7 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
 
 
 def explained(v: Verdict) -> list[str]:
-    """In sentences, what differs and where to look."""
+    """Return sentences about what differs and where to look."""
     said: list[str] = []
     if v.stopped:
         said.append(v.stopped)

@@ -1,4 +1,4 @@
-"""Layouts as a user writes them, `pp 2, tp 2`, and the flags that they stand for."""
+"""Layouts in the user's notation, such as `pp 2, tp 2`, and their flags."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ WORDS = ("pp", "tp", "dp", "cp", "vpp", "zero", "sp", "schedule")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a run's ranks stand. pp: 0 is no pipeline. sp: the sequence is split over the model-parallel ranks."""
+    """A parallel layout. pp: 0 means no pipeline. sp: sequence parallelism over the model-parallel ranks."""
 
     pp: int = 0
     tp: int = 1
@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Of the whole run."""
+        """Number of ranks in the run."""
         return max(self.pp, 1) * self.tp * self.dp * self.cp
 
     def __str__(self) -> str:
@@ -36,13 +36,13 @@ class Layout:
         return ", ".join(said) or "one process"
 
     def flags(self, micros: int) -> list[str]:
-        """What an entry script is told, so that an iteration has `micros` micro-batches over all replicas. Raises ConfigError."""
+        """Return an entry script's flags for `micros` micro-batches over all replicas. Raises ConfigError."""
         if micros % self.dp:
             raise ConfigError(
                 f"layout {self}: {micros} micro-batches cannot be shared out over {self.dp} replicas; change --micros"
             )
         sequence = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
-        context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # which T5 does not know
+        context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # T5 does not have this flag
         return [
             "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context, *sequence,
             "--pipeline-schedule", self.schedule, "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
@@ -55,7 +55,7 @@ DEFAULT = ("pp 2", "tp 2", "pp 2, tp 2", "dp 2, zero 1")
 
 
 def read_layout(text: str) -> Layout:
-    """`pp 2, tp 2, zero 1, sp, schedule zb-h1` -> the layout. Raises ConfigError with what can be said."""
+    """Parse a layout such as `pp 2, tp 2, zero 1, sp, schedule zb-h1`. Raises ConfigError with what is allowed."""
     values: dict[str, object] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(" ")
@@ -81,7 +81,7 @@ def read_layout(text: str) -> Layout:
 
 
 def common_micros(layouts: Sequence[Layout]) -> int:
-    """Micro-batches of an iteration that fit every layout: at least two for a replica, and as many as it has stages."""
+    """Return the micro-batches of an iteration for all layouts: per replica at least 2, and one for each stage."""
     least = math.lcm(*(layout.dp for layout in layouts))
     wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)
     return least * math.ceil(wanted / least)

@@ -1,7 +1,7 @@
-"""What one rank of a run notes while it trains a few steps: first values, outputs of each module, gradients, losses.
+"""Recorder of one rank's initial values, module outputs, gradients and losses over a few training steps.
 
-A record is plain dicts and tensors in one file a rank. Outputs are those of the first step; hooks see each gradient as autograd
-hands it to the parameter, before any sum over replicas.
+A record is a file per rank with plain dicts and tensors. Outputs are those of the first step. Hooks capture
+each gradient as autograd passes it to the parameter, before any reduction over replicas.
 """
 
 from collections import Counter
@@ -22,11 +22,11 @@ from ..model.layers import global_buffers, global_parameters
 from ..training import setup
 from ..training.engine import Batches, Engine, PipeEngine, Step
 
-MOST_BYTES = 2**31  # of outputs that a rank keeps
+MOST_BYTES = 2**31  # limit for the outputs that a rank keeps
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(global name, module) of each layer that this rank holds; of a model that is no list, of its children."""
+    """Return (global name, module) of each layer on this rank; without `named_layers`, of the model's children."""
     named: Any = getattr(model, "named_layers", None)
     if named is not None:
         return list(named())
@@ -42,7 +42,7 @@ def _modules(layers: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Modu
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Those among what a module returned, in order."""
+    """Yield the tensors in a module's output, in order."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, Mapping):
@@ -54,20 +54,23 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 class Recorder:
-    """Listens to an engine for `steps` steps, then writes `folder/rank<r>.pt`. every: outputs of all micro-batches, not of the first alone."""
+    """Records an engine for `steps` steps, then writes `folder/rank<r>.pt`.
+
+    every: record the outputs of all micro-batches instead of only the first.
+    """
 
     def __init__(self, folder: Path, steps: int, every: bool) -> None:
         self.folder, self.steps, self.every = folder, steps, every
         self.losses: list[float] = []
         self.outputs: list[dict[str, Any]] = []
         self.gradients: dict[str, Tensor] = {}
-        self._at: tuple[int, int] | None = None  # micro-batch and chunk, while one passes through the layers
+        self._at: tuple[int, int] | None = None  # micro-batch and chunk during a forward pass
         self._calls: Counter[Any] = Counter()
-        self._inside: list[str] = []  # modules that have begun and not ended
+        self._inside: list[str] = []  # modules whose forward has begun but not returned
         self._bytes, self._hooks = 0, list[Any]()
 
     def attach(self, engine: Engine) -> Engine:
-        """Begin to listen. Returns the engine."""
+        """Attach to an engine, and return it."""
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
         self.record: dict[str, Any] = {
@@ -92,7 +95,7 @@ class Recorder:
         return engine
 
     def _listen(self, engine: Any) -> None:
-        """Know which micro-batch passes through the layers; recomputation in a backward pass is none."""
+        """Track the current micro-batch; recomputation in a backward pass does not count."""
         if isinstance(engine, PipeEngine):
             ds = engine.deepspeed
             honest_forward = ds._forward
@@ -172,15 +175,16 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(parameter: nn.Parameter) -> dict[str, Any]:
-    """What a record says of the part of a parameter that a rank holds."""
+    """Return the sharding of a parameter as plain values."""
     spec = mpu.spec_of(parameter)
     return {"dim": spec.dim, "full": spec.full_shape, "local": spec.local_shape, "rows": tuple(spec.rows) if spec.local_shape else (0, 0, 1)}  # fmt: skip
 
 
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
-    """From now on a run in this process writes its record into `folder`. Returns what undoes it.
+    """Record subsequent runs in this process into `folder`. Return a function that undoes it.
 
-    A run asks `megatron.training.setup` for its engine, once; nothing else of a run knows of recording.
+    A run gets its engine from `megatron.training.setup`, once. This is the only point of contact with
+    recording.
     """
     home: Any = setup
     honest = home.build_engine

@@ -1,4 +1,4 @@
-"""The records of all ranks of a run, put together: whole parameters and whole outputs, whatever the layout was."""
+"""Records of all ranks of a run, combined into whole parameters and outputs, independent of the layout."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,56 +12,56 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """A tensor that a module put out. micro: the number of the micro-batch in the iteration, over all replicas."""
+    """A tensor in a module's output. micro: index of the micro-batch in the iteration, over all replicas."""
 
     micro: int
     name: str
-    call: int  # the n-th of the module within the micro-batch
-    number: int  # which of the tensors that it returned
+    call: int  # index of the module's call within the micro-batch
+    number: int  # index among the tensors that the call returned
 
 
 @dataclass
 class Records:
-    """Of one run. micros: micro-batches of an iteration, over all replicas."""
+    """The records of one run. micros: micro-batches of an iteration, over all replicas."""
 
     ranks: list[dict[str, Any]]
     micros: int
 
     @classmethod
     def read(cls, folder: Path, micros: int) -> "Records":
-        """What the ranks wrote into `folder`. Raises OSError."""
+        """Return the records that the ranks wrote into `folder`. Raises OSError."""
         paths = sorted(folder.glob("rank*.pt"))
         return cls([torch.load(path, weights_only=True) for path in paths], micros)
 
     @property
     def losses(self) -> list[float]:
-        """Of each step, the same on every rank."""
+        """Loss of each step, equal on every rank."""
         return list(self.ranks[0]["losses"])
 
     @cached_property
     def layers(self) -> list[str]:
-        """Global names of the layers, of all stages."""
+        """Global names of the layers of all stages."""
         return list(dict.fromkeys(name for rank in self.ranks for name in rank["layers"]))
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """By module, its class."""
+        """Module name -> class name."""
         return {name: kind for rank in self.ranks for name, kind in rank["kinds"].items()}
 
     def layer_of(self, name: str) -> str:
-        """The layer that a module or a parameter belongs to; itself if to none."""
+        """Return the layer that contains a module or parameter, or `name` itself if none does."""
         inside = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
         return max(inside, key=len, default=name)
 
     @property
     def model_ranks(self) -> int:
-        """That share every layer."""
+        """Number of model-parallel ranks."""
         return 1 + max(int(rank["model"]) for rank in self.ranks)
 
     def first_values(self) -> dict[str, list[Tensor]]:
-        """By parameter, each whole [full] that ranks hold: one for those that are split, one a rank for copies.
+        """Return each parameter's initial values, as one whole tensor [full] if split, else as one copy per rank.
 
-        A tied module may bring parameters to a stage that uses only others of it; such copies do not count.
+        A tied module may bring unused parameters to a stage; such copies do not count.
         """
         learns = {name for rank in self.ranks for name in rank["gradients"]}
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
@@ -74,7 +74,7 @@ class Records:
         }
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """As `first_values`, in fp64: sums over replicas, and over the stages that hold the parameter."""
+        """Return gradients like `first_values`, in fp64, summed over replicas and the stages that hold them."""
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
             for name, value in rank["gradients"].items():
@@ -83,9 +83,10 @@ class Records:
         return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
 
     def buffers(self) -> dict[str, list[Tensor]]:
-        """Return the copies of each persistent buffer after the last step: of the ranks that changed it, of all if none did.
+        """Return the copies of each persistent buffer after the last step.
 
-        A PipelineModule's own buffers and those of its loss are on every stage, but only some stages may use them.
+        A PipelineModule's own buffers and those of its loss are on every stage, but only some stages may use
+        them. So only ranks that changed a buffer count, or all ranks if none did.
         """
         changed = {name for rank in self.ranks for name in rank["changed"]}
         found: dict[str, list[Tensor]] = defaultdict(list)
@@ -97,7 +98,7 @@ class Records:
 
     @cached_property
     def outputs(self) -> dict[Place, list[Tensor]]:
-        """What each model-parallel rank has of each output, in the order in which modules ended."""
+        """Each model-parallel rank's part of each output, in the order in which modules returned."""
         found: dict[Place, dict[int, Tensor]] = {}
         for share in sorted({rank["share"][0] for rank in self.ranks}):
             line = [rank for rank in self.ranks if rank["share"][0] == share]
@@ -108,7 +109,10 @@ class Records:
         return {place: [parts[model] for model in sorted(parts)] for place, parts in found.items()}
 
     def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
-        """Of the ranks of one line of stages. A tied module of several stages is called on the earlier ones first."""
+        """Yield the outputs of one pipeline's ranks.
+
+        A tied module on several stages is called on the earlier stages first.
+        """
         every = [(each["chunk"], rank["pipe"], each) for rank in stages for each in rank["outputs"]]
         before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
         for chunk, pipe, each in sorted(every, key=lambda item: item[:2]):
@@ -121,7 +125,7 @@ class Records:
 
 
 def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
-    """(spec, what a model-parallel rank holds) of all of them -> the one whole, or the copies."""
+    """Return the whole tensor from (spec, shard) of all model-parallel ranks, or the copies if it is replicated."""
     spec = parts[0][0]
     if spec["dim"] is None:
         return [value.reshape(spec["local"]) for spec, value in parts]
@@ -133,9 +137,10 @@ def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
 
 
 def laid_together(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
-    """What model-parallel ranks hold of an output, brought to the shape of `like` [...], the same output of one process.
+    """Combine model-parallel ranks' parts of an output to the shape of `like` [...], the output of one process.
 
-    Copies stay apart; shares are put one after another, and what pads them is cut off. None if neither gives the shape.
+    Copies stay separate. Shards are concatenated, and padding at the end is cut off. Returns None if neither
+    gives the shape.
     """
     if all(part.shape == like.shape for part in parts):
         return list(parts)
@@ -150,5 +155,5 @@ def laid_together(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
 
 
 def exact_shares(parts: Sequence[Tensor], like: Tensor) -> bool:
-    """Whether nothing was cut off by `laid_together`, so that a difference of its result is one of the numbers."""
+    """Return whether `laid_together` cuts off no padding, so that any difference is in the values."""
     return all(part.shape == like.shape for part in parts) or sum(part.numel() for part in parts) == like.numel()
