@@ -354,6 +354,6 @@ def use_rng_tracker(tracker: Any) -> None:
 
     tracker: has `fork()`, `get_states()` and `set_states(states)`.
     """
-    checkpointing = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+    checkpointing: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
     assert hasattr(checkpointing, "_CUDA_RNG_STATE_TRACKER"), "DeepSpeed keeps its tracker under another name"
     checkpointing._CUDA_RNG_STATE_TRACKER = tracker

@@ -41,6 +41,8 @@ def find_start(config: Config, save_dir: str) -> Start:
     wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if path is not None and load:
         print_rank_0(f"--load {load} is not used: this run has a checkpoint of its own, {path}")
+    elif load and Path(load).resolve() in {Path(each).resolve() for each in (save_dir, config.log.run_dir) if each}:
+        print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     elif load:
         path = on_all_ranks(lambda: find_checkpoint(load))
     return Start(path, wanted)

@@ -9,8 +9,13 @@ from ..config.command_line import Args
 ATTRIBUTES: dict[str, Callable[["ScriptArgs"], Any]] = {
     "DDP_impl": lambda args: "local",
     "adlr_autoresume": lambda args: False,
+    "apply_query_key_layer_scaling": lambda args: False,
+    "apply_residual_connection_post_layernorm": lambda args: False,
     "args": lambda args: args,  # the tutorial writes args.args.hidden_size
+    "attention_softmax_in_fp32": lambda args: True,
     "bf16": lambda args: args.config.train.precision == "bf16",
+    "bias_dropout_fusion": lambda args: False,
+    "bias_gelu_fusion": lambda args: False,
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "contigious_checkpointing": lambda args: False,
     "cpu_optimizer": lambda args: False,
@@ -25,16 +30,23 @@ ATTRIBUTES: dict[str, Callable[["ScriptArgs"], Any]] = {
     "do_train": lambda args: args.config.train.train_iters > 0,
     "do_valid": lambda args: args.config.train.eval_iters > 0,
     "fp16": lambda args: args.config.train.precision == "fp16",
+    "fp16_lm_cross_entropy": lambda args: False,
     "fp32_allreduce": lambda args: False,
     "lazy_mpu_init": lambda args: None,
     "local_rank": lambda args: int(os.environ.get("LOCAL_RANK", "0")),
     "mmap_warmup": lambda args: False,
+    "onnx_safe": lambda args: False,
+    "openai_gelu": lambda args: args.activation == "gelu-tanh",
     "override_lr_scheduler": lambda args: args.override_lr_schedule,
     "padded_vocab_size": lambda args: _padded_vocab_size(args),
+    "params_dtype": lambda args: _params_dtype(args),
     "partition_activations": lambda args: False,
     "profile_backward": lambda args: False,
     "rank": lambda args: int(os.environ.get("RANK", "0")),
+    "scaled_masked_softmax_fusion": lambda args: False,
+    "scaled_upper_triang_masked_softmax_fusion": lambda args: False,
     "synchronize_each_layer": lambda args: False,
+    "use_cpu_initialization": lambda args: True,
     "use_checkpoint_lr_scheduler": lambda args: not args.override_lr_schedule,
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
@@ -62,6 +74,14 @@ def _on_cuda() -> bool:
     from ..ranks import device
 
     return device.current().type == "cuda"
+
+
+def _params_dtype(args: ScriptArgs) -> Any:
+    """Return the dtype of weights in the forward pass, as far as --precision names one: DeepSpeed casts them."""
+    import torch
+
+    names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+    return names.get(args.config.train.precision, torch.float32)
 
 
 def _padded_vocab_size(args: ScriptArgs) -> int:

@@ -197,7 +197,8 @@ COUNTERPARTS: dict[tuple[str, str], str] = {
     ("megatron.utils", "report_memory"): "memory_mb of metrics.jsonl",
 }  # fmt: skip
 _GONE = {tuple(name.rsplit(".", 1)) for name in GONE_MODULES}  # (package, module)
-_EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE)} - MODULES.keys() - {"megatron"}
+_INNER = {tuple(name.rsplit(".", 1)) for name in MODULES}  # (package, module)
+_EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} - MODULES.keys() - {"megatron"}
 
 
 def find(module: str, name: str) -> Any:
@@ -212,6 +213,8 @@ def find(module: str, name: str) -> Any:
         raise ImportError(f"{module}.{name} of CPM-Pretrain is not here; instead: {COUNTERPARTS[module, name]}")
     if f"{module}.{name}" in GONE_MODULES:
         raise ImportError(f"{module}.{name} of CPM-Pretrain is not here: {GONE_MODULES[f'{module}.{name}']}")
+    if f"{module}.{name}" in MODULES:
+        return importlib.import_module(f"{module}.{name}")
     home_of_all = MODULES.get(module)
     if home_of_all is not None and not (name.startswith("__") and name.endswith("__")):
         return getattr(importlib.import_module(home_of_all), name)
@@ -276,7 +279,7 @@ class _Extended(Loader):
         own = module.__dict__.get("__getattr__")
 
         def found(name: str) -> Any:
-            if own is None or (module.__name__, name) in {*HOMES, *COUNTERPARTS, *_GONE}:
+            if own is None or (module.__name__, name) in {*HOMES, *COUNTERPARTS, *_GONE, *_INNER}:
                 return find(module.__name__, name)
             return own(name)
 

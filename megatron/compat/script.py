@@ -71,10 +71,11 @@ class ScriptTask(FunctionsTask):
     Where the data sets are ours, a micro-batch weighs as much as it has targets, so that the loss is the same in every layout.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], defaults: Mapping[str, Any], name: str) -> None:
+    def __init__(self, functions: Sequence[Callable[..., Any] | None], defaults: Mapping[str, Any], name: str) -> None:
         self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
         own = DEFAULTS[self.family] if self.family else {}
         datasets_provider, model_provider, forward_step = functions
+        assert datasets_provider is not None and model_provider is not None, "pretrain() demands both"
         super().__init__(
             datasets_provider, model_provider, forward_step, None, None, {**own, **defaults}, self.family or name
         )

@@ -190,6 +190,7 @@ def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
             return (
                 f"the weight {name} is another on {_ranks([ranks[at] for at in others])} than on rank "
                 f"{ranks[values.index(usual)]}, though they hold copies of it: hardware errs, or a layer draws or adds up "
-                f"differently there; nothing was saved or deleted for it"
+                f"differently there; nothing was saved or deleted for it. If the weight is split over tensor-parallel ranks, "
+                f"set weight.model_parallel = True where it is made"
             )
     return "copies of weights differ between ranks, but were the same when looked at again: hardware errs"

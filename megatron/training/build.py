@@ -111,6 +111,11 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
         counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
+        if not task.makes_batches:
+            raise ValueError(
+                "the PipelineModule does not know how to make a batch: set model._megatron_batch_fn to a function that "
+                "returns ((inputs of the first layer), (targets of loss_fn))"
+            )
         if counts != (task.count_targets is not None):
             raise ValueError(
                 f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or of neither: "

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..config import Config
+from ..ranks.rank_0 import print_rank_0
 from ..tokenizer import Tokenizer
 from .entry import run
 from .task import Batch, Datasets, Task, what
@@ -18,7 +19,7 @@ TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
 def pretrain(
     train_valid_test_datasets_provider: Callable[..., Datasets],
     model_provider: Callable[[], nn.Module],
-    forward_step: ForwardStep,
+    forward_step: ForwardStep | None = None,
     extra_args_provider: None = None,
     args_defaults: Mapping[str, Any] | None = None,
     *,
@@ -64,20 +65,24 @@ def pretrain(
 class FunctionsTask(Task):
     """Task made of a script's functions, which call `get_args()`, `get_tokenizer()` and `get_timers()`."""
 
+    makes_batches = False
+
     def __init__(
         self,
         datasets_provider: Callable[[], Datasets],
         model_provider: Callable[[], nn.Module],
-        forward_step: ForwardStep,
+        forward_step: ForwardStep | None,
         count_targets: CountTargets | None,
         tokenizer_provider: TokenizerProvider | None,
         defaults: Mapping[str, Any],
         name: str,
     ) -> None:
-        self.datasets_provider, self.model_provider, self.forward_step = datasets_provider, model_provider, forward_step
+        self.datasets_provider, self.model_provider = datasets_provider, model_provider
+        self.forward_step: ForwardStep = forward_step or _no_forward_step
         self.count_targets = count_targets  # type: ignore[assignment,method-assign]
         self.tokenizer_provider = tokenizer_provider
         self.defaults, self.name = defaults, name
+        self._noted = False
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
         return self.tokenizer_provider(config, tokenizer) if self.tokenizer_provider else tokenizer
@@ -96,10 +101,35 @@ class FunctionsTask(Task):
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         """Return the loss that `forward_step` computes. Raises ValueError if it returns no loss."""
-        found: Any = self.forward_step(None if batch is None else iter([batch]), model)
+        found: Any = self.forward_step(None if batch is None else _one_batch(batch), model)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise ValueError(f"forward_step returns {what(found)}: return (loss, anything), as `return loss, {{}}`")
         loss = found[0]
         if not isinstance(loss, Tensor) or loss.dim():
             raise ValueError(f"forward_step returns {what(loss)} as the loss: return a tensor of one number")
+        self._note_what_is_not_logged(found[1])
         return loss
+
+    def _note_what_is_not_logged(self, named: Any) -> None:
+        """Print once which values next to the loss of `forward_step` go nowhere."""
+        if self._noted or not isinstance(named, dict):
+            return
+        self._noted = True
+        if others := [str(name) for name in named if name != "lm loss"]:
+            print_rank_0(
+                f"note: forward_step returns {', '.join(others)} next to the loss, which no line shows; let the model "
+                f"return such values from get_additional_losses()"
+            )
+
+
+def _no_forward_step(batches: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Any]:
+    """Raise ValueError: only a pipeline, whose loss_fn computes the loss, does without."""
+    raise ValueError(
+        "pretrain() has no forward_step, which a model without a pipeline needs: pass it as the third argument"
+    )
+
+
+def _one_batch(batch: Batch) -> Iterator[Batch]:
+    """Yield the micro-batch of one call of `forward_step`. Raises ValueError for a second one."""
+    yield batch
+    raise ValueError("forward_step reads a second batch in one call: it is called once for each micro-batch")

@@ -29,7 +29,8 @@ def refuse_missing(task: Task, config: Config) -> None:
     if os.environ.get("RANK", "0") == "0":
         problems += [*_corpora(task, config)]
     load, json = config.checkpoint.load, config.train.deepspeed_config
-    if load is not None and not Path(load).exists() and not _has_begun(config):
+    own = (config.checkpoint.save, config.log.run_dir)  # scripts of Megatron-LM pass one folder to --save and --load
+    if load is not None and not Path(load).exists() and load not in own and not _has_begun(config):
         problems.append(f"--load {load} holds no checkpoint: there is no such folder")
     if (
         json is not None and not Path(json).exists() and problems
@@ -43,9 +44,8 @@ def refuse_missing(task: Task, config: Config) -> None:
 def _has_begun(config: Config) -> bool:
     """Return whether the run resumes from its own checkpoint. Then --load is not used, and need not exist."""
     run_dir = config.log.run_dir
-    return (run_dir or config.checkpoint.save) is not None and bool(
-        latest_name(save_dir_of(config, Path(run_dir or "runs")))
-    )
+    save_dir = save_dir_of(config, Path(run_dir or "runs"))
+    return (run_dir or config.checkpoint.save) is not None and bool(latest_name(save_dir))
 
 
 def _tokenizer(config: Config) -> Iterator[str]:

@@ -30,6 +30,7 @@ class Task:
     defaults: Mapping[str, Any] = {}
     reads_alone = False  # see `datasets`
     shares_out_tokens = False  # `batch` gives each rank of a context group its own tokens, and the model supports it
+    makes_batches = True  # `batch` gives what the model takes; else the model's _megatron_batch_fn does
 
     def extended(self, config: Config, tokenizer: "Tokenizer") -> "Tokenizer":
         """Return the tokenizer of the task, e.g. with more special tokens."""
