@@ -161,9 +161,9 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool) -> None:
-    """A layer makes two all-reduces in each direction, the minimum (Shoeybi et al.
+    """A layer makes two all-reduces in each direction, even if attention is recomputed.
 
-    2019), even if attention is recomputed.
+    This is the minimum (Shoeybi et al. 2019).
     """
     for there, back in on_ranks(2, _count, False, False, recompute):
         assert there == {"all_reduce": 2}

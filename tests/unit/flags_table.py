@@ -77,7 +77,7 @@ def english() -> list[str]:
 
 
 def chinese() -> list[str]:
-    """Translate a cell of the table. Raises KeyError for words that flags_words.py does not have."""
+    """Return the Chinese tables. Raises KeyError for words that flags_words.py does not have."""
     return [
         _table("参数", "当作", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),

@@ -102,7 +102,7 @@ def test_tensors_to_ignore_are_those_of_the_class(family: str) -> None:
 
 
 def test_keys_by_which_other_families_compute_are_refused() -> None:
-    """Keys by which other families' configurations change the computation are refused."""
+    """Fields of all text configurations in transformers are refused, unless they were reviewed as harmless."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -60,7 +60,7 @@ def test_a_run_that_lives_keeps_its_directory(tmp_path: Path, neighbour: "subpro
         RunLock(tmp_path)
     assert path.read_text() == before
     with pytest.raises(RunLockedError, match="in use"):
-        RunLock(tmp_path, override=True)  # the process is known to be on this machine
+        RunLock(tmp_path, override=True)  # the process is known to be alive on this machine
 
 
 @pytest.mark.parametrize("why", ["ended", "zombie", "another process has its number"])

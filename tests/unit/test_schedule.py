@@ -107,9 +107,9 @@ def test_the_bubble_is_the_textbook_one(settings: dict[str, object], stages: int
 
 @pytest.mark.parametrize("stages", range(2, 9))
 def test_the_smaller_bubbles_are_the_textbook_ones(stages: int) -> None:
-    """Interleaving divides the bubble by the chunks (Narayanan et al.
+    """The bubbles of interleaving and ZB-H1 are those of their papers.
 
-    2021); ZB-H1's is (p - 1)(F + B - W) (Qi et al. 2023).
+    Interleaved: 1F1B's divided by the chunks (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023).
     """
 
     def idle(settings: dict[str, object], chunks: int = 1) -> float:

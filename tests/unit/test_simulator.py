@@ -21,9 +21,9 @@ def plan_of(settings: dict[str, object], stages: int, micros: int, chunks: int =
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (3, 6), (4, 8), (8, 16)])
 def test_closed_forms(stages: int, micros: int) -> None:
-    """Closed forms for F = 1, B + W = 2: Narayanan et al.
+    """Simulated bubbles equal closed forms for F = 1, B + W = 2.
 
-    2021 for 1f1b, gpipe, interleaved; Qi et al. 2023 for ZB-H1.
+    1f1b, gpipe and interleaved: Narayanan et al. 2021. ZB-H1: Qi et al. 2023.
     """
     wait = {"1f1b": 3.0, "gpipe": 3.0, "zb-h1": 1.0}
     for name, each in wait.items():
@@ -67,8 +67,8 @@ def test_messages_on_one_link_take_turns() -> None:
     back = sorted((m for m in found.messages if not m.forward), key=lambda m: m.micro)
     assert [(m.asked, m.begin, m.end) for m in back] == [(7.0, 7.0, 9.0), (8.0, 9.0, 11.0)]
     assert found.seconds == 12.0
-    # A shared wire for both directions changes nothing here; one for three stages does, since two boundaries
-    # compete.
+    # One shared wire for both directions changes nothing with two stages. With three it does, since two
+    # boundaries compete.
     three = plan_of({"schedule": "gpipe"}, 3, 3)
     costs = Costs(1.0, 1.0, message=10.0)
     own, shared = (
@@ -79,7 +79,7 @@ def test_messages_on_one_link_take_turns() -> None:
 
 
 def test_ranks_share_cores() -> None:
-    """Four stages on two cores take about twice as long, at least the total work divided by two."""
+    """Four stages that share two cores take at least half of their total work, and little more."""
     plan = plan_of({}, 4, 16)
     alone = simulate(plan)
     two = simulate(plan, machine=Machine(rates=(1.0, 1.0, 2 / 3, 0.5)))
@@ -87,14 +87,14 @@ def test_ranks_share_cores() -> None:
     assert 3 * 16 * 4 / 2 <= two.seconds < 3 * 16 * 4 / 2 + 2 * 9
     one = simulate(plan, machine=Machine(rates=(1.0,)))
     assert one.seconds == pytest.approx(3 * 16 * 4)
-    # Nothing is shared if every two ranks have a host.
+    # Two ranks on a host with two cores do not slow each other down.
     assert simulate(plan, machine=Machine(rates=(1.0, 1.0), ranks_per_host=2)).seconds == pytest.approx(alone.seconds)
 
 
 def test_replicas_wait_for_each_other_at_the_end_of_a_step() -> None:
     plan = plan_of({}, 2, 4)
     found = simulate(plan, Costs(reduce=0.5, optimizer=0.25), replicas=2)
-    # The first stage steps for 0.25 before its next step; the last agrees 0.5 after stage 0's last pass.
+    # After the last pass gradients are reduced for 0.5, and the optimizer runs for 0.25.
     assert found.seconds == pytest.approx(3 * 5 + 0.5 + 0.25)
     assert simulate(plan, machine=Machine(rates=(1.0,)), replicas=2).seconds == pytest.approx(2 * 2 * 4 * 3)
 
@@ -102,8 +102,8 @@ def test_replicas_wait_for_each_other_at_the_end_of_a_step() -> None:
 def test_a_slow_stage_and_jitter() -> None:
     plan = plan_of({}, 4, 32)
     slow = simulate(plan, machine=Machine(slow={2: 1.5}))
-    # The last stage idles only once between its first input and last gradient, while the next stage makes its
-    # first gradient.
+    # The slow stage waits for two forward passes at the start and two backward passes at the end. In between it
+    # idles only once, while the next stage computes its first gradient.
     assert 32 * 4.5 + 2 * 1 + 2 * 2 <= slow.seconds <= 32 * 4.5 + 3 * 3
     jittered = [simulate(plan, machine=Machine(jitter=0.3, seed=seed)).seconds for seed in (1, 1, 2)]
     assert jittered[0] == jittered[1] != jittered[2]

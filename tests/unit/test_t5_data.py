@@ -127,7 +127,7 @@ def test_lengths_fit(encoder: int, decoder: int | None, ends: bool) -> None:
     assert decoder is None or plan.decoder <= decoder
     assert plan.tokens - plan.noise + plan.spans + ends == plan.encoder
     if decoder is None:
-        assert plan.encoder >= encoder - 1  # another token of text may be noise, and none is added here
+        assert plan.encoder >= encoder - 1  # an extra token may become noise, which the encoder does not see
 
 
 def test_too_few_sentinels_are_refused_with_the_knobs() -> None:
@@ -190,7 +190,7 @@ def test_borders_of_any_density_fit(every: int, length: int, density: float) -> 
 
 
 def lines(folder: Path, mean: int) -> str:
-    """Return lengths of documents with about `mean` tokens, EOD included, some of them long."""
+    """Write a corpus of documents with about `mean` tokens, EOD included, some of them long; return its prefix."""
     rng = np.random.default_rng(mean)
     with IndexedDatasetBuilder(folder / f"lines{mean}", np.uint16) as builder:
         for size in [*rng.poisson(mean - 2, 60_000 // mean) + 1, *rng.integers(100, 300, 5)]:
