@@ -44,7 +44,7 @@ class Impossible(Exception):
     """Raised if this machine lacks what the check needs; the message names it."""
 
 
-_one_at_a_time: dict[Any, threading.Lock] = defaultdict(threading.Lock)  # by training
+_one_at_a_time: dict[Any, threading.Lock] = defaultdict(threading.Lock)  # one lock per training
 
 
 def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def fp32_equals_the_cpu() -> str:
 
 
 def bf16_follows_the_cpu_in_fp32() -> str:
-    """bf16 has 8 bits, so losses may differ from fp32's by the rounding of activations."""
+    """Check that losses in bf16 follow the CPU's in fp32, up to the rounding of activations to 8 bits."""
     return "; ".join(
         f"{name} {close(train(f'{flags} {DRY} --precision bf16')['losses'], train(f'{flags} {DRY} --precision fp32', True)['losses'], 3e-2)}"
         for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5))

@@ -1,4 +1,4 @@
-"""Random transformers models in many configurations are imported right to 1e-5, or refused by name.
+"""Random transformers models in many configurations keep their logits to 1e-5 on import, or are refused by name.
 
 Folders are written as transformers 5 writes them and, with other keys and tensors, as transformers 4 did.
 """

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral in many configurations: imported right to 1e-5, or refused by name."""
+"""Llama, Qwen2, Qwen3 and Mistral in many configurations keep their logits to 1e-5, or are refused by name."""
 
 import copy
 import itertools
