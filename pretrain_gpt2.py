@@ -1,4 +1,7 @@
-"""Pretrain GPT-2. `bash scripts/run_gpt2.sh` calls this; `python pretrain_gpt2.py --help` lists every setting."""
+"""Pretrain GPT-2.
+
+`bash scripts/run_gpt2.sh` calls this; `python pretrain_gpt2.py --help` lists every setting.
+"""
 
 from megatron.config.check import first_look
 

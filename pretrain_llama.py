@@ -1,4 +1,7 @@
-"""Pretrain Llama, Qwen or Mistral. `bash scripts/run_llama.sh` calls this; `python pretrain_llama.py --help` lists every setting."""
+"""Pretrain Llama, Qwen or Mistral.
+
+`bash scripts/run_llama.sh` calls this; `python pretrain_llama.py --help` lists every setting.
+"""
 
 from megatron.config.check import first_look
 

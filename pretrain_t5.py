@@ -1,4 +1,7 @@
-"""Pretrain T5. `bash scripts/run_t5.sh` calls this; `python pretrain_t5.py --help` lists every setting."""
+"""Pretrain T5.
+
+`bash scripts/run_t5.sh` calls this; `python pretrain_t5.py --help` lists every setting.
+"""
 
 from megatron.config.check import first_look
 

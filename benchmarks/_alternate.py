@@ -1,4 +1,4 @@
-"""Contenders run in turn within every round on the same processes, so that what else the machine does hits them alike."""
+"""Helpers that time contenders in turn on the same processes, so that background load affects all of them alike."""
 
 import os
 import statistics
@@ -14,7 +14,7 @@ Step = Callable[[], None]
 
 
 def on_ranks(ranks: int) -> None:
-    """Start this script again on `ranks` gloo processes with one thread each, unless it runs on them already."""
+    """Relaunch this script on `ranks` gloo processes with one thread each, unless it already runs on them."""
     if "RANK" in os.environ:
         return
     launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
@@ -23,7 +23,7 @@ def on_ranks(ranks: int) -> None:
 
 
 def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, CPU-seconds of all ranks) of each round of each contender; one round more warms up."""
+    """Return (seconds, CPU-seconds of all ranks) of each round, by contender. One extra round warms up."""
     import torch
     import torch.distributed as dist
 
@@ -43,12 +43,12 @@ def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float
 
 
 def spread(values: list[float], form: str) -> str:
-    """`median (lowest to highest)`."""
+    """Format values as `median (lowest to highest)`."""
     ordered = sorted(values)
     return f"{statistics.median(ordered):{form}} ({ordered[0]:{form}} to {ordered[-1]:{form}})"
 
 
 def leave() -> None:
-    """gloo's threads have nothing left to say."""
+    """Flush standard output and exit at once, without the noise that gloo's threads make at interpreter shutdown."""
     sys.stdout.flush()
     os._exit(0)

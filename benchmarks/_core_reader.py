@@ -1,7 +1,7 @@
-"""megatron-core's datasets, in a process of their own because its package has our name.
+"""Read megatron-core's datasets in a separate process, because its package has the same name as ours.
 
-Run as `_core_reader.py gpt|t5 PREFIX SEQ VOCAB`; for each line on stdin it reads that many samples and answers
-with the CPU-seconds that they took.
+Run as `_core_reader.py gpt|t5 PREFIX SEQ VOCAB`. For each line on stdin it reads that many samples and answers
+with the CPU-seconds spent.
 """
 
 import sys
@@ -34,7 +34,10 @@ def gpt(prefix: str, seq: int, vocab: int):  # type: ignore[no-untyped-def]
 
 
 def t5(prefix: str, seq: int, vocab: int):  # type: ignore[no-untyped-def]
-    """Its masking of sentences; the list of its samples, which it builds with a compiled helper, is made here."""
+    """Return megatron-core's T5 dataset.
+
+    The sample index, which its compiled helper would build, is built here.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 

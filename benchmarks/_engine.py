@@ -1,4 +1,4 @@
-"""Ours as `pretrain()` drives it, without its data: from flags to a step."""
+"""Our training step as `pretrain()` runs it, without the data pipeline: from flags to a step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,10 @@ import _alternate  # noqa: F401  puts the packages on the path
 
 
 class Ours(NamedTuple):
-    """engine: of `megatron.training.engine`; step: one optimizer step on the same batch each time."""
+    """Our engine and its step.
+
+    engine: from `megatron.training.engine`; step: one optimizer step, always on the same batch.
+    """
 
     config: Any
     engine: Any
@@ -16,7 +19,7 @@ class Ours(NamedTuple):
 
 
 def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
-    """(inputs, targets) of a micro-batch on this rank's device: of GPT-2 [b, s], or of T5 ([b, k], [b, q])."""
+    """Return (inputs, targets) of a micro-batch on this rank's device: [b, s] for GPT-2, ([b, k], [b, q]) for T5."""
     import torch
 
     from megatron.ranks import device as device_module
@@ -32,7 +35,10 @@ def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
 
 
 def ours(flags: str) -> Ours:
-    """An engine, of GPT-2 with a pipeline if the flags ask for one. The first step lets the process keep freed memory, as `train()` does."""
+    """Build our engine from flags; GPT-2 is a pipeline if the flags ask for one.
+
+    After its first step the process keeps freed memory, as in `train()`.
+    """
     import torch
 
     from megatron import mpu
@@ -45,7 +51,7 @@ def ours(flags: str) -> Ours:
     config = parse(flags.split())
 
     class OneBatch(TASKS[config.model.family or "gpt2"]):  # type: ignore[misc]
-        """The same micro-batch again and again, which is made once."""
+        """A task that returns the same micro-batch every time."""
 
         made: Any = None
 

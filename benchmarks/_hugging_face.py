@@ -1,10 +1,10 @@
-"""Hugging Face's GPT-2, Llama and T5 of our sizes, without dropout, to train next to ours."""
+"""Hugging Face's GPT-2, Llama and T5 in our sizes and without dropout, the peers of our models."""
 
 from typing import Any
 
 
 def gpt2(vocab: int, seq: int, hidden: int, layers: int, heads: int) -> Any:
-    """Called with (tokens [b, s], labels=), it returns an object with `loss`."""
+    """Build a GPT-2; calling it with (tokens [b, s], labels=) returns an object with `loss`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -15,7 +15,7 @@ def gpt2(vocab: int, seq: int, hidden: int, layers: int, heads: int) -> Any:
 
 
 def t5(vocab: int, hidden: int, ff: int, layers: int, heads: int, kv: int = 64) -> Any:
-    """Called with (tokens [b, s], decoder_input_ids=, labels=), it returns an object with `loss`."""
+    """Build a T5; calling it with (tokens [b, s], decoder_input_ids=, labels=) returns an object with `loss`."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -26,7 +26,7 @@ def t5(vocab: int, hidden: int, ff: int, layers: int, heads: int, kv: int = 64) 
 
 
 def llama(vocab: int, seq: int, hidden: int, ff: int, layers: int, heads: int, groups: int) -> Any:
-    """Called with (tokens [b, s], labels=), it returns an object with `loss`. Tied, as GPT-2."""
+    """Build a Llama with tied embeddings; calling it with (tokens [b, s], labels=) returns an object with `loss`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""A GPT-2 in the manner of nanoGPT: plain torch, one fused attention call, one matrix for words and logits; to be compiled."""
+"""A GPT-2 in the style of nanoGPT: plain torch, fused attention, tied embeddings, suited to torch.compile."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.heads, self.apart = heads, apart
         self.before_attention, self.before_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        if apart:  # DTensor cuts a fused projection across the three
+        if apart:  # DTensor cannot shard a fused QKV projection by heads
             self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
         else:
             self.qkv = nn.Linear(hidden, 3 * hidden)
@@ -37,13 +37,16 @@ class _Words(nn.Module):
 
 
 def nano_layers(vocab: int, positions: int, hidden: int, layers: int, heads: int) -> list[nn.Module]:
-    """The same as a list for pipelines, tokens [b, s] -> logits; the two matrices are not tied, as torch's pipelines want."""
+    """Return the same model as a list of layers for pipelines, tokens [b, s] -> logits.
+
+    Embeddings are untied, as torch's pipelines require.
+    """
     scores = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False))
     return [_Words(vocab, positions, hidden), *(_Layer(hidden, heads, False) for _ in range(layers)), scores]
 
 
 class Nano(nn.Module):
-    """tokens [b, s + 1] -> mean loss"""
+    """The model: text [b, s + 1] -> mean loss, a scalar."""
 
     def __init__(self, vocab: int, positions: int, hidden: int, layers: int, heads: int, apart: bool = False) -> None:
         super().__init__()

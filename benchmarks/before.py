@@ -1,10 +1,11 @@
-"""Whether a change made something slower: sections of the suite in this checkout and in an earlier one, in turn.
+"""Check whether a change made something slower: run sections of the suite in this checkout and in an earlier one.
 
     git worktree add ../before COMMIT
     python benchmarks/before.py ../before --sections train-fp32 dp pp -- --rounds 3
 
-Each round runs a section's command in both checkouts, each with its own code, by this Python; arguments after -- go to both. Compared is every row
-whose name begins with "ours" and that both print: its first number, which is a speed, or a time where the column speaks of ms, of % or of seconds.
+Each round runs a section's command in both checkouts in turn. Each uses its own code and this Python; arguments
+after -- go to both. Rows whose name begins with "ours" and that both print are compared by their first number. It is a
+speed, or a time if the column mentions ms, % or seconds.
 """
 
 import argparse
@@ -22,7 +23,10 @@ TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
 
 
 def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
-    """{row: (column, its first number)}; empty if the command fails there, as it does where a section is newer."""
+    """Return {row: (column, first number)}, empty if the command fails.
+
+    It fails in a checkout older than the section.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -1,13 +1,13 @@
-"""Checkpoints against `torch.save` and DeepSpeed's own: GB/s of saving and loading, and what training waits for.
+"""Checkpoints against `torch.save` and DeepSpeed: GB/s of saving and loading, and how long training is blocked.
 
     python benchmarks/checkpoint.py --rounds 5
     python benchmarks/checkpoint.py --rounds 5 --ranks 2
 
-Every contender saves the same weights and Adam moments (fp32) and loads them back into the same
-engine, in turn within every round; every save is of new files, and the one before is deleted.
-Ours writes checksums, checks them when it loads, and waits for the disk; the others do not, but
-"torch.save, fsync" does wait. The last table is about a save in the background: how long
-training stands still, against its own step, and how much slower steps are meanwhile.
+All contenders save the same weights and Adam moments (fp32) and load them back into the same engine, in turn within
+every round. Every save writes new files; the previous ones are deleted. Ours writes checksums, verifies them on
+loading and waits for the disk. The others do none of this, except "torch.save, fsync", which waits for the disk.
+The last table is about asynchronous saves: how long training is blocked relative to a step, and how much slower
+steps are while a save is being written.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from _alternate import Step, alternate, leave, on_ranks, spread
 
 
 def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """An engine that has made one step, its settings, and a function that makes another."""
+    """Return an engine after its first step, its settings, and a function that runs another step."""
     built = _engine.ours(
         f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} "
         f"--vocab-size {args.vocab} --batch-size {args.batch} --precision fp32 --no-keep-freed-memory"
@@ -35,7 +35,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step], dict[str, Step]]:
-    """Savers and loaders by name."""
+    """Return the savers and the loaders, by name."""
     import torch
     import torch.distributed as dist
 
@@ -50,7 +50,7 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
         saver.save(state)
 
     def torch_save(sync: bool = False) -> None:
-        if rank == 0:  # replicas hold the same
+        if rank == 0:  # data-parallel replicas hold the same state
             saves_made[0] += 1
             inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
             with open(folder / f"{saves_made[0]}.pt", "wb") as file:
@@ -84,7 +84,7 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
 
 
 def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds: of a step, of the stall of a save in the background, of a step while it is written, of the whole save."""
+    """Return seconds of a step, of the stall of an asynchronous save, of a step during it, and of the whole save."""
     from megatron.checkpointing import Saver, TrainState
 
     saver = Saver(str(folder / "background"), engine, config, "", background=True)

@@ -1,9 +1,9 @@
-"""What a step costs as work grows, and how long a run takes to its first step.
+"""The time of a step as the work grows, and the time that a run takes to its first step.
 
     python benchmarks/cost.py --sections linear startup
 
 linear: seconds of a step over layers, over tokens (samples of a micro-batch) and over micro-batches, with the
-straight line that fits them best and R². startup: from the launch of two ranks to the end of the first step.
+least-squares line and its R². startup: from the launch of two ranks to the end of the first step.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from _alternate import ROOT
 
 
 def step_seconds(layers: int, batch: int, gas: int, rounds: int) -> float:
-    """Median time of a step of pretrain()'s engine."""
+    """Return the median seconds of a step of `pretrain()`'s engine."""
     step = _engine.ours(
         f"--num-layers {layers} --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 --hidden-dropout 0 "
         f"--attention-dropout 0 --batch-size {batch} --gas {gas} --precision fp32"

@@ -1,9 +1,9 @@
-"""Two or more runs on one picture: loss curves, and how far each is from the first.
+"""Plot the loss curves of two or more runs, and how far each is from the first.
 
     python benchmarks/curves.py fp32=runs/a bf16=runs/b "fp32, another seed=runs/c" --out docs/images/bf16.png
 
-Runs must have logged every iteration (--log-interval 1). The difference is that of means over `--window` iterations; another
-seed shows how much of a difference is noise.
+Runs must have logged every iteration (--log-interval 1). Differences are between means over `--window` iterations.
+A run with another seed shows how much of a difference is noise.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python benchmarks/data.py --corpus zh_docs.jsonl --rounds 5
     python benchmarks/data.py --sections preprocess startup read
 
-Without --corpus a Chinese-like text of random words is made. Contenders take turns within every round; rates
-are per CPU-second of all processes of a contender, medians with the lowest and the highest round. Peak memory is
-that of its largest process.
+Without --corpus a synthetic Chinese-like text is generated. Contenders take turns within every round. Rates are per
+CPU-second of all processes of a contender: the median, and the lowest and highest round. Peak memory is that of its
+largest process.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SEQ = 1024
 
 
 def made_up(path: Path, megabytes: float) -> None:
-    """Documents of random words of one to four Han characters, some English, in JSON lines."""
+    """Write JSON lines of documents made of random words: one to four Han characters each, some English."""
     rng = random.Random(1)
     words = [
         "".join(chr(0x4E00 + int(rng.paretovariate(1.0) * 40) % 5000) for _ in range(rng.randint(1, 4)))
@@ -102,9 +102,9 @@ if __name__ == "__main__":
 
 
 def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> Callable[[], tuple[float, int, int]]:
-    """(CPU-seconds, tokens, peak memory in kB) of our preprocessor; its start and imports, measured each time, not counted."""
+    """Return a function that measures our preprocessor: (CPU-seconds without start-up, tokens, peak kB)."""
     nearly_nothing = folder / "nearly_nothing.jsonl"
-    if not nearly_nothing.exists():  # a short document for each of four chunks, so that all workers start in earnest
+    if not nearly_nothing.exists():  # one short document per chunk, so that all workers really start
         nearly_nothing.write_text(('{"text": "\u4f60\u597d"}\n' + " " * 1_100_000 + "\n") * 4)
 
     def convert(path: str) -> tuple[float, int, str]:
@@ -121,7 +121,7 @@ def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> 
 
 
 def run_script(script: str, argv: list[str]) -> Callable[[], tuple[float, int, int]]:
-    """The same of a peer, its start and imports not counted."""
+    """Return a function that measures a peer: (CPU-seconds without start-up, tokens, peak kB)."""
 
     def run() -> tuple[float, int, int]:
         with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
@@ -135,7 +135,7 @@ def run_script(script: str, argv: list[str]) -> Callable[[], tuple[float, int, i
 
 
 def measured(command: list[str]) -> tuple[float, int, str]:
-    """(CPU-seconds, kB of the largest process, output) of a command and all its children."""
+    """Run a command; return (CPU-seconds of it and all its children, kB of the largest process, its output)."""
     wrapper = (
         "import json, resource, subprocess, sys\n"
         "done = subprocess.run(sys.argv[1:], capture_output=True, text=True)\n"
@@ -153,7 +153,7 @@ def measured(command: list[str]) -> tuple[float, int, str]:
 
 
 def _train_cpm(sample: list[str], path: str) -> None:
-    """With 6,000 tokens, or as many as the text gives: words that are made up are cut into single characters."""
+    """Train a CPM tokenizer with at most 6,000 tokens; synthetic text has too few characters for more."""
     for size in range(6000, 1000, -250):
         try:
             train_cpm(sample, path, size)
@@ -173,7 +173,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     train_sentencepiece(sample, models["bpe"], 8000)
     _train_cpm(sample, models["cpm"])
     train_byte_bpe(sample, str(folder / "tokenizer.json"), 8000, "hf")
-    big = folder / "big.jsonl"  # the fast ones get more
+    big = folder / "big.jsonl"  # fast contenders get more text
     big.write_bytes(Path(source).read_bytes() * max(1, round(100 / size)))
     medium = folder / "medium.jsonl"
     medium.write_bytes(Path(source).read_bytes() * 3)
@@ -243,7 +243,7 @@ print(took, memory("VmHWM") - before, memory("RssAnon"), train.samples_per_epoch
 
 
 def sparse_pair(prefix: Path, documents: int, tokens_each: int) -> None:
-    """A corpus of zeros that takes no room: its .bin is a hole."""
+    """Write a sparse corpus of zeros, whose .bin occupies no disk space."""
     with open(f"{prefix}.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
         rng = np.random.default_rng(0)
@@ -283,7 +283,7 @@ def startup(args: argparse.Namespace, folder: Path) -> None:
 
 
 class _Core:
-    """megatron-core's dataset in its own process."""
+    """A process that reads megatron-core's dataset."""
 
     def __init__(self, kind: str, prefix: str, seq: int, vocab: int) -> None:
         command = [sys.executable, str(ROOT / "benchmarks/_core_reader.py"), kind, prefix, str(seq), str(vocab)]
@@ -345,7 +345,7 @@ def read(args: argparse.Namespace, folder: Path) -> None:
             20000,
             rates,
         )
-    # Sentences of about 30 tokens, of which megatron-core packs whole ones.
+    # Sentences have about 30 tokens; megatron-core packs only whole sentences.
     prefix = str(folder / "sentences")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(300):

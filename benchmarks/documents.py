@@ -1,9 +1,9 @@
-"""Attention within documents, each computed by itself, against one mask of all of them.
+"""Attention within documents: computed document by document, against one mask for all of them.
 
     python benchmarks/documents.py --tokens 16 100 400
 
-A forward and a backward pass of a small GPT-2 and a small T5 with relative positions, in turn with
-`--unfused document-attention`; peak memory of a process that does one of them.
+Times a forward and a backward pass of a small GPT-2 and of a small T5 with relative positions, in turn with
+`--unfused document-attention`. Peak memory is measured in a separate process for each.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FAMILIES = {"gpt2": GPT2, "t5": T5}
 
 
 def step(family: str, length: int, tokens: int, dropout: float, masked: bool) -> Callable[[], None]:
-    """A forward and a backward pass over rows of documents of about `tokens` tokens."""
+    """Return a function that runs a forward and a backward pass over rows of documents of about `tokens` tokens."""
     import torch
 
     from megatron.config.command_line import parse
@@ -42,7 +42,7 @@ def step(family: str, length: int, tokens: int, dropout: float, masked: bool) ->
     model: Any = (T5Model if family == "t5" else GPT2Model)(config)
     dice = torch.Generator().manual_seed(2)
 
-    def batch() -> dict[str, Any]:  # new ids every time, as in training
+    def batch() -> dict[str, Any]:  # new document ids every time, as in training
         starts = torch.rand(b, s, generator=dice) < 1 / tokens
         ids = starts.int().cumsum(1).int() + 1
         text = torch.randint(1024, (b, s), generator=dice)
@@ -61,7 +61,7 @@ def step(family: str, length: int, tokens: int, dropout: float, masked: bool) ->
 
 
 def _peak_of_this_process() -> int:
-    """MB; what `resource` says may be the peak of the process that started this one."""
+    """Return this process's peak memory in MB. `resource` may report the parent process's peak instead."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
 

@@ -1,14 +1,15 @@
-"""One accelerator: tokens/s, MFU, memory and where the time of a step goes, in bf16, against Hugging Face and plain compiled torch.
+"""One accelerator in bf16 against Hugging Face and compiled plain torch: tokens/s, MFU, memory, time by operation.
 
     python benchmarks/gpu.py --models gpt2_1.3B
     python benchmarks/gpu.py --models gpt2_345M --batch 8 --rounds 7 --turns 2
-    python benchmarks/gpu.py --dry-run          tiny models on whatever is there, a CPU as well: only that it runs
+    python benchmarks/gpu.py --dry-run          tiny models on any device, a CPU included: a smoke test
 
-Needs torch, DeepSpeed and numpy, and transformers for one of the peers. The other, a GPT-2 in the manner of nanoGPT, is
-compiled. Both train with autocast, fused AdamW and the same clipping. MFU counts 6 N + attention
-(`megatron.training.metrics.flops_per_token`) against the dense bf16 peak of the device (`megatron.ranks.device.PEAK_TFLOPS`). Contenders run
-one after another, each in a process of its own with all of the device's memory; a second turn goes through them backwards.
-Memory is the most that torch has handed out. What does not fit, or not into --minutes, is said and left out.
+Needs torch, DeepSpeed and numpy, and transformers for one of the peers. The other peer is a compiled GPT-2 in the
+style of nanoGPT. Both train with autocast, fused AdamW and the same clipping. MFU counts 6 N + attention
+(`megatron.training.metrics.flops_per_token`) against the device's dense bf16 peak
+(`megatron.ranks.device.PEAK_TFLOPS`). Contenders run one after another, each in its own process with all of the
+device's memory; every second turn runs them in reverse order. Memory is the peak that torch allocated. Contenders
+that run out of memory or exceed --minutes are reported and left out.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 import _engine
 from _alternate import ROOT, spread
 
-# micro-batch, flags
+# name -> (micro-batch size, flags)
 MODELS = {
     "gpt2_345M": (16, "--seq-length 1024"),
     "gpt2_1.3B": (8, "--seq-length 1024"),
@@ -50,7 +51,7 @@ def flags_of(args: argparse.Namespace, model: str) -> str:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One contender on one model; prints one line of JSON."""
+    """Run one contender on one model and print one line of JSON."""
     from megatron.ranks import device as device_module
     from megatron.training.metrics import flops_per_token
 
@@ -132,7 +133,7 @@ def peer(flags: str, device: Any, contender: str) -> tuple[Any, Any, Callable[[]
 
 
 def profile(step: Callable[[], None], device: Any) -> str:
-    """The operations that take most of three steps."""
+    """Return a table of the operations that take most of the time of three steps."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -153,7 +154,7 @@ def contenders(model: str, no_compile: bool) -> list[str]:
 
 
 def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
-    """What a worker found, or why it found nothing."""
+    """Run a contender in a process of its own; return its measurements, or the reason why there are none."""
     if seconds <= 0:
         return "no time left, see --minutes"
     if contender == "Hugging Face" and importlib.util.find_spec("transformers") is None:
@@ -171,7 +172,7 @@ def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
 
 
 def in_turns(model: str, args: argparse.Namespace) -> dict[str, dict[str, Any] | str]:
-    """By contender, the seconds of all turns together."""
+    """Return measurements by contender, with the seconds of all turns together."""
     end, names = time.monotonic() + 60 * args.minutes, contenders(model, args.no_compile)
     found: dict[str, dict[str, Any] | str] = {}
     for turn in range(args.turns):

@@ -1,11 +1,12 @@
-"""What the start of a large run costs one rank, before the first step: process groups, seconds, memory. No other rank is needed.
+"""Start-up cost of a large run for one rank, before the first step: process groups, seconds and memory.
 
     python benchmarks/many_ranks.py --ranks 1024 8192
     python benchmarks/many_ranks.py --ranks 1024 --rank 517 --stages 16 --model 8
 
-The process is one rank of a world that torch pretends (its fake process group): all is done that a rank does
-until its engine stands, but for the watchdog and comparing settings, and no message is sent. "At once" are calls that make all groups of an axis together, as NCCL
-does it; "one by one" are calls that make a single group, in which every rank of the world would take part.
+No other rank is needed: the process is one rank of a simulated world (torch's fake process group), so no message is
+sent. It does everything that a rank does until its engine is built, except for the watchdog and the comparison of
+settings. "At once" counts calls that create all groups of an axis together, as NCCL's split does. "One by one" counts
+calls that create a single group, which every rank of the world would have to join.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers: int) -> dict[str, Any]:
-    """In this process, which can do it once."""
+    """Measure in this process, which can do it only once."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,7 +53,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
         return honest(*args, **kwargs)
 
     def split_group(split_ranks: list[list[int]]) -> Any:
-        """As NCCL's, which makes this rank's only."""
+        """Emulate NCCL's split, which creates only this rank's group."""
         calls["at once"] += 1
         mine = next((line for line in split_ranks if rank in line), None)
         return honest(mine) if mine else None
@@ -62,16 +63,16 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     tds.init_distributed("fake")
     dist.new_group = new_group
-    tds.engine.Watchdog = lambda *_, **__: None  # it asks the store, of which there is none
+    tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store, and there is none
     try:
         from tds import groups
-    except ImportError:  # of a checkout that makes them one by one
+    except ImportError:  # an older checkout creates groups one by one
         pass
     else:
         from tds import borders
 
         dist.split_group, groups.splits = split_group, lambda: True
-        borders.in_queues = lambda _: True  # each border of a stage has groups of its own there
+        borders.in_queues = lambda _: True  # under NCCL each stage boundary has its own groups
     config = parse(
         f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 --precision fp32 "
         f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 --gas {stages}".split()

@@ -1,4 +1,4 @@
-"""Two ranks against peers that can do the same: data parallel (DDP, DeepSpeed), tensor parallel (DTensor), pipeline (torch, DeepSpeed).
+"""Two ranks against peers: data parallel (DDP, DeepSpeed), tensor parallel (DTensor), pipeline (torch, DeepSpeed).
 
     python benchmarks/parallel.py --kind dp --rounds 7
     python benchmarks/parallel.py --kind tp --rounds 7
@@ -6,11 +6,11 @@
     python benchmarks/parallel.py --kind pp-dp --rounds 7
     python benchmarks/parallel.py --kind cp --rounds 7 --seq 4096 --batch 1 --layers 2
 
-All contenders live on the same two gloo processes (four for pp-dp, two replicas of two stages), one thread each, and make their
-steps in turn. "alone" is our model on each rank by itself, without a word to the other: the ideal of dp. Its time halved
-is the ideal of tp, cp and pp, where both ranks share one batch; with cp its samples, with no peer, and what the backward pass is kept on a rank
-is shown, too. With pp a step has 8 micro-batches of one sample, and torch's
-does not clip. The same layers in every pipeline engine: benchmarks/pipeline_layers.py.
+All contenders run on the same two gloo processes, one thread each, and make their steps in turn. For pp-dp there are
+four processes: two replicas of two stages. "alone" is our model on each rank without communication, the ideal of dp.
+Half its time is the ideal of tp, cp and pp, where both ranks share one batch. cp has no peer; it also prints the
+activations kept on a rank for the backward pass. With pp a step has 8 micro-batches of one sample, and torch's
+schedule does not clip gradients. benchmarks/pipeline_layers.py runs identical layers in every pipeline engine.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import _engine
 from _alternate import Step, alternate, leave, on_ranks, spread
 
-MICROS = 8  # of a pipeline's step
+MICROS = 8  # micro-batches in a pipeline's step
 PIPELINE = f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS} --no-tie-embeddings"
 
 
@@ -42,7 +42,7 @@ def _loop(model: Any, loss_of: Callable[[], Any]) -> Step:
     import torch
     from torch.distributed.tensor import DTensor
 
-    # torch clips and steps DTensors and plain tensors apart.
+    # torch cannot clip or step DTensors and plain tensors together.
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == split] for split in (True, False)]
     groups = [group for group in kinds if group]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
@@ -58,7 +58,7 @@ def _loop(model: Any, loss_of: Callable[[], Any]) -> Step:
 
 
 def ours(args: argparse.Namespace, more: str) -> Step:
-    """A step in the mesh that its layers were built in, whatever others have been built since."""
+    """Return a step that first enters the mesh its layers were built in, since other models may be built later."""
     from megatron.mpu import mesh
 
     step = _engine.ours(_flags(args, more)).step
@@ -132,7 +132,7 @@ def _token_loss(out: Any, target: Any) -> Any:
 
 
 def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
-    """The layers of `_nano` on two stages: as many transformer layers on either."""
+    """Return the steps of the peers that pipeline `_nano`'s layers over two stages of equal depth."""
     import torch
     import torch.distributed as dist
     from _nano import nano_layers
@@ -157,7 +157,7 @@ def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
 
 
 def deepspeed_pipeline(args: argparse.Namespace, text: Any) -> dict[str, Step]:
-    """The same layers in DeepSpeed's engine, on as many replicas as there are ranks for."""
+    """Return the step of DeepSpeed's pipeline engine on the same layers, with a replica for every two ranks."""
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -199,12 +199,12 @@ def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
 
 
 def _kept(step: Step) -> int:
-    """Bytes of activations that a first step keeps on this rank for its backward pass, weights left out."""
+    """Return the bytes of activations that a first step keeps for its backward pass on this rank."""
     import torch
     from torch import nn
 
     seen: dict[int, int] = {}
-    alive = []  # or another tensor could begin where one did
+    alive = []  # keeps the storages alive, so that no address is reused
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, nn.Parameter) and not isinstance(x._base, nn.Parameter):
@@ -246,10 +246,10 @@ def main() -> None:
         found_ours[f"ours, {flags}"] = ours(args, f"{layout} {flags}")
     samples = MICROS if pipeline else args.batch
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
-    torch.manual_seed(0)  # the peers' copies begin alike
+    torch.manual_seed(0)  # all peers start from the same weights
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
     kept = {name: _kept(step) for name, step in steps.items()} if args.kind == "cp" else {}
-    device_module.keep_freed_memory(torch.device("cpu"))  # all of them profit
+    device_module.keep_freed_memory(torch.device("cpu"))  # for all contenders, not only ours
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
         tokens = samples * args.seq * (2 if "dp" in args.kind else 1)

@@ -1,13 +1,12 @@
-"""What a pipeline engine itself costs: stages that only sleep, so that a small machine hides nothing.
+"""Overhead of a pipeline engine, with stages that only sleep, so that compute cannot hide it on a small machine.
 
     python benchmarks/pipeline.py --stages 4 --megabytes 1
     python benchmarks/pipeline.py --stages 4 --megabytes 8 --jitter 0.5
     python benchmarks/pipeline.py --stages 4 --schedules all
 
-Contenders, in turn within every round, on the same processes: ours, stock DeepSpeed's
-PipelineEngine, and the schedules of torch.distributed.pipelining. Shown is the time of a step
-over the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward), and where a schedule
-with a smaller bubble would end.
+Contenders are ours, stock DeepSpeed's PipelineEngine and the schedules of torch.distributed.pipelining, in turn within
+every round on the same processes. The table shows the time of a step over the ideal of 1F1B, (micro-batches + stages
+- 1) x (forward + backward), and the ideal of each contender's own schedule, whose bubble may be smaller.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from typing import Any
 
 from _alternate import Step, alternate, leave, on_ranks, spread
 
-FORWARD, BACKWARD = 0.020, 0.040  # of which half computes gradients of inputs, half those of weights
+FORWARD, BACKWARD = 0.020, 0.040  # seconds; half of BACKWARD is for gradients of inputs, half for those of weights
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def stage_class(args: argparse.Namespace, rank: int) -> Any:
-    """A module that sleeps for its forward pass, the gradient of its input and that of its weight."""
+    """Return a module class that sleeps for its forward pass, its input's gradient and its weight's gradient."""
     import torch
     from torch import Tensor, nn
 
@@ -67,7 +66,7 @@ def stage_class(args: argparse.Namespace, rank: int) -> Any:
 
 
 def contenders(args: argparse.Namespace) -> dict[str, Step]:
-    """One function per contender that runs one training step."""
+    """Return one function per contender that runs one training step."""
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -138,7 +137,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def ideals(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a step without any cost of messages, by the words that a contender's name begins or ends with."""
+    """Return the seconds of a step with free communication, by schedule."""
     from tds.schedule import schedule_of
     from tds.timetable import times
 

@@ -1,12 +1,11 @@
-"""Pipelines of real layers: tokens per second, CPU-seconds per token, bytes on the wire.
+"""Pipelines of real layers: tokens per second, CPU-seconds per token, bytes sent.
 
     python benchmarks/pipeline_layers.py --stages 2
     python benchmarks/pipeline_layers.py --stages 2 --two-gradients
 
-Layers of GPT-2 (embedding, blocks of causal attention and MLP, scores), the same for ours, stock
-DeepSpeed and torch.distributed.pipelining, in turn within every round on the same processes.
---two-gradients: layers that carry two streams, as an encoder-decoder does, so two tensors with
-gradient cross every border; each block reads both.
+The same GPT-2 layers (embedding, blocks of causal attention and MLP, output layer) run under ours, stock DeepSpeed and
+torch.distributed.pipelining, in turn within every round on the same processes. With --two-gradients layers carry two
+streams, as an encoder-decoder does: two tensors with gradients cross every stage boundary, and each block reads both.
 """
 
 import argparse
@@ -26,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_layers(args: argparse.Namespace) -> list[Any]:
-    """The whole model, seeded."""
+    """Return all layers of the model, initialised with a fixed seed."""
     import torch
     from torch import Tensor, nn
 
@@ -73,7 +72,7 @@ def build_layers(args: argparse.Namespace) -> list[Any]:
 
 
 def contenders(args: argparse.Namespace) -> tuple[dict[str, Step], Any]:
-    """One function per contender that runs one training step, and our engine."""
+    """Return one function per contender that runs one training step, and our engine."""
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -128,7 +127,7 @@ def contenders(args: argparse.Namespace) -> tuple[dict[str, Step], Any]:
         "ours, zb-h1": steps_of(engine(False, {"schedule": "zb-h1"})),
         f"DeepSpeed {deepspeed.__version__} PipelineEngine": steps_of(engine(True, {})),
     }
-    if not args.two_gradients:  # torch's stages want Sequential of one tensor here
+    if not args.two_gradients:  # torch's stage is an nn.Sequential here, so it passes only one tensor
         steps[f"torch {torch.__version__} Schedule1F1B"] = torchs
     return steps, ours
 

@@ -1,12 +1,13 @@
-"""The planner's peak memory against that of real gloo ranks, over layouts: `tools/plan.py` can be trusted as far as this table says.
+"""The planner's predicted peak memory against that of real gloo ranks: how far to trust `tools/plan.py`.
 
     python benchmarks/plan_memory.py
     python benchmarks/plan_memory.py --only gpt2-bf16-zero1 t5-fp32-pp4
 
-Measured is what torch's profiler sees on each rank (profile_memory): every allocation and release of a tensor's memory, from before
-the model is built to the end of the third step; the most bytes that were alive at once, on the rank that had the most. Memory of Python,
-of libraries, and what an allocator keeps for later are not in it. It is compared with the sum over kinds for the stage that needs the most.
-DeepSpeed's ZeRO 2 and 3 allocate a bucket whose size (reduce_bucket_size) the table's ds_config makes small, or it would hide all else.
+torch's profiler (profile_memory) records every allocation and release of tensor memory on each rank, from before the
+model is built to the end of the third step. The measured number is the peak of live bytes on the peak rank. Memory of
+Python and libraries, and memory cached by an allocator, are not included. The prediction is the planner's total for
+the stage that needs the most. DeepSpeed's ZeRO 2 and 3 allocate a bucket (reduce_bucket_size); the ds_config here
+makes it small, since it would dominate at the default size.
 """
 
 import argparse
@@ -55,11 +56,11 @@ CASES: dict[str, tuple[int, str]] = {
     "t5-fp32-pp4": (4, f"{T5} --precision fp32 --pipe-parallel-size 4 --gas 4"),
     "llama-fp32-zero1": (2, f"{LLAMA} --precision fp32 --zero-stage 1"),
 }  # fmt: skip
-BUCKET = 10**6  # numbers, of DeepSpeed's
+BUCKET = 10**6  # elements in DeepSpeed's reduce bucket
 
 
 def flags_of(case: str, folder: str) -> str:
-    """The flags, with a ds_config where DeepSpeed reduces."""
+    """Return the flags of a case, with a ds_config if DeepSpeed reduces the gradients."""
     flags = CASES[case][1]
     if "--zero-stage 2" in flags or "--zero-stage 3" in flags:
         path = Path(folder) / "ds_config.json"
@@ -69,7 +70,7 @@ def flags_of(case: str, folder: str) -> str:
 
 
 def measure(flags: str, steps: int = 3) -> int:
-    """Bytes, on this rank."""
+    """Return this rank's peak of live bytes."""
     import torch
 
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
@@ -86,7 +87,8 @@ def measure(flags: str, steps: int = 3) -> int:
     live = most = 0
     for event in sorted(events, key=lambda e: e["ts"]):
         at, size = event["args"]["Addr"], event["args"]["Bytes"]
-        # What a thread of gloo's released was not seen: it is gone at the latest when its place is given out again.
+        # The profiler misses what gloo's threads release; such memory is gone at the latest when its address is
+        # reused.
         live += (size if size > 0 else 0) - alive.pop(at, 0)
         if size > 0:
             alive[at] = size
@@ -95,7 +97,7 @@ def measure(flags: str, steps: int = 3) -> int:
 
 
 def predict(ranks: int, flags: str) -> Any:
-    """The planner's `Memory` of the stage that needs the most."""
+    """Return the planner's `Memory` of the stage that needs the most."""
     from megatron.config.command_line import parse
     from megatron.config.ds_config import resolve
     from megatron.planning.memory import rank_memory
@@ -107,7 +109,7 @@ def predict(ranks: int, flags: str) -> Any:
 
 
 def compare(case: str) -> dict[str, Any]:
-    """Both, in bytes, of one case."""
+    """Return the measured and the predicted bytes of one case."""
     ranks = CASES[case][0]
     with tempfile.TemporaryDirectory() as folder:
         flags = flags_of(case, folder)

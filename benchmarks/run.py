@@ -4,11 +4,10 @@
     python benchmarks/run.py --precision bf16 --model t5
     python benchmarks/run.py --only none --flags="--unfused cross-entropy" --flags=--no-keep-freed-memory
 
-Every contender is a process of its own, with its own memory; in every round each makes its steps in
-turn while the others wait, so that what else the machine does hits them alike. Ours is what
-`pretrain()` drives: the engine of DeepSpeed with its gradient clipping and fused AdamW. Peers: Hugging
-Face's model and a GPT-2 in the manner of nanoGPT, plain and compiled, in a plain loop with the same
-clipping and AdamW. bf16 is autocast with fp32 weights for the peers and bf16 with fp32 master
+Every contender is a process of its own. In every round each makes its steps while the others wait, so that background
+load affects all of them alike. Ours is what `pretrain()` drives: DeepSpeed's engine with its gradient clipping and
+fused AdamW. The peers are Hugging Face's model and a GPT-2 in the style of nanoGPT, plain and compiled, in a plain
+loop with the same clipping and AdamW. bf16 means autocast with fp32 weights for the peers, and bf16 with fp32 master
 weights for ours.
 """
 
@@ -120,7 +119,10 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespa
 
 
 def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Build a contender, then make `steps` steps whenever asked; answers with seconds and, at the end, peak MB."""
+    """Build a contender, then make `args.steps` steps on each request.
+
+    Replies with their seconds and, at the end, with the peak memory in MB.
+    """
     import torch
 
     torch.set_num_threads(args.threads)
@@ -142,7 +144,7 @@ def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By contender: seconds of each round, of the start with its first step, and the peak in MB."""
+    """Return, by contender, seconds of each round, seconds until the end of the first step, and peak MB."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -182,7 +184,7 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 
 
 def arguments(about: str | None) -> argparse.Namespace:
-    """What is asked on the command line; the number of threads is passed on to processes."""
+    """Parse the command line. The thread count is exported to child processes."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt2", "llama", "t5"), default="gpt2")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")

@@ -1,11 +1,11 @@
-"""Every benchmark by one command: tables as Markdown, the same as JSON, and the ratios as a picture.
+"""Run every benchmark with one command; write the tables as Markdown and JSON, and the ratios as a bar chart.
 
     make bench
     make bench SECTIONS="train-fp32 dp tp"
     python benchmarks/suite.py --list
 
-A section is one of the scripts next to this one with its arguments, in a process of its own; a section that
-fails is reported and the others go on. What stands in docs/benchmarks.md comes from here.
+A section is a script of this folder with its arguments, run in its own process. A section that fails is reported and
+the others continue. The tables of docs/benchmarks.md come from here.
 """
 
 import argparse
@@ -28,7 +28,7 @@ T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8
 
 
 def _switched(model: str) -> str:
-    """Flags that each turn one optimisation off, or on where it is off by default."""
+    """Return flags that each disable one optimisation, or enable one that is off by default."""
     flags = ["--cpu-matmul_torch", "--no-keep-freed-memory", "--unfused_cross-entropy", "--logits-chunk-size_512"]
     if model == "t5":
         flags += [f"--unfused_{name}" for name in ("biased-attention", "gated-gelu", "relative-positions", "rms-norm")]
@@ -78,7 +78,7 @@ SPREAD = re.compile(rf"({NUMBER})\s?%? \(({NUMBER})\s?%? to ({NUMBER})\s?%?\)")
 
 
 def here() -> dict[str, str]:
-    """Date, device and versions."""
+    """Return the date, the device and the package versions."""
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine()
     )
@@ -105,7 +105,7 @@ def _cpuinfo() -> list[str]:
 
 
 def measure(name: str, more: list[str]) -> dict[str, Any]:
-    """Run one section and show what it prints while it runs."""
+    """Run one section, echoing its output as it runs."""
     script, *arguments = SECTIONS[name].split()
     command = [f"benchmarks/{script}", *(a.replace("_", " ") for a in arguments), *more]
     print(f"\n## {name}\n\n`python {' '.join(command)}`\n", flush=True)
@@ -126,7 +126,7 @@ def measure(name: str, more: list[str]) -> dict[str, Any]:
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """The Markdown tables in what a section printed, a row as {column: cell}."""
+    """Return the Markdown tables in a section's output; each row is {column: cell}."""
     found: list[list[dict[str, str]]] = []
     head: list[str] = []
     for line in text.splitlines():
@@ -142,7 +142,10 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def bars(rows: list[dict[str, str]]) -> tuple[str, list[tuple[str, float, float, float]]]:
-    """(column, (name, median, lowest, highest) of each row): ratios to peers where a table has them, else its first spread."""
+    """Return (column, (name, median, lowest, highest) of each row).
+
+    The column is the ratio to peers if there is one, else the first with a spread.
+    """
     columns = sorted(list(rows[0])[1:], key=lambda column: "ours / it" not in column)
     for column in columns:
         found = [(next(iter(row.values())), match) for row in rows if (match := SPREAD.search(row.get(column, "")))]

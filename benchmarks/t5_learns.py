@@ -1,13 +1,14 @@
-"""Does T5 learn? Ours and transformers' on the same samples, next to the unigram entropy of masked text.
+"""Does T5 learn? Ours and transformers' on the same samples, against the unigram entropy of masked text.
 
     python benchmarks/t5_learns.py --data-path runs/t5/data/corpus_text_document --vocab-file runs/t5/tokenizer.model \\
         --iters 200 --json found.json --out docs/images/t5_learns.png
-    python benchmarks/t5_learns.py --json found.json --out docs/images/t5_learns.png      draws what was found before
+    python benchmarks/t5_learns.py --json found.json --out docs/images/t5_learns.png      plots earlier results
 
-One process a core; sizes and samples are those of configs/models/t5_tiny.json, flags after `--` change them. All have the same fused
-AdamW, warm-up, cosine decay and clipping, no dropout, 16 samples a step. What is asked is the validation part: labels
-that are neither sentinels nor ends. transformers' T5 starts once with its own initial values (embeddings of standard deviation 1) and
-once with ours (0.02, outputs by depth, queries by the root of the head's width).
+Each run uses one core. Sizes and samples are those of configs/models/t5_tiny.json; flags after `--` change them. All
+contenders have the same fused AdamW, warm-up, cosine decay and clipping, no dropout, and 16 samples a step. They are
+evaluated on the validation split, on labels that are neither sentinels nor ends. transformers' T5 runs once with its
+own initialisation (embeddings of standard deviation 1) and once with ours (0.02, output projections scaled by depth,
+query projections divided by the square root of the head size).
 """
 
 import argparse
@@ -22,14 +23,14 @@ from typing import Any, cast
 import _hugging_face
 from _alternate import ROOT
 
-BATCH, ASKED = 16, 160  # samples of a step, and of the validation
+BATCH, ASKED = 16, 160  # samples in a step, and in the validation
 COLOURS = {"ours": "#c2410c", "ours, scores not divided": "#f0a35e", "transformers": "#1d4ed8"}
 COLOURS |= {"transformers, our initial values": "#7ba6e8"}
 Forward = Callable[[Any], Any]
 
 
 def build(name: str, config: Any) -> tuple[Any, Forward]:
-    """A contender, and how it gives logits of a batch."""
+    """Return a contender's model, and a function from a batch to its logits."""
     from megatron.config.command_line import with_values
     from megatron.model import T5Model
 
@@ -53,7 +54,7 @@ def _factor(name: str, m: Any) -> float:
 
 
 def rates(iters: int, peak: float) -> Iterator[float]:
-    """A tenth of the steps up, then a cosine down to a hundredth."""
+    """Yield learning rates: linear warm-up over a tenth of the steps, then cosine decay to 1% of the peak."""
     up = max(iters // 10, 1)
     for step in range(iters):
         down = 0.5 * (1 + math.cos(math.pi * (step - up) / max(iters - up, 1)))
@@ -61,7 +62,10 @@ def rates(iters: int, peak: float) -> Iterator[float]:
 
 
 def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Nats and share of right guesses on masked text as training goes, and the largest gradient norm between."""
+    """Train a contender.
+
+    Return its loss in nats and its accuracy on masked text over time, and the largest gradient norm in between.
+    """
     import torch
     import torch.nn.functional as F
     from torch.utils.data import default_collate
@@ -107,7 +111,7 @@ def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: ar
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run the contenders that --json does not hold yet."""
+    """Run the contenders that --json does not contain yet."""
     import torch
 
     from megatron.commands.unigram import of_targets
@@ -135,7 +139,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def draw(found: dict[str, Any], out: str) -> None:
-    """And a table for the docs."""
+    """Plot the losses, and print a table for the docs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,7 +161,7 @@ def draw(found: dict[str, Any], out: str) -> None:
     losses = [loss for run in found["runs"].values() for loss in run["text_loss"]]
     axes.set_ylim(
         min(losses) - 0.15, min(max(losses) + 0.15, found["unigram"] + 1.5)
-    )  # what starts far above comes in from there
+    )  # a curve may start far above the plotted range
     axes.set_xlabel("iteration")
     axes.set_ylabel("validation, nats per masked text token")
     axes.grid(alpha=0.25)

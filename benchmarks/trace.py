@@ -1,9 +1,9 @@
-"""What --trace costs: the same pipeline's steps with a recorder and without, in turn, on two ranks.
+"""Overhead of --trace: steps of the same pipeline with and without a recorder, in turn, on two ranks.
 
     python benchmarks/trace.py --rounds 21
 
-Shown are the clock's and the processors' time of a step with the recorder over that of one without, and what can be told
-apart from noise: the time of a span by itself, times the spans of a step.
+Prints the ratios of wall-clock time and CPU time of a step with the recorder to one without. They are noisy, so the
+last row gives a finer estimate: the time of one span, measured separately, times the spans in a step.
 """
 
 import argparse

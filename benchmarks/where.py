@@ -1,10 +1,10 @@
-"""Where a training step's time goes, ours and a peer's, by kind of operator.
+"""A profile of a training step, ours and the peers', by kind of operator.
 
     python benchmarks/where.py --precision bf16
     python benchmarks/where.py --model llama --ff 2048 --precision bf16
 
-The contenders and flags are those of run.py, but --rounds. torch's profiler looks at `--steps` steps of each, one contender after the other. The products
-of matrices, which both leave to the same library, bound how far one can lead.
+Contenders and flags are those of run.py, except --rounds. torch's profiler records `--steps` steps of each contender,
+one contender after the other. All contenders leave matmuls to the same library, so matmuls bound any lead.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 import run
 from _alternate import spread
 
-# The first that fits says the kind; an operator that none fits is "the rest".
+# The first pattern that matches gives the kind; operators without a match are "the rest".
 KINDS = {
     "products": r"mm|linear|matmul|bmm|convolution|mkldnn",
     "attention": r"attention",
@@ -36,7 +36,7 @@ def kind_of(operator: str) -> str:
 
 
 def seconds_by_kind(name: str, args: argparse.Namespace) -> list[Counter[str]]:
-    """Of each step of a contender, in seconds of operators themselves, what they call left out."""
+    """Return, for each step of a contender, seconds by kind of operator, without the operators that it calls."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -56,7 +56,7 @@ def seconds_by_kind(name: str, args: argparse.Namespace) -> list[Counter[str]]:
 
 def main() -> None:
     args = run.arguments(__doc__)
-    # Each in a process of its own, as ours tells the allocator to keep memory.
+    # Each contender needs its own process, since ours changes how the allocator keeps memory.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as apart:
         found = {name: apart.submit(seconds_by_kind, name, args).result() for name in run.contenders(args)}
     print(f"| ms of a step, median (lowest to highest) |{'|'.join(f' {name} ' for name in found)}|")

@@ -1,11 +1,12 @@
-"""A data set of your own under our GPT-2: sums that are made when they are asked for, so there is no corpus and no preprocessing.
+"""A custom dataset for our GPT-2: sums generated on demand, so no corpus and no preprocessing are needed.
 
     python tools/train_tokenizer.py --input corpus/sample.jsonl --vocab-size 4000 --output runs/sums/tokenizer.model
-    python tools/launch.py --standalone --nproc-per-node 2 examples/own_dataset.py --pipe-parallel-size 2 --vocab-file runs/sums/tokenizer.model \
-        --run-dir runs/sums --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --train-iters 200 --lr 3e-3
+    python tools/launch.py --standalone --nproc-per-node 2 examples/own_dataset.py --pipe-parallel-size 2 \
+        --vocab-file runs/sums/tokenizer.model --run-dir runs/sums --num-layers 2 --hidden-size 64 \
+        --num-attention-heads 2 --seq-length 32 --train-iters 200 --lr 3e-3
 
-It shows what a data set has to be: sample n is a function of n alone, so layouts, resuming and readers never show in what is read. It prints
-what every run prints; the loss falls as the model learns what sums look like.
+It shows the requirement on a dataset: sample n depends on n alone. Then layouts, resuming and reader processes never
+change which samples are read. It prints what every run prints; the loss falls as the model learns what sums look like.
 """
 
 import random
@@ -14,20 +15,20 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs without an installation, too
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes it run without an installation
 
 from megatron.tasks import GPT2
 from megatron.training import run
 
 
 class Sums:
-    """Sample n: {"text": [s + 1]}, sums such as `37+48=85` one after the other, until the window is full."""
+    """Dataset with sample n = {"text": [s + 1]}: sums such as `37+48=85`, one after the other, filling the window."""
 
     def __init__(self, tokenizer, length, seed):
         self.tokenizer, self.length, self.seed = tokenizer, length, seed
 
-    def __getitem__(self, n):  # for any n >= 0: epochs are your affair
-        drawn = random.Random(f"{self.seed} {n}")  # of n alone; never of a state that grows with what was read before
+    def __getitem__(self, n):  # any n >= 0; the dataset decides what an epoch is
+        drawn = random.Random(f"{self.seed} {n}")  # depends on n alone, never on samples read before
         ids = []
         while len(ids) <= self.length:
             a, b = drawn.randrange(100), drawn.randrange(100)
@@ -36,12 +37,12 @@ class Sums:
 
 
 class OwnData(GPT2):
-    """GPT-2 in all but what it reads."""
+    """GPT-2 with a custom dataset."""
 
     name = "sums"
 
     def datasets(self, config, tokenizer):
-        """((training, validation, test), notes that are printed); None where there is none."""
+        """Return ((training, validation, test), notes to print); a dataset may be None."""
         length = config.data.seq_length
         return (Sums(tokenizer, length, "train"), Sums(tokenizer, length, "valid"), None), [
             "sums of two numbers below 100"

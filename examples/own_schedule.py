@@ -1,9 +1,9 @@
-"""A pipeline schedule of your own: GPipe in waves of two micro-batches, which keeps the activations of two instead of all.
+"""A custom pipeline schedule: GPipe in waves of two micro-batches, so a stage keeps the activations of only two.
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/own_schedule.py
 
-It shows that a schedule is a list of passes that tds checks, draws and runs; it prints the drawing, how many micro-batches each
-stage keeps, and the losses of four steps under 1f1b and under the new schedule, which are the same.
+It shows that a schedule is a list of passes, which tds checks, draws and runs. It prints the timetable, how many
+micro-batches each stage keeps, and the losses of four steps under 1f1b and under the new schedule, which are equal.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs without an installation, too
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes it run without an installation
 
 import tds
 from tds.pipe import LayerSpec, PipelineModule
@@ -23,7 +23,10 @@ MICROS, WAVE = 6, 2
 
 
 def waves(stage, stages, micros):
-    """Forward passes of a wave, then their backward passes; the messages between stages are put in by tds."""
+    """Return a stage's schedule: the forward passes of a wave, then its backward passes.
+
+    tds inserts the messages.
+    """
     order = []
     for first in range(0, micros, WAVE):
         wave = range(first, min(first + WAVE, micros))
@@ -32,9 +35,9 @@ def waves(stage, stages, micros):
 
 
 def show(stages):
-    """Check the schedule without any tensor, and print what it costs."""
+    """Check the schedule without any tensor, and print its timetable, bubble and memory."""
     plan = [list(waves(stage, stages, MICROS)) for stage in range(stages)]
-    check(plan, MICROS)  # raises ScheduleError, with stage and instruction, if it cannot work
+    check(plan, MICROS)  # raises ScheduleError, with stage and instruction, if the schedule cannot work
     for stage, instructions in enumerate(plan):
         passes = (f"{type(each).__name__[0]}{each.micro}" for each in instructions if type(each) in (Forward, Backward))
         print(f"stage {stage} | {' '.join(passes)}")

@@ -1,9 +1,9 @@
-"""Text to training data on a Ray cluster if there is Ray, on the processes of this machine if not: the bytes are the same.
+"""Prepare training data on a Ray cluster, or with local processes if Ray is not installed; the bytes are the same.
 
     python examples/prepare_on_ray.py --input corpus/sample.jsonl --output runs/prepared --vocab-size 4000
 
-It shows the whole way: clean, train a tokenizer, tokenize, with `--ray` for the two steps that take long. It prints what each step
-prints, where the work was done, and the SHA-256 of the tokens.
+It shows all steps: clean the text, train a tokenizer, tokenize, with `--ray` for the two long steps. It prints the
+output of each step, where the work was done, and the SHA-256 of the tokens.
 """
 
 import argparse
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def cluster():
-    """What --ray of the tools takes: RAY_ADDRESS, the cluster of this machine, or None without Ray."""
+    """Return the value for the tools' --ray flag: RAY_ADDRESS, else "local"; None if Ray is not installed."""
     try:
         import ray  # an optional package: pip install ray
     except ImportError:
@@ -25,7 +25,7 @@ def cluster():
     del ray
     return os.environ.get(
         "RAY_ADDRESS", "local"
-    )  # local starts one here; `ray start --head` makes a cluster, then: auto
+    )  # local starts a cluster here; for one started by `ray start --head`, use auto
 
 
 def tool(name, *words):
@@ -69,4 +69,4 @@ if __name__ == "__main__":
     try:
         main()
     except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)  # the tool has said why
+        sys.exit(error.returncode)  # the tool has already printed the error

@@ -1,4 +1,4 @@
-"""A model of your own: a small decoder whose attention and MLP are split over model-parallel ranks, as a list of layers.
+"""A custom model as a list of layers: a small decoder with tensor-parallel attention and MLP.
 
 docs/own_model.md walks through it. On one process, and on 2 pipeline stages of 2 model-parallel ranks each:
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs without an installation, too
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes it run without an installation
 
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
@@ -27,7 +27,7 @@ from tds.pipe import LayerSpec, PipelineModule, SequentialModule, TiedLayerSpec
 
 
 class ParallelMLP(nn.Module):
-    """h -> 4h by columns, 4h -> h by rows: one sum over the ranks for both."""
+    """MLP, h -> 4h column-parallel, then 4h -> h row-parallel, with one all-reduce for both."""
 
     def __init__(self, hidden_size):
         super().__init__()
@@ -41,7 +41,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Each rank has n/t whole heads."""
+    """Attention in which each rank has n/t whole heads."""
 
     def __init__(self, hidden_size, num_heads):
         super().__init__()
@@ -49,10 +49,11 @@ class ParallelAttention(nn.Module):
         self.query_key_value = mpu.ColumnParallelLinear(hidden_size, 3 * hidden_size, gather_output=False)
         self.dense = mpu.RowParallelLinear(hidden_size, hidden_size, input_is_parallel=True)
 
-    def forward(self, hidden, mask):  # [s, b, h]; [1 or b, 1, s, s], True where a token must not look
+    def forward(self, hidden, mask):  # [s, b, h]; [1 or b, 1, s, s], True where attention is masked out
         mixed, _ = self.query_key_value(hidden)
         s, b, _ = mixed.shape
-        # The rows of a head stand together, so that a rank's share of the rows is whole heads.
+        # Each head's query, key and value rows are contiguous, so a rank's shard of the rows is a set of whole
+        # heads.
         query, key, value = mixed.view(s, b, -1, 3, self.head_size).permute(3, 1, 2, 0, 4)  # [b, n/t, s, d] each
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=~mask)
         output, _ = self.dense(context.permute(2, 0, 1, 3).reshape(s, b, -1))
@@ -102,7 +103,7 @@ class FinalNormPipe(nn.LayerNorm):
 
 
 def logits_of(embedding, inputs):
-    """The output layer: the matrix of the embedding again. Each rank has the logits of its share of the vocabulary."""
+    """Return the logits [s, b, v/t] of this rank's vocabulary shard, computed with the tied embedding."""
     hidden, _ = inputs
     return embedding.word_embeddings.logits(hidden)  # [s, b, v/t]
 
@@ -141,7 +142,10 @@ def train_valid_test_datasets_provider():
 
 
 def get_batch_pipe(data):
-    """A micro-batch: ((what the first layer takes), (what the loss takes)). One rank of a model-parallel group has read it."""
+    """Return a micro-batch: ((inputs of the first layer), (targets of the loss)).
+
+    Only one rank of a model-parallel group has data; it broadcasts.
+    """
     text = mpu.broadcast_data(["text"], data, torch.int64)["text"]  # [b, s + 1]
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     args = get_args()
@@ -156,7 +160,7 @@ def get_batch(data_iterator):
 
 
 def forward_step(data_iterator, model):
-    """The mean loss of a micro-batch; used without a pipeline (--pipe-parallel-size 0)."""
+    """Return the mean loss of a micro-batch. Used only without a pipeline (--pipe-parallel-size 0)."""
     inputs, targets = get_batch(data_iterator)
     loss = loss_of(get_args().vocab_size)(model(inputs), targets)
     return loss, {"lm loss": loss}
@@ -169,7 +173,8 @@ def model_provider():
         return SequentialModule(layers)
     model = PipelineModule(layers, topology=mpu.get_topology(), loss_fn=loss_of(args.vocab_size))
     model._megatron_batch_fn = get_batch_pipe
-    # What crosses from stage to stage: (hidden, mask). With gradient? Of which kind? Split over the model-parallel ranks?
+    # Declare the tensors that cross stage boundaries, (hidden, mask): has gradient, kind, sharded over
+    # model-parallel ranks.
     model._input_grad = [True, False]
     model._input_type = ["float", "bool"]
     model._input_pipe_partitioned = [True, False]

@@ -1,10 +1,10 @@
-"""tds in a training loop of your own, without the rest of this project: two stages, your layers, your data, your learning rate.
+"""tds in a custom training loop, without the rest of this project.
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/tds_alone.py
 
-It shows what changes in a loop of plain torch: the model is a list of layers, `engine.train_batch` takes the place of forward,
-backward and step, and evaluation of a whole batch is one call. It prints the loss of every 20th step, the accuracy on points that were not
-trained on, and on how many ranks; any number of stages up to six prints the same numbers.
+It shows what changes in a plain torch loop with two stages. The model becomes a list of layers, `engine.train_batch`
+replaces forward, backward and step, and a whole batch is evaluated with one call. It prints the loss of every 20th
+step, the accuracy on held-out points, and the number of stages; any number of stages up to six gives the same numbers.
 """
 
 import math
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a copy of the folder tds/ beside your script will do
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # copying tds/ next to your script also works
 
 import tds as deepspeed
 from tds.pipe import LayerSpec, PipelineModule, seeded_layers
@@ -23,7 +23,7 @@ STEPS, MICROS, ROWS = 60, 4, 32
 
 
 def points(seed):
-    """Two spirals: MICROS micro-batches of (points [ROWS, 2], which spiral [ROWS])."""
+    """Return points on two spirals: MICROS micro-batches of (points [ROWS, 2], spiral index [ROWS])."""
     generator = torch.Generator().manual_seed(seed)
     turn = 2.5 * math.pi * torch.rand(MICROS, ROWS, generator=generator).sqrt()
     label = torch.randint(0, 2, (MICROS, ROWS), generator=generator)
@@ -37,7 +37,7 @@ def main():
     rank, stages = torch.distributed.get_rank(), torch.distributed.get_world_size()
     layers = [LayerSpec(nn.Linear, 2, 64), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 64, 64), LayerSpec(nn.Tanh),
               LayerSpec(nn.Linear, 64, 64), LayerSpec(nn.Linear, 64, 2)]  # fmt: skip
-    with seeded_layers(3):  # a layer begins with the same values on whatever stage it is
+    with seeded_layers(3):  # a layer's initial weights do not depend on its stage
         model = PipelineModule(
             layers, num_stages=stages, loss_fn=nn.functional.cross_entropy, partition_method="uniform"
         )
@@ -50,10 +50,10 @@ def main():
     printed = []
     for step in range(1, STEPS + 1):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * min(1.0, step / 10)  # a learning rate of your own
+            group["lr"] = 1e-2 * min(1.0, step / 10)  # your own learning rate schedule
         loss = engine.train_batch(
             iter(points(seed=step))
-        )  # on every rank; only the first and the last stage look at data
+        )  # called on every rank; only the first and the last stage read data
         if step % 20 == 0:
             printed.append(f"step {step} loss {loss.item():.4f}")
     held_out = points(seed=0)

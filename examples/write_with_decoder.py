@@ -1,4 +1,4 @@
-"""Let the model of pretrain_decoder.py write: in one process, from a checkpoint of any layout.
+"""Generate text with the model of pretrain_decoder.py, in one process, from a checkpoint of any layout.
 
 python examples/write_with_decoder.py runs/decoder "春天"
 """
@@ -6,7 +6,7 @@ python examples/write_with_decoder.py runs/decoder "春天"
 import sys
 
 import torch
-from pretrain_decoder import layer_list  # which makes the packages importable, too
+from pretrain_decoder import layer_list  # this import also makes the packages importable
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
@@ -17,7 +17,7 @@ from tds.pipe import SequentialModule
 
 def main(folder, prompt):
     checkpoint = find_checkpoint(folder)
-    config = plain_config(CheckpointReader(checkpoint))  # the settings that it was trained with
+    config = plain_config(CheckpointReader(checkpoint))  # the settings of the training run
     m, length = config.model, config.data.seq_length
     model = SequentialModule(
         layer_list(m.vocab_size, m.hidden_size, m.num_attention_heads, m.num_layers, length)

@@ -1,1 +1,1 @@
-"""What we promise, and the proof."""
+"""Tests of what the project promises."""

@@ -1,4 +1,4 @@
-"""What several tests share: a tokenizer and a small corpus, made once."""
+"""Shared fixtures: a tokenizer and small corpora, created once."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from .materials import SAMPLE, random_corpus, small_tokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Of tests that a shell has started in the background. Their ranks would inherit it, and Ctrl-C is among what is tested.
+    # A shell ignores SIGINT in its background jobs. Ranks would inherit that, and tests rely on Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# The same examples in every run, so that a red run is red again; HYPOTHESIS_SEED=random looks for new ones.
+# Use the same examples in every run, so that failures repeat; HYPOTHESIS_SEED=random tries new ones.
 settings.register_profile("project", derandomize=os.environ.get("HYPOTHESIS_SEED") != "random", database=None)
 settings.load_profile("project")
 

@@ -1,6 +1,6 @@
-"""Ranks that a launcher under test forks from itself, as it has imported torch already: a new interpreter each would take most of a test's time.
+"""Ranks forked from a launcher under test, which has imported torch already, to save a new interpreter's start-up.
 
-What starts real processes stays tested by the README's commands, by two nodes, and by the launcher's own tests.
+Real processes are still started by the tests of the README's commands, of two nodes, and of the launcher itself.
 """
 
 import atexit
@@ -24,13 +24,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.
 
 
 class ForkedRank:
-    """As much of a `subprocess.Popen` as torchrun asks of a rank."""
+    """A forked rank with the part of `subprocess.Popen`'s interface that torchrun uses."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self.returncode: int | None = None
-        gc.freeze()  # or each rank looks through all that its parent has imported
+        gc.freeze()  # keeps the garbage collector of each rank from scanning all imported objects
         self.pid = os.fork()
         if not self.pid:
             _be(list(argv), env)
@@ -51,7 +51,7 @@ class ForkedRank:
 
 
 def fork_ranks() -> None:
-    """From now on torchrun, in this process, starts ranks so."""
+    """Make torchrun fork its ranks from this process from now on."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     honest = SubprocessHandler._popen
@@ -63,11 +63,11 @@ def fork_ranks() -> None:
 
 
 def _be(argv: list[str], env: Mapping[str, str]) -> None:
-    """Be `python [-u] script.py ...`, a process of its own session; does not return."""
+    """Act as `python [-u] script.py ...` in a new session; never returns."""
     os.setsid()
     atexit._clear()
     for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_IGN:  # a new interpreter would inherit that
+        if signal.getsignal(number) == signal.SIG_IGN:  # a new interpreter would inherit this
             continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     warnings.filters[:] = _filters  # type: ignore[index]
@@ -82,7 +82,7 @@ def _be(argv: list[str], env: Mapping[str, str]) -> None:
 
 
 def run_script(argv: list[str]) -> int:
-    """What `python argv...` does in this process, up to its exit functions; the code it would end with."""
+    """Run `python argv...` in this process, including exit functions; return its exit code."""
     code = 1
     try:
         sys.argv, sys.path[0:0] = argv, [str(Path(argv[0]).absolute().parent)]

@@ -1,4 +1,4 @@
-"""Imported last by the process that ranks are forked from: what it has imported is no garbage, so no rank looks through it or copies its pages."""
+"""Freeze the garbage collector after all preloads, so that forked ranks neither scan nor copy those pages."""
 
 import gc
 

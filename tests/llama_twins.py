@@ -1,4 +1,4 @@
-"""Llama, Qwen and Mistral of Hugging Face with random weights, and the flags of ours that make the same model."""
+"""Hugging Face's Llama, Qwen and Mistral with random weights, and our flags for the same models."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ OF_KIND = {"Llama": "", "Qwen2": "--qkv-bias", "Qwen3": "--qk-norm", "Mistral": 
 
 
 class Sizes(NamedTuple):
-    """layers, hidden, heads, heads of keys and values, width of a head, width of the MLP."""
+    """Sizes of a model: layers, hidden size, heads, key-value heads, head size, MLP size."""
 
     layers: int = 2
     hidden: int = 32
@@ -47,7 +47,7 @@ def theirs(
     rope: Mapping[str, Any] | None = None,
     vocab: int = VOCAB,
 ) -> Any:
-    """A model of transformers, in eager attention, with weights that are large enough to matter."""
+    """Return a transformers model with eager attention and weights large enough to matter."""
     import transformers
 
     more: dict[str, Any] = {"sliding_window": window} if kind == "Mistral" else {}
@@ -65,7 +65,10 @@ def theirs(
 
 
 def exact(model: Any) -> Any:
-    """The same in fp64 throughout: theirs has norms and softmax in fp32 in any precision. Cosines and sines stay fp32, as ours."""
+    """Convert the model to fp64 throughout, including norms and softmax, which transformers keeps in fp32.
+
+    Rotary tables stay fp32, as in ours.
+    """
 
     def norm(module: Any) -> Any:
         return lambda x: module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
@@ -79,7 +82,7 @@ def exact(model: Any) -> Any:
 
 
 def ours_of(w: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Tensors by our names, of theirs (weights or gradients) by their names."""
+    """Convert weights or gradients from transformers' names and layout to ours."""
 
     def fused(prefix: str, what: str) -> Tensor:
         query, key, value = (
@@ -123,7 +126,7 @@ def copy_weights(model: Any, ours: nn.Module, sizes: Sizes) -> None:
 
 @torch.no_grad()
 def load_ours(model: Any, w: Mapping[str, Tensor], sizes: Sizes) -> None:
-    """Fill a model of theirs with weights by our names: `ours_of` the other way."""
+    """Fill a transformers model with weights by our names, the inverse of `ours_of`."""
     for name, p in model.named_parameters():
         p.copy_(_their(name, w, sizes))
 

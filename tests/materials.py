@@ -1,4 +1,4 @@
-"""A tokenizer and a corpus that are small and always the same."""
+"""A small tokenizer and a small corpus, always the same."""
 
 from pathlib import Path
 
@@ -15,20 +15,20 @@ SAMPLE = ROOT / "corpus" / "sample.jsonl"
 
 
 def small_tokenizer(folder: Path) -> str:
-    """A tokenizer of 3000 tokens, trained on the bundled corpus; its file."""
+    """Train a tokenizer of 3000 tokens on the bundled corpus; return its file."""
     path = str(folder / "tokenizer.model")
     train_sentencepiece(texts([str(SAMPLE)]), path, 3000)
     return path
 
 
 def random_corpus(folder: Path, vocab_file: str) -> str:
-    """60 documents of 5 to 200 random ids, each ended by <eod>; the prefix of their files."""
+    """Write 60 documents of 5 to 200 random ids, each ended by <eod>; return the prefix of their files."""
     prefix = str(folder / "tiny")
     eod = load_tokenizer(vocab_file).eod
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(60):
-            # A skewed distribution, so that there is something to learn.
+            # The distribution is skewed, so that there is something to learn.
             ids = (300 + 60 * rng.standard_exponential(int(rng.integers(5, 200)))).astype(np.int64) % 2900 + 3
             builder.add_document(np.append(ids, eod))
     return prefix

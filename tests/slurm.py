@@ -1,9 +1,10 @@
-"""A stand-in for SLURM on one machine: `sbatch`, `srun`, `scontrol` and `scancel` that start and signal real local processes.
+"""Simulated SLURM on one machine: `sbatch`, `srun`, `scontrol` and `scancel` start and signal real local processes.
 
-It does what SLURM's manual says, where that matters: a copy of the script is run, not the script; the time limit tells the
-batch shell alone (`--signal=B:`); `scancel --signal` tells every process of every step, workers that read data, too; srun that
-gets SIGTERM kills its tasks; a job that is requeued is killed and started again with SLURM_RESTART_COUNT one higher.
-Nodes are loopback addresses, 127.0.0.1 and so on. `install(folder)` gives the PATH that has the four commands.
+It follows SLURM's manual where the tests depend on it. A copy of the script runs, not the script itself. The time limit
+signals only the batch shell (`--signal=B:`). `scancel --signal` reaches every process of every step, including data
+workers. srun kills its tasks when it gets SIGTERM. A requeued job is killed and started again with
+SLURM_RESTART_COUNT increased. Nodes are loopback addresses, 127.0.0.1 and so on. `install(folder)` writes the four
+commands and returns a PATH that finds them.
 """
 
 import contextlib
@@ -15,16 +16,16 @@ import sys
 import time
 from pathlib import Path
 
-OPTIONS = {  # of sbatch and srun: whether a value follows
+OPTIONS = {  # option of sbatch or srun -> whether it takes a value
     "nodes": True, "ntasks": True, "ntasks-per-node": True, "cpus-per-task": True, "gpus-per-node": True, "time": True, "chdir": True,
     "job-name": True, "output": True, "open-mode": True, "signal": True, "requeue": False, "kill-on-bad-exit": True, "wait": True,
 }  # fmt: skip
 JOB = "4242"
-PATIENCE = 60.0  # from the signal to the time limit
+PATIENCE = 60.0  # seconds from the signal to the time limit
 
 
 def install(folder: Path) -> str:
-    """Write the four commands into `folder`; the PATH with them in front."""
+    """Write the four commands into `folder`; return a PATH that starts with it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("sbatch", "srun", "scontrol", "scancel"):
         path = folder / name
@@ -34,7 +35,10 @@ def install(folder: Path) -> str:
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """(options, the rest), as getopt_long takes them. Raises ValueError for one that is not in OPTIONS."""
+    """Split words into (options, rest), as getopt_long does.
+
+    Raises ValueError for an option that is not in OPTIONS.
+    """
     found = dict[str, str]()
     while words and words[0].startswith("--"):
         name, _, value = words.pop(0)[2:].partition("=")
@@ -45,7 +49,7 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _processes(step: bool) -> list[int]:
-    """Of the job, by their environment; step: of steps only."""
+    """Return the job's processes, found by their environment; with `step` only those of steps."""
     wanted, here = f"FAKE_SLURM={os.environ['FAKE_SLURM']}".encode(), os.getpid()
     found = []
     for folder in Path("/proc").iterdir():
@@ -70,7 +74,7 @@ def _tell(number: int, step: bool) -> None:
 
 
 def sbatch(words: list[str]) -> int:
-    """`sbatch --wait`: run the job to its end, requeued or not, and print what became of it."""
+    """Act as `sbatch --wait`: run the job to its end, requeued if asked for, and print its outcome."""
     given, (script, *argv) = _options(words)
     text = Path(script).read_text(encoding="utf-8")
     head = [word for line in re.findall(r"^#SBATCH (.*)$", text, flags=re.MULTILINE) for word in line.split()]
@@ -85,7 +89,7 @@ def sbatch(words: list[str]) -> int:
         if name in options:
             env[f"SLURM_{name.upper().replace('-', '_')}"] = options[name]
     where, number = re.fullmatch(r"(B:)?(\w+)@\d+", options["signal"]).groups()  # type: ignore[union-attr]
-    limit = os.environ.get("FAKE_SLURM_LIMIT")  # the time is over when the log says this, in the first start
+    limit = os.environ.get("FAKE_SLURM_LIMIT")  # a match in the log of the first start means that the time is over
     for start in range(5):
         if start:
             env["SLURM_RESTART_COUNT"] = str(start)
@@ -117,7 +121,7 @@ def sbatch(words: list[str]) -> int:
 
 
 def srun(words: list[str]) -> int:
-    """Start the tasks, wait for them; the largest exit code, 128 + n of a task that signal n has ended."""
+    """Run the tasks; return the largest exit code, where a task killed by signal n counts as 128 + n."""
     options, command = _options(words)
     nodes = int(options["nodes"])
     tasks, each = int(options["ntasks"]), int(options["ntasks-per-node"])
@@ -142,7 +146,7 @@ def srun(words: list[str]) -> int:
 
 
 def scontrol(words: list[str]) -> int:
-    """`show hostnames LIST` and `requeue JOB`."""
+    """Act as `scontrol show hostnames LIST` or `scontrol requeue JOB`."""
     if words[:2] == ["show", "hostnames"]:
         head, first, last = re.fullmatch(r"([^\[]*)(?:\[(\d+)-(\d+)\])?", words[2]).groups()  # type: ignore[union-attr]
         print("\n".join([head] if first is None else [f"{head}{n}" for n in range(int(first), int(last) + 1)]))
@@ -150,12 +154,12 @@ def scontrol(words: list[str]) -> int:
     if words != ["requeue", JOB]:
         raise ValueError(f"scontrol {words}")
     Path(os.environ["FAKE_SLURM"], "requeued").touch()
-    time.sleep(30)  # the job is killed meanwhile
+    time.sleep(30)  # the job is killed during this time
     return 1
 
 
 def scancel(words: list[str]) -> int:
-    """`--signal=NAME JOB`: to all processes of all steps, and not to the batch shell."""
+    """Act as `scancel --signal=NAME JOB`: signal all processes of all steps, but not the batch shell."""
     (number, job) = words
     if job != JOB:
         raise ValueError(f"Invalid job id {job}")

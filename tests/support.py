@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: a hang is a failure that shows every rank's stack, never a stuck suite."""
+"""Real gloo ranks for tests: a hang fails the test and shows every rank's stack instead of blocking the suite."""
 
 import contextlib
 import faulthandler
@@ -27,8 +27,8 @@ FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
 
-# Ranks are forked from one process that has imported the heavy libraries already, what the first optimizer and the first engine
-# import included (torch._dynamo with sympy, 800 modules).
+# Ranks are forked from one process that has imported the heavy libraries already. That includes what the first
+# optimizer and engine would import (torch._dynamo with sympy, 800 modules).
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
 _preloaded += ["torch.utils.tensorboard"]
@@ -48,22 +48,25 @@ _context.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 def preload(*modules: str) -> None:
-    """Let that process import these as well; to be called before the first rank or command starts."""
+    """Preload further modules in the fork server. Call this before the first rank or command starts."""
     _preloaded.extend(modules)
     _context.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 def covering(cases: Sequence[Any], chosen: Callable[[Any], bool], several: bool = False) -> list[Any]:
-    """Parameters of a test: those chosen always run, the others with --full. several: each case is the values of several."""
+    """Return test parameters that run always if chosen, else with --full.
+
+    several: each case is a tuple of parameters.
+    """
     return [case if chosen(case) else pytest.param(*(case if several else [case]), marks=FULL) for case in cases]
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not finish."""
+    """Raised if a rank raised, died or did not finish."""
 
 
 def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # A rank may have children, the loaders' workers; being a daemon only says that it ends with its parent.
+    # Ranks need child processes, the loaders' workers. Being a daemon only makes a rank end with its parent.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     where = Path(folder)
     words = os.open(where / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
@@ -99,11 +102,11 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
     except BaseException:
         (where / f"error{rank}").write_text(traceback.format_exc())
         _end(1)
-    _end(0)  # gloo's threads have nothing left to say
+    _end(0)  # skips gloo's thread noise at interpreter shutdown
 
 
 def _end(code: int) -> None:
-    for worker in multiprocessing.active_children():  # loaders' workers do not notice that a child of a forkserver ends
+    for worker in multiprocessing.active_children():  # loader workers do not notice the death of a fork server's child
         worker.kill()
     os._exit(code)
 
@@ -130,7 +133,7 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
             stuck = [rank for rank, p in enumerate(ranks) if p.is_alive()]
             for rank in stuck:
                 os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
-            for _ in range(50):  # a machine that is busy writes them late
+            for _ in range(50):  # a busy machine writes them late
                 if all((Path(folder) / f"stack{rank}").stat().st_size for rank in stuck):
                     break
                 time.sleep(0.1)
@@ -154,15 +157,15 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
 
 
 class End(NamedTuple):
-    """How a rank ended."""
+    """Exit code, stderr and seconds of a rank."""
 
-    code: int | None  # negative: the signal that killed it; None: it never ended by itself
+    code: int | None  # negative: the signal that killed it; None: it did not end
     stderr: str
     seconds: float
 
 
 def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[End]:
-    """Run a body that is meant to fail on `world` gloo ranks, and tell how each of them ended."""
+    """Run a body that is meant to fail on `world` gloo ranks; return how each of them ended."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         (where / "capture").touch()
@@ -211,7 +214,10 @@ def _pretrain(name: str, argv: list[str]) -> None:
 
 
 def train(name: str, world: int, run_dir: Path, *argv: str) -> list[dict[str, Any]]:
-    """Train the task of this name, or through the functions of the module of this name, on `world` ranks; the rows of metrics.jsonl."""
+    """Train on `world` ranks and return the rows of metrics.jsonl.
+
+    name: a task, or a module with the provider functions.
+    """
     on_ranks(world, _pretrain, name, ["--run-dir", str(run_dir), *argv])
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -225,10 +231,10 @@ def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:
 
 
 def command(*argv: str, env: dict[str, str] | None = None, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Run a command in the checkout as a user would; Python is the one that runs the tests.
+    """Run a command in the checkout as a user would, with the Python of the tests.
 
-    A script runs in a fork of a process that has imported torch already, which spares seconds, and finds this checkout's
-    modules; one whose `env` says something else of what is read while Python or torch starts gets an interpreter of its own.
+    To save seconds, a script runs in a fork of a process that has imported torch and this checkout's modules. It gets
+    a new interpreter if `env` changes variables that Python or torch reads at start-up.
     """
     whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     read_at_start = {"PYTHONPATH", "CXX"} & {name for name, value in (env or {}).items() if value != str(ROOT)}
@@ -252,7 +258,7 @@ def _forked(argv: Sequence[str], env: dict[str, str], timeout: float) -> subproc
 
 
 def _script_main(argv: list[str], env: dict[str, str], folder: str) -> None:
-    """Be `python argv...`, with output into two files of `folder`."""
+    """Act as `python argv...`, with output into two files of `folder`."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for number, name in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)

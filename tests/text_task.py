@@ -1,4 +1,4 @@
-"""A task without corpus and tokenizer: the tests give the tokens."""
+"""A task without corpus and tokenizer, whose tokens the tests supply."""
 
 from typing import Any
 
@@ -11,7 +11,10 @@ from megatron.training.task import Task
 
 
 class TextTask(Task):
-    """GPT-2 or T5 without a pipeline, on {"text": [b, s + 1]}, for T5 with "wanted": [b, q + 1]. Every rank reads."""
+    """GPT-2 or T5 without a pipeline on {"text": [b, s + 1]}; T5 also needs "wanted": [b, q + 1].
+
+    Every rank reads.
+    """
 
     def model(self, config: Config, tokenizer: Any) -> nn.Module:
         return (T5Model if config.is_t5 else GPT2Model)(config)

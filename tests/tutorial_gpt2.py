@@ -1,4 +1,4 @@
-"""GPT-2 by the functions that a tutorial in the style of CPM-Pretrain writes; the tests drive `pretrain()` with them."""
+"""GPT-2 written with the functions of a CPM-Pretrain tutorial, for tests of `pretrain()`."""
 
 from typing import Any
 

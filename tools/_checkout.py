@@ -1,4 +1,4 @@
-"""Python looks for packages next to the file that it runs; those of this checkout stand one folder up."""
+"""Put this checkout on Python's module path; Python itself adds only the folder of the script that it runs."""
 
 import sys
 from pathlib import Path

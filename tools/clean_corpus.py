@@ -1,4 +1,7 @@
-"""`python tools/clean_corpus.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.clean_corpus` from a checkout that is not installed.
+
+`python tools/clean_corpus.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""`python tools/convert_checkpoint.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.convert_checkpoint` from a checkout that is not installed.
+
+`python tools/convert_checkpoint.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

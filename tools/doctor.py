@@ -1,4 +1,7 @@
-"""`python tools/doctor.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.doctor` from a checkout that is not installed.
+
+`python tools/doctor.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""`python tools/draw_schedule.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.draw_schedule` from a checkout that is not installed.
+
+`python tools/draw_schedule.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""`python tools/evaluate.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.evaluate` from a checkout that is not installed.
+
+`python tools/evaluate.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

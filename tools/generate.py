@@ -1,4 +1,7 @@
-"""`python tools/generate.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.generate` from a checkout that is not installed.
+
+`python tools/generate.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""`python tools/inspect_data.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.inspect_data` from a checkout that is not installed.
+
+`python tools/inspect_data.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

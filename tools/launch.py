@@ -1,4 +1,7 @@
-"""`python tools/launch.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.launch` from a checkout that is not installed.
+
+`python tools/launch.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

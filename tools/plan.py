@@ -1,4 +1,7 @@
-"""`python tools/plan.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.plan` from a checkout that is not installed.
+
+`python tools/plan.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

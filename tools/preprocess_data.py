@@ -1,4 +1,7 @@
-"""`python tools/preprocess_data.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.preprocess_data` from a checkout that is not installed.
+
+`python tools/preprocess_data.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""`python tools/profile_run.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.profile_run` from a checkout that is not installed.
+
+`python tools/profile_run.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

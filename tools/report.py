@@ -1,4 +1,7 @@
-"""`python tools/report.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.report` from a checkout that is not installed.
+
+`python tools/report.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""`python tools/result_table.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.result_table` from a checkout that is not installed.
+
+`python tools/result_table.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""`python tools/simulate.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.simulate` from a checkout that is not installed.
+
+`python tools/simulate.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

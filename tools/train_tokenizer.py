@@ -1,4 +1,7 @@
-"""`python tools/train_tokenizer.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.train_tokenizer` from a checkout that is not installed.
+
+`python tools/train_tokenizer.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

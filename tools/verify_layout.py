@@ -1,4 +1,7 @@
-"""`python tools/verify_layout.py --help`, from a checkout that is not installed."""
+"""Run `megatron.commands.verify_layout` from a checkout that is not installed.
+
+`python tools/verify_layout.py --help` lists its flags.
+"""
 
 import _checkout  # noqa: F401
 

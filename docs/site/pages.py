@@ -1,7 +1,8 @@
-"""The pages of the documentation laid out for MkDocs: a tree for each language, links of a checkout turned into links of a site.
+"""Lay out the documentation for MkDocs: one tree per language, with links rewritten for the site.
 
-`python -m docs.site.pages FOLDER SITE` writes FOLDER/en and FOLDER/zh, and a settings file of MkDocs for each; scripts/docs.sh
-builds SITE of them. Nothing but Python is needed here. A link to a file that is no page leads to a page that shows the file.
+`python -m docs.site.pages FOLDER SITE` writes FOLDER/en and FOLDER/zh with an MkDocs configuration for each;
+scripts/docs.sh builds SITE from them. This module needs only Python. A link to a file that is not a page leads to a
+generated page that shows the file.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# In the order of the menu. A page of docs/ that is not named here comes under "Running".
+# In menu order. A page of docs/ that is not listed here is placed under "Running".
 CHAPTERS = {
     ("Start", "入门"): ["README", "docs/start", "docs/howto", "docs/layouts", "docs/faq", "docs/glossary", "docs/migration"],
     ("Models and data", "模型与数据"): [
@@ -35,7 +36,7 @@ FENCE = re.compile(r"^ *(```+|~~~+)")
 
 
 def chapters() -> dict[tuple[str, str], list[str]]:
-    """Pages by chapter, each as its path without `.md` and without `_zh`, those that nobody has put into a chapter included."""
+    """Return the pages of each chapter, as paths without `.md` and `_zh`, including pages that no chapter lists."""
     named = {page for pages in CHAPTERS.values() for page in pages}
     there = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md") if not path.stem.endswith("_zh")}
     found = {
@@ -47,18 +48,18 @@ def chapters() -> dict[tuple[str, str], list[str]]:
 
 
 def source_of(page: str, language: str) -> Path:
-    """The file of a page, in English where there is none in this language."""
+    """Return the file of a page; if there is none in this language, the English one."""
     translated = ROOT / f"{page}_zh.md"
     return translated if language == "zh" and translated.exists() else ROOT / f"{page}.md"
 
 
 def staged(page: str) -> str:
-    """Where a page lies in the tree of its language."""
+    """Return the path of a page within the tree of its language."""
     return NAMES.get(page, page.removeprefix("docs/")) + ".md"
 
 
 def outside_fences(text: str) -> Iterator[tuple[str, bool]]:
-    """Each line with whether it is prose, not code."""
+    """Yield each line with a flag that says whether it is prose, not code."""
     fence = ""
     for line in text.splitlines():
         mark = FENCE.match(line)
@@ -71,16 +72,16 @@ def outside_fences(text: str) -> Iterator[tuple[str, bool]]:
 
 
 class Tree:
-    """One language of the site, while it is laid out in `folder`."""
+    """One language of the site, laid out in `folder`."""
 
     def __init__(self, folder: Path, language: str) -> None:
         self.folder, self.language = folder, language
         self.pages = [page for pages in chapters().values() for page in pages]
         self.by_path = {ROOT / f"{page}{end}.md": (page, lang) for page in self.pages for end, lang in (("", "en"), ("_zh", "zh"))}  # fmt: skip
-        self.shown: set[Path] = set()  # files that are no pages and have been shown
+        self.shown: set[Path] = set()  # files that are not pages and already have a page showing them
 
     def write(self) -> None:
-        """All pages, and what they lead to."""
+        """Write all pages, and the files that they link to."""
         for page in self.pages:
             path = source_of(page, self.language)
             self._put(staged(page), self._page(path.read_text(encoding="utf-8"), path, staged(page)))
@@ -95,7 +96,7 @@ class Tree:
         lines = []
         for line, prose in outside_fences(text):
             if prose and re.fullmatch(rf"\W*(?:中文|English)?\W*\[[^\]]+\]\({twin.name}\)\W*", line):
-                continue  # the site has a switch for that
+                continue  # the site has its own language switch
             if prose:
                 line = re.sub(rf" ?(?:中文：|English: )\[[^\]]+\]\({twin.name}\)\.?", "", line)
                 line = LINK.sub(lambda link: self._link(link, path, name), line)
@@ -105,7 +106,7 @@ class Tree:
                     and CHINESE_BEGIN.match(line)
                     and not lines[-1].startswith(("#", "|"))
                 ):
-                    lines[-1] += line  # a browser would show the end of a line as a space
+                    lines[-1] += line  # a browser would render the line break as a space
                     continue
             lines.append(line)
         return "\n".join(lines) + "\n"
@@ -133,7 +134,7 @@ class Tree:
         return f"{image}[{words}]({os.path.relpath(new, Path(name).parent)}{anchor})"
 
     def _shown(self, file: Path) -> str:
-        """The page that shows a file, or what a folder holds."""
+        """Return the page that shows a file or lists a folder; write it on first use."""
         relative = file.relative_to(ROOT)
         name = f"source/{relative}.md"
         if file in self.shown:
@@ -151,7 +152,7 @@ class Tree:
         return name
 
     def settings(self, site: Path) -> dict[str, object]:
-        """What MkDocs is to know beside mkdocs.yml; JSON is YAML."""
+        """Return the MkDocs settings that extend mkdocs.yml. They are written as JSON, which is valid YAML."""
         here = LANGUAGES.index(self.language)
         return {
             "INHERIT": str(ROOT / "docs" / "site" / "mkdocs.yml"),

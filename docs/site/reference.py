@@ -1,6 +1,7 @@
-"""The reference: every flag, every key of a ds_config, every public name, taken from the code.
+"""Generate the reference from the code: every flag, every key of a ds_config, every public name.
 
-`python -m docs.site.reference` writes docs/reference; a test says when that is stale. Words of the code stay English in both languages.
+`python -m docs.site.reference` writes docs/reference; a test fails when it is stale. Text taken from the code stays
+English in both languages.
 """
 
 import argparse
@@ -26,34 +27,34 @@ NAMES = ROOT / "tests" / "unit" / "public_names.txt"
 
 
 def _words(default: object) -> str:
-    """A default as it would be given on a command line."""
+    """Return a default as it would be written on a command line."""
     return " ".join(
         f'"{each}"' if " " in str(each) else str(each) for each in (default if isinstance(default, list) else [default])
     )
 
 
 def cell(text: object) -> str:
-    """Text that stays in one cell of a table; what looks like a flag, a path or a tag is code."""
+    """Return text escaped for a table cell, with flags, paths and tags marked as code."""
     words = " ".join(str(text).split()).replace("|", "\\|")
-    parts = words.split("`")  # code of its own is left alone
+    parts = words.split("`")  # leave existing code spans alone
     marked = [re.sub(r"(?<![\w/`-])(--[a-z][\w-]*|[\w./*]*_[\w./*]*\w|<[^>]+>)", r"`\1`", part) for part in parts[::2]]
     parts[::2] = [part.replace("*", "\\*") if "`" not in part else part for part in marked]
     return "`".join(parts)
 
 
 def table(heads: tuple[str, ...], rows: Iterator[tuple[object, ...]] | list[tuple[object, ...]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]) + "\n"
 
 
 def code(text: object) -> str:
-    """As code, in a cell, too."""
+    """Return text as a code span that is safe inside a table cell."""
     return f"`{text}`".replace("|", "\\|") if str(text) else ""
 
 
 def _values(section: type, setting: Any) -> str:
-    """What a setting may be."""
+    """Return the values that a setting may take."""
     kinds = [kind for kind in types_of(section, setting.name) if kind is not type(None)]
     check = setting.metadata["check"]
     if isinstance(check, OneOf):
@@ -64,14 +65,14 @@ def _values(section: type, setting: Any) -> str:
 
 
 def _default(value: object) -> str:
-    """Nothing where a setting has none."""
+    """Return a default as text, or the empty string if there is none."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return "" if value in (None, ()) else code(value)
 
 
 def flags_page(say: dict[str, str]) -> str:
-    """Every flag of the training scripts, and every variable of scripts/run_*.sh."""
+    """Return a page of every flag of the training scripts and every variable of scripts/run_*.sh."""
     out = [f"# {say['flags']}\n\n{say['flags_about']}\n"]
     heads = (say["flag"], say["values"], say["default"], say["meaning"])
     for name, section in SECTIONS.items():
@@ -98,7 +99,7 @@ def flags_page(say: dict[str, str]) -> str:
 
 
 def ds_config_page(say: dict[str, str]) -> str:
-    """Every key that a file of --deepspeed-config may have, and those that are refused."""
+    """Return a page of every key that a --deepspeed-config file may have, and of the refused keys."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime import precision_config
@@ -132,7 +133,7 @@ def ds_config_page(say: dict[str, str]) -> str:
 
 
 def tools_page(say: dict[str, str]) -> str:
-    """Every flag of every tool."""
+    """Return a page of every flag of every tool."""
     out = [f"# {say['tools']}\n\n{say['tools_about']}\n"]
     for path in sorted((ROOT / "tools").glob("[!_]*.py")):
         module = importlib.import_module(f"megatron.commands.{path.stem}")
@@ -146,7 +147,7 @@ def tools_page(say: dict[str, str]) -> str:
 
 
 def _parsers(parser: argparse.ArgumentParser, say: dict[str, str], name: str) -> Iterator[str]:
-    """A table of a parser's flags, and one for each of its subcommands."""
+    """Yield a table of a parser's flags, then one for each of its subcommands."""
     rows, inner = [], {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -171,7 +172,7 @@ def _parsers(parser: argparse.ArgumentParser, say: dict[str, str], name: str) ->
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
-    """As it is written, without self."""
+    """Return a function's signature as written, without self."""
     arguments = ast.unparse(node.args)
     arguments = re.sub(r"^(self|cls)(, |$)", "", arguments)
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -184,7 +185,7 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
 
 
 def _arguments(given: ast.arguments) -> list[str]:
-    """Each argument by itself."""
+    """Return the source of each argument separately."""
     empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
     found, plain = [], [*given.posonlyargs, *given.args]
     usual = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
@@ -200,7 +201,10 @@ def _arguments(given: ast.arguments) -> list[str]:
 
 
 def _prose(doc: str | None) -> str:
-    """A docstring as Markdown: a line that begins with an argument's name, or with what is raised, is a point."""
+    """Convert a docstring to Markdown.
+
+    Lines that begin with an argument's name, "Raises" or "Returns" become list items.
+    """
     out: list[str] = []
     for line in inspect.cleandoc(doc or "").splitlines():
         point = re.match(r"(?:[`\w]+(?:\([\w, ]*\))?(?:, [\w`]+)*(?: ->[^:]*)?: |Raises |Returns )", line)
@@ -221,7 +225,7 @@ def _definition(thing: Any) -> ast.ClassDef | ast.FunctionDef:
 
 
 def _entry(name: str, thing: Any) -> str:
-    """A public name: how it is called, what it says of itself, its methods."""
+    """Return the entry of a public name: its signature, its docstring and its methods."""
     title = name.removeprefix("megatron.")
     if not inspect.isclass(thing) and not inspect.isfunction(thing):
         about = _prose(inspect.getdoc(thing)) if inspect.ismodule(thing) else code(name)
@@ -244,7 +248,7 @@ def _entry(name: str, thing: Any) -> str:
 
 
 def api_page(say: dict[str, str]) -> str:
-    """Every public name, by module."""
+    """Return a page of every public name, by module."""
     out, last = [f"# {say['api']}\n\n{say['api_about']}\n"], ""
     for name in NAMES.read_text(encoding="utf-8").split():
         module, _, short = name.rpartition(".")
@@ -256,7 +260,7 @@ def api_page(say: dict[str, str]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the files of docs/reference should hold."""
+    """Return the expected contents of the files of docs/reference."""
     makers = {"flags": flags_page, "ds_config": ds_config_page, "tools": tools_page, "api": api_page}
     return {
         FOLDER / f"{name}{end}.md": re.sub(r"\n{3,}", "\n\n", make(WORDS[language])).rstrip() + "\n"

@@ -1,4 +1,7 @@
-"""What the quick starts print, as the pages show it: `python -m docs.site.transcript gpt2 t5` runs them and writes it there (15 minutes)."""
+"""Transcripts of the quick starts for the pages.
+
+`python -m docs.site.transcript gpt2 t5` runs the scripts and writes their output into the pages (15 minutes).
+"""
 
 import os
 import re
@@ -10,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"gpt2": ("README.md", "README_zh.md"), "t5": ("docs/t5.md", "docs/t5_zh.md"), "llama": ("docs/llama.md", "docs/llama_zh.md")}  # fmt: skip
-# Lines that are shown; what stands between two of them is "...". From the summary on all are.
+# Lines to show; omitted lines become "...". From the summary on, all lines are shown.
 SHOWN = (
     r"documents, .* tokens ->",
     r"ranks? on ",
@@ -21,11 +24,11 @@ SHOWN = (
     r"\b[35]00 .*valid",
 )
 SUMMARY = re.compile(r"iterations {2,}\d+$")
-END = re.compile(r"settings {2,}")  # where the list of files begins
+END = re.compile(r"settings {2,}")  # here the list of files begins
 
 
 def run(name: str, folder: str, *flags: str) -> list[str]:
-    """The lines that scripts/run_NAME.sh prints, run into `folder` but written as if that were runs/NAME."""
+    """Run scripts/run_NAME.sh with `folder` as run directory; return its lines with that path shown as runs/NAME."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RUN_DIR": folder}
     done = subprocess.run(["bash", f"scripts/run_{name}.sh", *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False)  # fmt: skip
     if done.returncode:
@@ -34,7 +37,7 @@ def run(name: str, folder: str, *flags: str) -> list[str]:
 
 
 def shown(lines: Sequence[str]) -> Iterator[str]:
-    """Those that a page has."""
+    """Yield the lines that a page shows."""
     gap, whole = False, False
     for line in lines:
         whole = (whole or bool(SUMMARY.match(line))) and not END.match(line)
@@ -48,12 +51,12 @@ def shown(lines: Sequence[str]) -> Iterator[str]:
 
 
 def shape(line: str) -> str:
-    """A line without its numbers."""
+    """Return a line with its numbers replaced by 0."""
     return re.sub(r"[\d.,:+-]+(?:e-?\d+)?", "0", re.sub(r" +", " ", line))
 
 
 def on_page(page: str, name: str) -> list[str]:
-    """The transcript that a page shows."""
+    """Return the transcript on a page."""
     return _block(name).search((ROOT / page).read_text(encoding="utf-8"))[2].splitlines()  # type: ignore[index]
 
 
@@ -62,7 +65,7 @@ def _block(name: str) -> re.Pattern[str]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Run each and write what it prints into its pages."""
+    """Run each script and write its transcript into its pages."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             text = "\n".join(shown(run(name, folder))).strip() + "\n"

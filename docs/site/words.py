@@ -1,4 +1,4 @@
-"""What the generated pages say besides the words of the code, in both languages."""
+"""Text of the generated pages in both languages, besides the text taken from the code."""
 
 WORDS = {
     "en": {
@@ -52,7 +52,7 @@ WORDS = {
     },
 }  # fmt: skip
 
-# What each key of a ds_config does, English and Chinese.
+# The effect of each ds_config key, in English and Chinese.
 KEYS = {
     "train_batch_size": ("samples of an iteration: `--batch-size` x `--gas` x replicas", "一次迭代的样本数：`--batch-size` x `--gas` x 副本数"),
     "train_micro_batch_size_per_gpu": ("`--batch-size`", "`--batch-size`"),

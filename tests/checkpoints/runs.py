@@ -1,4 +1,4 @@
-"""Whole runs, many of them within one launch of ranks: what users start, without the price of starting."""
+"""Complete training runs for tests, many of them within one launch of ranks to save start-up time."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ MODELS = {
 
 
 class Start(NamedTuple):
-    """One run. save_first: save before the first step, too, to see what was loaded."""
+    """Arguments of one run. save_first: also save before the first step, to see what was loaded."""
 
     model: str
     run_dir: Path
@@ -46,7 +46,7 @@ class Start(NamedTuple):
 
 
 def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
-    """The body of a rank: one run after another."""
+    """Run several trainings one after another on this rank."""
     with remembered_groups() as begin:
         for start in starts:
             begin()
@@ -65,7 +65,7 @@ def _run(start: Start, data: str, vocab_file: str) -> None:
 
 
 def make(start: Start, data: str, vocab_file: str) -> Run:
-    """A run that is ready to train."""
+    """Return a run that is ready to train."""
     name = start.model.split("-")[0]
     task = TASKS[name]()
     argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --data-path {data} --vocab-file {vocab_file}"
@@ -79,7 +79,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
-    """Every tensor of a checkpoint, put together by nothing but the index and without this project's reader."""
+    """Return every tensor of a checkpoint, assembled from the index alone, without this project's reader."""
     index: dict[str, Any] = json.loads((checkpoint / "checkpoint.json").read_text())["tensors"]
     files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     whole = {}

@@ -1,4 +1,4 @@
-"""State that is no parameter of a layer: buffers, the weights and buffers of a loss, what a PipelineModule itself holds."""
+"""Checkpointed state other than layer parameters: buffers, a loss's weights, a PipelineModule's own tensors."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ WIDTH, STEPS = 4, 2
 
 
 class Counting(nn.Module):
-    """A layer that counts its calls and keeps a running mean, in all kinds of dtypes."""
+    """A layer that counts its calls and keeps a running mean in buffers of several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Counting(nn.Module):
             self.calls += 1
             self.scratch += 1
             self.seen |= True
-            self.phase = self.phase * 1j  # replaced, not changed in place
+            self.phase = self.phase * 1j  # replaced, not modified in place
             self.mean = 0.5 * self.mean + 0.5
         hidden: Tensor = self.linear(x) + self.mean
         return hidden
@@ -62,7 +62,7 @@ class Temperature(nn.Module):
 
 
 class Pipe(PipelineModule):
-    """Holds a buffer and, outside of all layers, a weight that only the last stage uses."""
+    """A PipelineModule with a buffer and, outside of all layers, a weight that only the last stage uses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +105,7 @@ def _engine(layout: Layout) -> tuple[Any, Any]:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Everything of this rank that is to be restored, the mere copies of other stages' state left out."""
+    """Return all state that this rank must restore, without its copies of state that another stage owns."""
     last = mpu.get_mesh().pipe.rank == mpu.get_mesh().pipe.size - 1
     found = {**dict(model.named_parameters()), **dict(global_buffers(model))}
     own = {name: value.detach().clone() for name, value in found.items() if last or name[0].isdigit()}
@@ -131,7 +131,7 @@ def _load(folder: str, layout: Layout, more_steps: bool = False) -> dict[str, Te
     engine, config = _engine(layout)
     with contextlib.redirect_stdout(io.StringIO()):
         load_checkpoint(find_checkpoint(folder), engine.deepspeed, config, "")
-        if more_steps:  # a second save, of state that not every stage has changed
+        if more_steps:  # also save a second time, with state that not every stage has changed
             _steps(engine, STEPS)
             save_checkpoint(folder, engine.deepspeed, TrainState(2 * STEPS, 16), config, "")
     return _state(engine.deepspeed.module)
@@ -146,7 +146,7 @@ def test_saved_in_one_layout_and_restored_in_others(saved: Layout, tmp_path: Pat
     folder = str(tmp_path)
     told = on_ranks(saved[0], _save, folder, saved)
     expected = {name: value for state, _ in reversed(told) for name, value in state.items()}
-    calls = 2 * STEPS  # two micro-batches a step on each replica
+    calls = 2 * STEPS  # two micro-batches per step on each replica
     for layer in range(4):
         assert expected[f"{layer}.calls"] == calls and expected[f"{layer}.seen"].all()
         assert expected[f"{layer}.mean"].tolist() == [1 - 0.5**calls] * WIDTH
@@ -160,7 +160,10 @@ def test_saved_in_one_layout_and_restored_in_others(saved: Layout, tmp_path: Pat
 
 
 def test_a_resumed_run_is_the_whole_run(tmp_path: Path) -> None:
-    """Also over two resumes, the second of which finds what the first one did not change."""
+    """A run resumed twice equals an uninterrupted run.
+
+    The second resume restores even state that the first left unchanged.
+    """
     folder = str(tmp_path)
     on_ranks(2, _save, folder, TWO)
     on_ranks(2, _load, folder, TWO, True)
@@ -178,11 +181,11 @@ def _uninterrupted() -> dict[str, Tensor]:
     return _state(engine.deepspeed.module)
 
 
-# ------------------------------------------------------------------------ what cannot be placed
+# ------------------------------------------------------------------------ state that cannot be saved
 
 
 class Own(Counting):
-    """Keeps something else on each rank of an axis."""
+    """A layer whose buffer differs between the ranks of an axis."""
 
     axis = "data"
 

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has made up: refused in one sentence, whatever they say, and nothing outside of them is opened."""
+"""Hand-crafted checkpoint indexes are refused in one sentence, and no file outside the checkpoint is opened."""
 
 import copy
 import hashlib
@@ -21,7 +21,7 @@ KEY = "weight.x"
 
 
 def write(folder: Path, text: str) -> Path:
-    """A checkpoint of one tensor in two pieces, with checksums that are right."""
+    """Write a checkpoint of one tensor in two pieces, with correct checksums."""
     folder.mkdir(exist_ok=True)
     save_file({KEY: torch.ones(2, 2)}, folder / "a.safetensors")
     save_file({KEY: torch.ones(1, 2)}, folder / "b.safetensors")
@@ -39,7 +39,7 @@ def good() -> dict[str, Any]:
 
 
 def put(*where: Any) -> Callable[[dict[str, Any]], None]:
-    """Set what lies at the end of a path to its last word."""
+    """Return a function that sets the entry at a path; the last argument is the value."""
 
     def change(content: dict[str, Any]) -> None:
         *path, name, value = where

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is watched, a disk may be full, and old checkpoints stay as they were."""
+"""Every damaged byte is detected, disks may be full, and earlier checkpoints stay intact."""
 
 import random
 import shutil
@@ -16,7 +16,7 @@ from .runs import MODELS, Start, run_all
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
-    """checkpoints/ of a run on two stages."""
+    """The checkpoints/ folder of a run on two stages."""
     run_dir = tmp_path_factory.mktemp("saved")
     flags = "--pipe-parallel-size 2 --precision fp32 --train-iters 2 --save-interval 1"
     on_ranks(2, run_all, [Start("gpt2", run_dir, flags)], tiny_data, vocab_file)
@@ -64,7 +64,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         good = path.read_bytes()
         for length in {0, len(good) - 1, *(dice.randrange(len(good)) for _ in range(20))}:
             path.write_bytes(good[:length])
-            # Only a name may stand there, as written by hand; the last newline says nothing.
+            # `latest` may hold just a name, as when written by hand, and needs no final newline.
             harmless = path.name == "latest" and good[:length].strip() in (b"iter_0000002", good.strip())
             assert (path.name in refusal(folder)) != harmless, f"{path.name} cut to {length}"
         path.unlink()
@@ -72,15 +72,15 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         path.write_bytes(good)
     shutil.rmtree(folder / "iter_0000002")
     assert "names iter_0000002, but there is no checkpoint of that name next to it" in refusal(folder)
-    (folder / "latest").write_text("iter_0000001\n")  # by hand, as the message says
+    (folder / "latest").write_text("iter_0000001\n")  # done by hand, as the message suggests
     assert refusal(folder) == ""
 
 
-# ------------------------------------------------------------------------ disks that do not take it
+# ------------------------------------------------------------------------ disks that cannot be written
 
 
 def _in_own_mounts(script: str) -> "subprocess.CompletedProcess[str]":
-    """Run a shell script that may mount. Skips the test where the system lets nobody do so."""
+    """Run a shell script that may mount file systems. Skips the test where unprivileged users cannot mount."""
     unshare = shutil.which("unshare")
     probe = [unshare or "unshare", "-Urm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
     if unshare is None or subprocess.run(probe, capture_output=True, check=False).returncode:
@@ -95,14 +95,14 @@ DISKS = [("full", "--async-save"), ("read-only", ""), ("full", ""), ("read-only"
 
 @pytest.mark.parametrize("how", covering(DISKS, DISKS[:1].__contains__))
 def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """(what is wrong with it, flags) The first checkpoint fits; the next ends the run with one sentence, and the first can still be loaded."""
+    """A full or read-only disk ends the run with one sentence, and the earlier checkpoint can still be loaded."""
     obstacle, more = how
     disk, after = tmp_path / "disk", tmp_path / "after"
     disk.mkdir()
     argv = f"{MODELS['gpt2']} --data-path {tiny_data} --vocab-file {vocab_file} --precision fp32 --save {disk} "
     argv += f"--run-dir {tmp_path / 'run'} --batch-size 2 {more}"
     train = f"{sys.executable} pretrain_gpt2.py {argv}"
-    # A checkpoint is 0.9 MB.
+    # A checkpoint is 0.9 MB, so only the first one fits.
     between = f"mount -o remount,ro {disk}" if obstacle == "read-only" else "true"
     script = f"""
         export OMP_NUM_THREADS=1
@@ -126,7 +126,7 @@ def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_da
 
 
 def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> None:
-    """Gone back by hand to an older checkpoint, a run saves again below the newest numbers."""
+    """Pruning keeps the checkpoint that `latest` names, even if the user made it name an older one."""
     from megatron.checkpointing import prune
     from megatron.checkpointing.files import point_latest_to
 
@@ -139,7 +139,7 @@ def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> N
 
 
 def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> None:
-    """Gone back by hand from 8 to 4, a run has saved 5: 6 and 8 push nothing out."""
+    """A run that was set back by hand from 8 to 4 and has saved 5 keeps 4 and 5, whatever 6 and 8 are."""
     from megatron.checkpointing import prune
 
     folder = tmp_path / "checkpoints"
@@ -154,7 +154,7 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
-    """Between the two renames: the one moved aside comes back."""
+    """After a crash between the two renames of a save, the checkpoint that was moved aside is restored."""
     from megatron.checkpointing.files import clear, recover
 
     folder = tmp_path / "checkpoints"

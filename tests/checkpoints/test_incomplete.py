@@ -1,4 +1,4 @@
-"""Nothing incomplete is published, whatever goes wrong in a writer, and nothing whole is deleted for it."""
+"""No error in a writer publishes an incomplete checkpoint or deletes a complete one."""
 
 import contextlib
 import io
@@ -54,7 +54,7 @@ def _thread(*_: Any, **__: Any) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """A writer that dies without a word."""
+    """Do nothing, as a writer that dies silently."""
 
 
 class _NoThread(threading.Thread):
@@ -81,7 +81,10 @@ def _struck(target: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def _break_saves(folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """By fault, what this rank is told; only rank 1 is struck, while it saves a second checkpoint."""
+    """Return, by fault, the error that this rank raises.
+
+    Only rank 1 fails, while it saves a second checkpoint.
+    """
     told = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         begin()
@@ -133,7 +136,7 @@ def _three(folder: str, data: str, vocab_file: str) -> None:
 
 
 def test_the_newest_whole_checkpoint_stays(three: Path) -> None:
-    """Two newer ones were published with nothing in them, and with less rows than the index says."""
+    """Pruning keeps the newest complete checkpoint, even if incomplete ones are newer."""
     for name in ("iter_0000002", "iter_0000003"):
         assert is_whole(three / name)
     index = json.loads((three / "iter_0000003" / "checkpoint.json").read_text())
@@ -161,7 +164,10 @@ PADDED = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
 
 
 def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, torch.Tensor]]:
-    """65 tokens over two ranks, of which one has only padding. The rows of this rank when it saves, and after loading."""
+    """Train with 65 tokens over `ranks` ranks, so that one of two has only padding.
+
+    Return this rank's rows when saved and after loading.
+    """
     config = parse(f"{PADDED} --model-parallel-size {ranks}".split())
     text = torch.randint(65, (2, 9), generator=torch.Generator().manual_seed(1))
 

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: the next start goes on, and in the end nobody can tell that anything happened."""
+"""A run killed with SIGKILL at any moment can be resumed, and its final state shows no trace of the kills."""
 
 import hashlib
 import json
@@ -30,15 +30,18 @@ MOMENTS = ("time", "read", "step", "write", "files", "prune")
 
 
 class Kill(NamedTuple):
-    """moment: when the rank kills itself, at the count-th chance; at "time" it is killed from outside."""
+    """A planned kill.
+
+    moment: when the rank kills itself, at the count-th opportunity; at "time" it is killed from outside.
+    """
 
     moment: str
     count: int
-    rank: int | None  # None: all of them
+    rank: int | None  # None: all ranks
 
 
 def _die_at(count: int, target: Any, name: str) -> None:
-    """Make the count-th call of target.name the last thing that this process does."""
+    """Make this process kill itself at the count-th call of target.name."""
     honest, calls = getattr(target, name), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,12 +54,12 @@ def _die_at(count: int, target: Any, name: str) -> None:
 
 
 def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
-    """The body of a rank that will not come to its end."""
+    """Run on a rank that kills itself at the planned moment."""
     from megatron.checkpointing import stream
     from megatron.training import loop
 
     if kill.rank in (None, int(os.environ["RANK"])):
-        if kill.moment == "read":  # a batch has been read, no step was made
+        if kill.moment == "read":  # a batch was read, but no step was made
             honest = loop.read
 
             def broken(*args: Any) -> Any:
@@ -67,7 +70,7 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
                 return (os.kill(os.getpid(), signal.SIGKILL) if n == kill.count else batch for n, batch in reads)
 
             loop.read = broken  # type: ignore[assignment]
-        elif kill.moment == "step":  # the step was made, nobody has counted it
+        elif kill.moment == "step":  # the step was made, but not counted yet
             _die_at(kill.count, loop, "_advance")
         elif kill.moment == "write":  # in the middle of a file
             _die_at(kill.count * 7, stream.StreamWriter, "add")
@@ -80,7 +83,7 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
 
 
 def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
-    """Start two ranks and see them die; False if they came to their end."""
+    """Start two ranks and wait until one dies; return False if the run finished instead."""
     rows = _rows(start.run_dir)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -103,10 +106,10 @@ def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
         time.sleep(0.3)
         done = all(p.exitcode == 0 for p in ranks)
         for process in ranks:
-            process.kill()  # as the launcher does when one of them is gone
+            process.kill()  # the launcher does this when a rank is gone
             process.join()
         errors = [path.read_text() for path in Path(folder).glob("error*")]
-    # Whoever was not killed may complain of a lost neighbour, and of nothing else.
+    # Ranks that were not killed may only complain about a lost peer.
     assert all("onnection" in error or "closed by peer" in error or "gloo" in error for error in errors), errors
     return not done
 
@@ -117,7 +120,7 @@ def _rows(run_dir: Path) -> bytes:
 
 
 def _check_latest(folder: Path) -> None:
-    """What `latest` names is whole, checked without this project's reader."""
+    """Check without this project's reader that the checkpoint named by `latest` is complete."""
     if not (folder / "latest").exists():
         return
     checkpoint = folder / (folder / "latest").read_text().split()[0]
@@ -143,10 +146,10 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
     for trial in range(4 * kills):
         kill = Kill(MOMENTS[trial % len(MOMENTS)], dice.randint(1, 5), dice.choice([0, 1, None]))
         if kill.moment in ("read", "prune"):
-            kill = kill._replace(rank=dice.choice([0, None]))  # the first rank does both
+            kill = kill._replace(rank=dice.choice([0, None]))  # only the first rank reads and prunes
         if _killed(kill, cut, dice, data, vocab_file):
             done += 1
-        else:  # the run had come to its end before: begin again
+        else:  # the run finished before the kill: start over
             shutil.rmtree(cut.run_dir)
         _check_latest(cut.run_dir / "checkpoints")
         if done == kills:
@@ -160,12 +163,12 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
 
 
 def test_a_few_kills(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """One at each kind of moment, with all that a run can have going on next to its steps."""
+    """A run survives one kill at each kind of moment, with asynchronous saves and reader workers active."""
     drill(next(iter(WAYS)), 6, 0, tmp_path, tiny_data, vocab_file)
 
 
 @FULL
 @pytest.mark.parametrize("way", WAYS)
 def test_many_kills(way: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """48 of them over all ways."""
+    """Runs survive 12 kills each in every configuration."""
     drill(way, 12, 1, tmp_path, tiny_data, vocab_file)

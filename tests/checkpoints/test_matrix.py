@@ -1,4 +1,4 @@
-"""Saved in any layout, loaded in any other: every bit of weights and moments, and the same curve from there on."""
+"""A checkpoint of any layout loads in any other with identical weights and moments, and the same losses follow."""
 
 import itertools
 from collections import defaultdict
@@ -24,12 +24,12 @@ LAYOUTS = [
 ]
 SAVED, LAST = 2, 7
 ALL = list(itertools.permutations(range(len(LAYOUTS)), 2))
-# By default from ZeRO 3 to a pipeline with tensor parallelism and back.
+# The default pairs: from ZeRO 3 to a pipeline with tensor parallelism, and back.
 BOTH_WAYS = [(2, 6), (6, 2)]
 
 
 def _flags(layout: Layout) -> str:
-    # Whatever saves time or memory is on in some layout; none of it may show in a file or a number.
+    # Each optimisation of time or memory is on in some layout; none may change a file or a number.
     saving = "--checkpoint-activations" if layout.pp == 4 else "--checkpoint-attention"
     saving += " --sequence-parallel" if layout.tp > 1 else ""
     return (
@@ -39,7 +39,7 @@ def _flags(layout: Layout) -> str:
 
 
 def _launch(starts: dict[Layout, list[Start]], data: str, vocab_file: str) -> None:
-    """All runs, those of one grid in one launch."""
+    """Launch all runs, grouping those with the same grid into one launch."""
     grids: defaultdict[tuple[int, int, int], list[Start]] = defaultdict(list)
     for layout, of_it in starts.items():
         grids[layout[:3]] += of_it

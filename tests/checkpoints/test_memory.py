@@ -1,4 +1,4 @@
-"""What a save needs next to the model: a tensor at a time, or in the background one copy of what the rank writes."""
+"""Memory needed for a save: about one tensor, or, in the background, one copy of what the rank writes."""
 
 import resource
 import threading
@@ -17,7 +17,7 @@ FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8
 
 
 def _body(folder: str, background: bool) -> tuple[float, float, float]:
-    """(MB of the largest tensor, MB of a checkpoint, MB that the peak rose by during two saves)"""
+    """Return (MB of the largest tensor, MB of a checkpoint, MB by which the peak rose during two saves)."""
     config = parse(FLAGS.split())
     engine = start_engine(TextTask(), config)
     engine.train_batch(iter([{"text": torch.zeros(1, 9, dtype=torch.int64)}]), 1e-4)
@@ -40,7 +40,7 @@ def _body(folder: str, background: bool) -> tuple[float, float, float]:
 
 
 def _resident() -> float:
-    """MB of this process in memory."""
+    """Return the resident memory of this process in MB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint goes on with longer texts: other rotary positions and windows, where that is said."""
+"""Finetuning a checkpoint on longer texts with other rotary positions and windows, if the flags ask for it."""
 
 from pathlib import Path
 

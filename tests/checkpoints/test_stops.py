@@ -1,4 +1,4 @@
-"""A stop between two lines of the log: each iteration stands in one line, and none in two."""
+"""After stops between two log lines, each iteration is counted in exactly one line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Commands here often import transformers, which takes six seconds: the process they are forked from does it once."""
+"""Preload transformers, whose import takes six seconds, in the process from which commands are forked."""
 
 from tests.support import preload
 

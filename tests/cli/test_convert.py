@@ -1,4 +1,4 @@
-"""To Hugging Face and back: the same logits, the same bits, from every layout that saved."""
+"""Conversion to Hugging Face and back: the same logits and the same bits, from every layout."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ T5 = ["--num-decoder-layers", "3", "--kv-hidden-size", "6", "--ff-hidden-size", 
 
 @pytest.fixture(scope="module")
 def hf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer that transformers can read."""
+    """A tokenizer file that transformers can read."""
     path = str(tmp_path_factory.mktemp("hf") / "tokenizer.json")
     argv = [
         "--input",
@@ -67,11 +67,11 @@ def round_trip(run: Path, tmp_path: Path, *shards: str) -> None:
 
 
 def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
-    """Perplexity with a stride of one token, against a loop that asks for each token by itself."""
+    """Check perplexity with a stride of one token against a loop that scores every token separately."""
     texts = ["春天来了，花开了。", "It was a dark night, and the rain fell in torrents over the town. " * 2]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     count, eod = 0, theirs.config.eos_token_id
-    nats = dict.fromkeys((24, 5), 0.0)  # by how many tokens the model sees at once
+    nats = dict.fromkeys((24, 5), 0.0)  # nats by window length, in tokens
     for text in texts:
         ids = [eod, *tokenizer(text)["input_ids"], eod]
         for at in range(1, len(ids)):
@@ -105,14 +105,14 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (1, []),  # and evaluated
+        (1, []),  # this case also checks evaluation
         (4, ["--pipe-parallel-size", "2", "--model-parallel-size", "2"]),
         pytest.param(2, ["--model-parallel-size", "2", "--no-tie-embeddings"], marks=FULL),
     ],
     ids=["one process", "pp2-tp2", "tp2 untied"],
 )
 def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world: int, layout: list[str]) -> None:
-    """With the tokenizer that our scripts train as well as with one of theirs."""
+    """GPT-2 converts both with a tokenizer of our scripts and with one of Hugging Face's kind."""
     hf_file = vocab_file if world == 4 else hf_file
     train_gpt2(
         world,
@@ -174,7 +174,7 @@ def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world
     load_weights(path, model)
     source = [*ours.encode(text), ours.eod]
     (found,) = sample(T5Stepper(model, source, ours.pad), 1, 12, ours.eod, Sampling(temperature=0), seed=0)
-    # Without its cache, which counts the encoder's layers where it needs the decoder's (transformers 5.23).
+    # The cache is off: transformers 5.23 sizes it by the encoder's layers instead of the decoder's.
     expected = theirs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False, use_cache=False)
     assert expected[0].tolist() == [ours.pad, *found]
 
@@ -253,7 +253,10 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_corpus: Path) -> None:
-    """transformers cannot run jieba from a tokenizer.json: nothing that would split otherwise is written."""
+    """A jieba tokenizer is not exported, since transformers would split text differently.
+
+    Other exports give identical ids.
+    """
     from data_utils.documents import texts
     from megatron.convert.hf_tokenizer import as_theirs
     from megatron.tokenizer.train import train_cpm, train_sentencepiece
@@ -269,11 +272,11 @@ def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_cor
             assert theirs.decode(ours.encode(text)) == text
 
 
-# ------------------------------------------------------------- tokens and settings of theirs
+# ------------------------------------------------------------- Hugging Face's tokens and settings
 
 
 def their_t5(folder: Path, hf_file: str) -> Any:
-    """A T5 of theirs with a tokenizer of its own: padding and end first, sentinels last, and rows that no token has."""
+    """Save a transformers T5 and its tokenizer: padding and end first, sentinels last, and unused embedding rows."""
     from tokenizers import Tokenizer
 
     content = json.loads(Path(hf_file).read_text(encoding="utf-8"))
@@ -311,7 +314,7 @@ def test_a_t5_of_theirs_keeps_its_special_tokens(tmp_path: Path, hf_file: str) -
     assert ours.vocab_size == tokenizer.get_vocab_size() < config["model"]["vocab_size"]
     text = "春天<extra_id_0>花<extra_id_1>开"
     assert ours.encode(text) == tokenizer.encode(text).ids and ours.decode(ours.encode(text)) == text
-    # The second command trains on, and what comes of it goes back with the same ids and writes text.
+    # Continue training with the printed command; the result converts back with the same ids and generates text.
     argv = ["--input", str(ROOT / "corpus/sample.jsonl"), "--vocab-file", str(tmp_path / "theirs"), "--quiet"]
     done = command("python", "tools/preprocess_data.py", *argv, "--output-prefix", str(tmp_path / "data"))
     assert done.returncode == 0, done.stderr
@@ -352,7 +355,10 @@ def test_a_t5_of_theirs_keeps_its_special_tokens(tmp_path: Path, hf_file: str) -
 
 
 def test_saved_again_by_transformers_it_is_the_same_to_the_bit(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
-    """transformers 5 writes `tie_word_embeddings: true` next to an output matrix of its own."""
+    """A T5 saved again by transformers 5 is unchanged.
+
+    transformers writes `tie_word_embeddings: true` despite untied weights.
+    """
     train_t5(1, tmp_path / "run", *SMALL, *T5, "--data-path", tiny_data, "--vocab-file", hf_file, "--no-tie-embeddings")
     convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--verify")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
@@ -440,7 +446,7 @@ def test_gpt2_is_continued_in_two_commands(tmp_path: Path, tiny_data: str, hf_fi
     ]
     rows = train_gpt2(2, tmp_path / "run", *load, *more, "--pipe-parallel-size", "2", "--hidden-dropout", "0", "--attention-dropout", "0")  # fmt: skip
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["activation"] == "gelu"
-    # The first loss is that of their model on the same samples.
+    # The first loss equals the loss of the transformers model on the same samples.
     from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 
     (samples, _, _), _ = build_train_valid_test_datasets([tiny_data], "949,50,1", 48, 1234, 3000)

@@ -1,4 +1,4 @@
-"""Llama, Qwen and Mistral of Hugging Face, with tokenizers of their kinds: read, written back, continued, trained on."""
+"""Llama, Qwen and Mistral of Hugging Face with their kinds of tokenizers: import, export, generation and training."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-# The rotary positions, the window and the sizes that each kind is known for, and how its tokenizer cuts texts.
+# Each kind has its characteristic rotary positions, window and sizes, and its style of tokenizer.
 SIZES = Sizes(layers=2, hidden=32, heads=4, groups=2, head=10, inner=36)
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -54,7 +54,7 @@ TEXT = "The river runs slowly to the sea, and 春天来了."
 
 
 def tokenizer_of(style: str) -> tuple[Any, dict[str, str]]:
-    """A tokenizer of theirs, and what tokenizer_config.json says of it."""
+    """Return a tokenizer of this style, and the special tokens that tokenizer_config.json names."""
     start, end = {"llama3": ("<|begin_of_text|>", "<|end_of_text|>"), "llama2": ("<s>", "</s>"), "qwen": (None, "<|endoftext|>")}[style]  # fmt: skip
     specials = [name for name in (start, end) if name]
     decoders, normalizers, words = tokenizers.decoders, tokenizers.normalizers, tokenizers.pre_tokenizers
@@ -76,7 +76,7 @@ def tokenizer_of(style: str) -> tuple[Any, dict[str, str]]:
             vocab_size=400, special_tokens=specials, initial_alphabet=words.ByteLevel.alphabet()
         )
     made.train_from_iterator(["The river runs slowly to the sea", "春天来了", "slow rivers run 123"] * 3, trainer)
-    content = json.loads(made.to_str())  # bytes are pieces, no special tokens
+    content = json.loads(made.to_str())  # byte pieces are ordinary pieces, not special tokens
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in specials]
     made = tokenizers.Tokenizer.from_str(json.dumps(content))
     if start:
@@ -87,7 +87,7 @@ def tokenizer_of(style: str) -> tuple[Any, dict[str, str]]:
 
 
 def folder_of(path: Path, kind: str) -> Path:
-    """A model with its tokenizer, as transformers saves both."""
+    """Save a model and its tokenizer as transformers would; return the folder."""
     style, settings = KINDS[kind]
     tokenizer, named = tokenizer_of(style)
     model = theirs(kind, SIZES, vocab=tokenizer.get_vocab_size() + 3, **settings)
@@ -103,7 +103,7 @@ def folder_of(path: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(kind: str, tmp_path: Path) -> None:
-    """The same logits by --verify, their tensors bit for bit, the same ids, and text that is theirs token for token."""
+    """A model imported and exported again has the same logits, weights and ids, and generates the same tokens."""
     folder = folder_of(tmp_path / "theirs", kind)
     convert("--from-hf", str(folder), "--output", str(tmp_path / "c"), "--verify")
     convert(
@@ -114,7 +114,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     wanted, found = before.state_dict(), after.state_dict()
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
     for key in ("eos_token_id", "bos_token_id", "rope_parameters", "sliding_window", "head_dim"):
-        if key != "bos_token_id" or not kind.startswith("Qwen"):  # which have none; ours say their end
+        if key != "bos_token_id" or not kind.startswith("Qwen"):  # Qwen has none; ours writes its end token there
             assert getattr(before.config, key, 0) == getattr(after.config, key, 0), key
     ours = load_tokenizer(str(folder))
     for source in (folder, tmp_path / "back"):
@@ -133,12 +133,12 @@ def check_text(folder: Path, tokenizer: Any, model: Any) -> None:
         wanted = model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist()
         assert [*asked.tokens, *found] == wanted
         shown = tokenizer.decode(wanted, skip_special_tokens=True)
-        if shown.startswith(prompt):  # bytes that are no character may reach back into the prompt there
+        if shown.startswith(prompt):  # incomplete characters may change the prompt's last character in `shown`
             assert writer.text(asked, found) == shown
 
 
 def test_a_text_goes_on_with_its_spaces() -> None:
-    """Llama 2's tokenizers write a space in front of a text and take it away again: of what goes on, it is to stay."""
+    """A continuation keeps its leading space, although Llama 2's tokenizers strip it when they decode a whole text."""
     made, _ = tokenizer_of("llama2")
     ids = made.encode(TEXT, add_special_tokens=False).ids
 
@@ -153,7 +153,7 @@ def test_a_text_goes_on_with_its_spaces() -> None:
 
 @pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 0), ("$A", 0)])
 def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> None:
-    """A token in front; one at the end is the end of a document, and both are a frame of another kind of model."""
+    """A leading special token begins every text; with a trailing one the template is not for plain text."""
     made, named = tokenizer_of("llama2")
     ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
     made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)
@@ -182,12 +182,12 @@ def test_over_ranks_the_text_is_the_same(kind: str, size: int, tmp_path: Path) -
     assert (one.returncode, several.returncode) == (0, 0), (one.stderr, several.stderr)
     assert one.stdout == several.stdout and one.stdout.startswith(TEXT) and len(one.stdout) > len(TEXT) + 10
     streamed = command("python", "tools/generate.py", *flags, "--stream")
-    whole = one.stdout.rstrip("\n").rstrip("\ufffd")  # half a character at the end is not shown
+    whole = one.stdout.rstrip("\n").rstrip("\ufffd")  # a trailing partial character is not shown
     assert streamed.stdout.rstrip("\n") == whole
 
 
 def test_evaluation_is_theirs(tmp_path: Path) -> None:
-    """Perplexity of texts after what begins one, by both ways to load a model, against transformers' own loss."""
+    """Perplexity equals transformers' loss for every way to load a model, with the start token before texts."""
     folder = folder_of(tmp_path / "theirs", "Llama")
     convert("--from-hf", str(folder), "--output", str(tmp_path / "c"))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -208,9 +208,10 @@ def test_evaluation_is_theirs(tmp_path: Path) -> None:
 
 
 def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
-    """A corpus cut by their tokenizer, the first loss that of their model on it; and what comes of it is a folder of theirs again.
+    """A Llama is trained on with two commands from a corpus tokenized with its own tokenizer.
 
-    Its chat template and its ends are kept in the run, and the folder that the tokenizer came from may be gone.
+    The first loss equals that of the transformers model, and the export is again a Hugging Face folder. Its chat
+    template and end tokens are kept in the run, so the original folder may be gone.
     """
     folder = folder_of(tmp_path / "theirs", "Llama")
     template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -259,7 +260,7 @@ def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
-    """With a tokenizer.model alone: its token in front, its template and its ends are there again, and transformers reads the same ids."""
+    """A 2023-style folder with only a tokenizer.model keeps its start token, chat template, end tokens and ids."""
     pytest.importorskip("google.protobuf")
     template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
     folder = llama_folder(tmp_path / "theirs", {**LLAMA, "add_bos_token": True, "chat_template": template})
@@ -282,7 +283,7 @@ def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path) -> None:
-    """A model without a space in front can be a tokenizer.json, which puts the token there by itself."""
+    """A sentencepiece model without a space in front is exported as a tokenizer.json that adds the start token."""
     pytest.importorskip("google.protobuf")
     about = {**LLAMA, "add_bos_token": True, "add_prefix_space": False}
     folder, config = llama_folder(tmp_path / "theirs", about, add_dummy_prefix=False), parse(["--family", "gpt2"])
@@ -297,7 +298,7 @@ def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
 def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path) -> None:
-    """Our chatml as a template of theirs, with the same ids; and the end of a turn among what ends an answer."""
+    """Our chatml is exported as a chat template with the same ids, and its end of turn ends an answer."""
     pytest.importorskip("jinja2")
     vocab_file = str(tmp_path / ("tokenizer.json" if kind == "hf" else "t.model"))
     words = ["What is the capital of France? system user assistant. The river runs slowly to the sea. "] * 20
@@ -330,7 +331,10 @@ def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path
 
 
 def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> None:
-    """Marks that are text, a date, templates of other names, corpora that differ, a template that ends no turn."""
+    """An export notes whatever it cannot express.
+
+    That is text marks, dates, extra templates, and corpora with different templates.
+    """
     pytest.importorskip("jinja2")
     sources = ["chatml", "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"]
     for name, source in zip("ab", sources, strict=True):

@@ -1,4 +1,4 @@
-"""From CPM-1, CPM-Pretrain, Megatron-LM and DeepSpeed: the network that was saved, against plain torch; nothing is run."""
+"""Import from CPM-1, CPM-Pretrain, Megatron-LM and DeepSpeed, checked against plain torch; pickled code never runs."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ PADDED = 3072
 
 
 def some_weights() -> dict[str, Tensor]:
-    """By our names, drawn here."""
+    """Return random weights by our names."""
     g = torch.Generator().manual_seed(2)
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (PADDED, HIDDEN),
@@ -49,14 +49,14 @@ def some_weights() -> dict[str, Tensor]:
 
 
 def of_rank(w: Mapping[str, Tensor], rank: int, ranks: int, version: int) -> dict[str, Tensor]:
-    """A rank's tensors, query, key and value in the order of that checkpoint version; index by index."""
+    """Return one rank's tensors, with query, key and value rows in the order of this checkpoint version."""
     found = {}
     head = HIDDEN // HEADS
     for name, value in w.items():
         if "query_key_value" in name:
             order = []
             own = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
-            # Row (n, c, d) of ours: feature d of c = query, key or value of head n.
+            # Row (n, c, d) of ours is feature d of c = query, key or value of head n.
             if version == 0:
                 order = [(n, c, d) for c in range(3) for n in own for d in range(head)]
             elif version == 1:
@@ -73,7 +73,7 @@ def of_rank(w: Mapping[str, Tensor], rank: int, ranks: int, version: int) -> dic
 
 
 def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
-    """As CPM-1-large's: two ranks under DeepSpeed, half precision, the names of Megatron-LM's first version."""
+    """Save like CPM-1-large: two ranks under DeepSpeed, half precision, names of Megatron-LM's first version."""
     (folder / "80000").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("80000")
     names = {"embedding.word_embeddings.weight": "word_embeddings.weight"}
@@ -88,7 +88,7 @@ def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
 def save_megatron(
     folder: Path, w: Mapping[str, Tensor], version: int, stages: int = 1, say_version: bool = True
 ) -> list[str]:
-    """As Megatron-LM's of 2020 and 2021: nested, with its settings, cut into pipeline stages from version 3 on."""
+    """Save like Megatron-LM of 2020 and 2021: nested, with its settings, in pipeline stages from version 3 on."""
     (folder / "latest_checkpointed_iteration.txt").parent.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("100")
     body = "encoder" if version >= 2 else "transformer"
@@ -123,7 +123,7 @@ def save_megatron(
 
 
 def generators() -> dict[str, Any]:
-    """The states of the random generators, as Megatron-LM saves them next to the weights."""
+    """Return random generator states as Megatron-LM saves them next to the weights."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -133,7 +133,7 @@ def generators() -> dict[str, Any]:
 
 
 def save_deepspeed(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int) -> list[str]:
-    """As CPM-Pretrain's without a pipeline: names of Megatron-LM 1.1.5, under DeepSpeed, which knows no version."""
+    """Save like CPM-Pretrain without a pipeline: names of Megatron-LM 1.1.5, under DeepSpeed, without a version."""
     (folder / "100").mkdir(parents=True)
     (folder / "latest").write_text("100")
     for rank in range(ranks):
@@ -154,7 +154,7 @@ def save_deepspeed(folder: Path, w: Mapping[str, Tensor], version: int, ranks: i
 
 
 def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int, said: bool = False) -> list[str]:
-    """As CPM-Pretrain's over a pipeline in fp16: a file for each item of its list that has weights."""
+    """Save like CPM-Pretrain with a pipeline in fp16: one file for each item of its layer list that has weights."""
     place = folder / "global_step100"
     place.mkdir(parents=True)
     (folder / "latest").write_text("global_step100")
@@ -163,7 +163,7 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
         mine = of_rank(w, rank, ranks, version)
         words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
         items: dict[int, dict[str, Tensor]] = {
-            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 casts, 2 transposes
+            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 and 2 have no weights
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
             LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # never used there
         }
@@ -179,7 +179,7 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
 
 
 def save_ours(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
-    """A model of ours under plain DeepSpeed."""
+    """Save a model of ours as plain DeepSpeed does."""
     folder.mkdir(parents=True)
     torch.save({"module": dict(w)}, folder / "mp_rank_00_model_states.pt")
     return ["--num-attention-heads", str(HEADS)]
@@ -205,7 +205,7 @@ COVERED = ("cpm-1", "megatron-1", "megatron-3-pipeline", "deepspeed-2", "layers-
 
 
 def logits_of(w: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Plain torch's, of weights by our names."""
+    """Return the logits [b, s, v] that plain torch computes from weights by our names."""
     positions, allowed, _ = reference.masks(tokens, -1, by_document=False)
     return reference.logits(w, tokens, positions, allowed, LAYERS, HEADS)[..., :VOCAB]
 
@@ -216,7 +216,7 @@ def some_tokens() -> Tensor:
 
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_read(form: str, tmp_path: Path) -> None:
-    """Every weight bit for bit; each other order of query, key and value is another network."""
+    """Every format is read bit for bit, and any other order of query, key and value gives a different network."""
     w = some_weights()
     if form == "cpm-1":
         w = {name: value.half().float() for name, value in w.items()}
@@ -263,7 +263,7 @@ def test_the_network_that_was_saved(form: str, tmp_path: Path, vocab_file: str) 
 
 
 class Payload:
-    """What an attacker puts into a checkpoint."""
+    """An object that runs a command when it is unpickled, as in an attacker's checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -273,7 +273,7 @@ class Payload:
 
 
 class Reduced:
-    """Pickled as the call of a function of some name on these values; then `state`, if any."""
+    """An object that pickles as the call of a function on these values, then `state` if given."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
@@ -310,7 +310,7 @@ def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path:
     for old_format in (False, True):
         torch.save({"np_rng_state": state, "weight": weight}, path, _use_new_zipfile_serialization=not old_format)
         assert torch.equal(load_plain(path)["weight"], weight)
-    # As numpy 1 wrote it.
+    # numpy 1 wrote these module names.
     written = pickle.dumps({"np_rng_state": state}, protocol=2).replace(b"numpy._core", b"numpy.core")
     assert b"numpy.core.multiarray" in written
     path.write_bytes(b"".join(legacy_header()) + written + pickle.dumps([], protocol=2))
@@ -335,7 +335,7 @@ def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path:
 
 
 def legacy_header() -> list[bytes]:
-    """What stands before the content in files of torch 1.5 and before."""
+    """Return what precedes the content in files of torch 1.5 and before."""
     magic = 0x1950A86A20F9469CFC6C
     sizes = {"short": 2, "int": 4, "long": 4}
     system = {"protocol_version": 1001, "little_endian": True, "type_sizes": sizes}
@@ -389,6 +389,5 @@ def test_folders_that_do_not_fit_together(tmp_path: Path) -> None:
     save_megatron(tmp_path / "later", w, 2)
     for path in (tmp_path / "later").rglob("*.pt"):
         torch.save({"model": torch.load(path, weights_only=False)["model"]}, path)
-    refused(
-        tmp_path / "later", None, "give --checkpoint-version 0"
-    )  # Megatron-LM said its version when it had these names
+    # Megatron-LM recorded its version by the time it used these names.
+    refused(tmp_path / "later", None, "give --checkpoint-version 0")

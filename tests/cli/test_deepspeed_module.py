@@ -1,4 +1,4 @@
-"""A model as DeepSpeed's tutorial makes it, `from deepspeed.pipe import PipelineModule, LayerSpec`, given to pretrain()."""
+"""pretrain() with a model from DeepSpeed's tutorial, `from deepspeed.pipe import PipelineModule, LayerSpec`."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_it_trains_and_resumes_over_stages_as_in_one_process(tmp_path: Path, tin
     for iterations in (4, 8):
         code, words, found = _run(tmp_path, "two", 2, iterations, *given)
         assert code == 0, words
-        assert "autograd kernel" not in words  # DeepSpeed ties weights with gradients on
+        assert "autograd kernel" not in words  # DeepSpeed reduces tied weights with gradients enabled
         assert found == pytest.approx(expected[:iterations], rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Installed, and run from a folder that knows nothing of the checkout."""
+"""The installed package works from a folder outside the checkout."""
 
 import os
 import shutil
@@ -18,9 +18,9 @@ LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bin/ of an environment of its own, in which this one's packages are found after what is installed there.
+    """The bin/ folder of a new environment with this checkout installed; other packages come from this environment.
 
-    Or $INSTALLED, where scripts/test_versions.sh installed this checkout.
+    If $INSTALLED is set, as by scripts/test_versions.sh, the fixture is that folder.
     """
     if there := os.environ.get("INSTALLED"):
         return Path(there)
@@ -37,7 +37,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
-    """Each step by its command: tokenizer, corpus, two pipeline stages, one process that goes on, Hugging Face's form, text."""
+    """The installed commands cover every step: tokenizer, corpus, training, resuming, conversion, text, planning."""
     shutil.copy(ROOT / "corpus/sample.jsonl", tmp_path / "text.jsonl")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -85,7 +85,7 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
 
 
 def test_setup_py_knows_the_version() -> None:
-    """setup.py serves tools that call it; `pip install` reads pyproject.toml, as the tests around this one show."""
+    """setup.py reports the version to tools that call it; `pip install` reads pyproject.toml instead."""
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == megatron.__version__
@@ -120,10 +120,10 @@ BOTH = (
 )
 
 
-@FULL  # half a minute
+@FULL  # takes half a minute
 @pytest.mark.parametrize("order", BOTH)
 def test_beside_megatron_core(order: str, tmp_path: Path) -> None:
-    """Whose packages share our name: in the checkout, where they would be hidden, and beside an editable install, which they would hide."""
+    """Our packages can be imported together with megatron-core's of the same name, in a checkout and when editable."""
     pytest.importorskip("megatron.core")
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=LEFT_OUT)

@@ -1,4 +1,4 @@
-"""`tools/launch.py`: signals reach the ranks, which have time to save; a second one ends them at once."""
+"""`tools/launch.py` forwards signals to the ranks and gives them time to save; a second signal kills them at once."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tds.launched import started
 from tests import support
 from tests.support import FULL, ROOT, on_ranks
 
-# A rank as the launcher sees it, without the price of torch.
+# A rank as the launcher sees it, without the cost of importing torch.
 RANK = """
 import os, signal, sys, time
 kind, folder = sys.argv[1:3]
@@ -86,7 +86,7 @@ class Launcher:
 def test_ranks_save_and_end(tmp_path: Path, number: int, name: str) -> None:
     launcher = Launcher(tmp_path, "saves", "--shutdown-timeout", "50")
     launcher.until(lambda words: len(words) == 1)
-    launcher.tell(signal.SIGUSR1)  # does no harm to ranks that are not ready for it
+    launcher.tell(signal.SIGUSR1)  # harmless to ranks that do not handle it yet
     launcher.until(lambda words: "trains" in words)
     launcher.tell(signal.SIGUSR1)
     launcher.until(lambda words: words[-1] == "usr1")
@@ -106,7 +106,7 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, how: str) -> None:
     launcher.tell(signal.SIGINT)
     launcher.until(lambda words: words[-1] == "saves")
     if how == "again":
-        time.sleep(0.6)  # as fast as this it would be the same request
+        time.sleep(0.6)  # a faster repetition would count as the same request
         launcher.tell(signal.SIGINT)
     assert launcher.end() == 130
     time.sleep(0.2)
@@ -128,11 +128,11 @@ def test_ctrl_c_in_a_process_started_by_hand(
         os.kill(os.getpid(), signal.SIGUSR1)  # nothing to save yet
         with StopSignals(None, torch.device("cpu")) as heard:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # the same request, by the terminal and by a launcher
+            os.kill(os.getpid(), signal.SIGINT)  # one request, delivered by both the terminal and a launcher
             assert heard.agree() == (StopSignal.SAVE_AND_STOP, False)
             monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0)
             os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # while it saves for the last time
+        os.kill(os.getpid(), signal.SIGTERM)  # arrives during the final save
     assert left == [130]
     assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
         "Ctrl-C: saves after this iteration and ends; once more ends at once",
@@ -142,7 +142,10 @@ def test_ctrl_c_in_a_process_started_by_hand(
 
 
 def test_after_an_error_a_launcher_can_end_the_process() -> None:
-    """Or ranks that wait for rank 0 to say what is wrong would all say it, some seconds later."""
+    """After an error SIGTERM ends a process at once.
+
+    Otherwise ranks waiting for rank 0's report would print it as well.
+    """
     before = signal.getsignal(signal.SIGTERM)
     with signals_as_before():
         with pytest.raises(ValueError), StopSignals(None, torch.device("cpu")):
@@ -152,7 +155,7 @@ def test_after_an_error_a_launcher_can_end_the_process() -> None:
 
 
 def _second_attempt() -> None:
-    """One rank, and a store that an attempt before has left its keys in."""
+    """Initialise one rank with a store that still holds the keys of an earlier attempt."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     store.set("tds/fault", '["rank 0 fell over", false]')
@@ -175,7 +178,7 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
 
 @FULL
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """One of two ranks is killed in the first attempt, without a pipeline and with one."""
+    """A run whose rank is killed in the first attempt is restarted and resumes, with and without a pipeline."""
     code = """
 import os, signal, sys, megatron.training.loop as t
 from megatron.tasks import GPT2

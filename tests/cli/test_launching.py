@@ -1,4 +1,4 @@
-"""docs/launching.md: both languages say the same commands, what they name exists, and what is marked `bash` runs."""
+"""docs/launching.md has the same commands in both languages, names existing files, and its `bash` blocks run."""
 
 import os
 import re
@@ -71,11 +71,14 @@ while :; do sleep 0.05; done
 
 @pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGTERM, 143, 143), (signal.SIGINT, 130, 130), (signal.SIGTERM, 0, 143), (signal.SIGHUP, 1, 1)])  # fmt: skip
 def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int, tmp_path: Path) -> None:
-    """As `docker stop` does, to the shell alone; what comes after training is not begun."""
+    """A signal sent to the shell alone, as by `docker stop`, reaches the launcher.
+
+    Nothing after training is started.
+    """
     (tmp_path / "python").write_text(LAUNCHER.replace("$1", str(code)))
     (tmp_path / "python").chmod(0o755)
     script = RANKS.format(root=ROOT, folder=tmp_path)
-    # A shell cannot trap what its parent ignores, as nohup does with SIGHUP.
+    # Reset signals first: a shell cannot trap what its parent ignores, as nohup does with SIGHUP.
     shell = subprocess.Popen(["env", "--default-signal", "bash", "-c", script], stdout=subprocess.PIPE, text=True)
     assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
     shell.send_signal(signal.SIGUSR1)

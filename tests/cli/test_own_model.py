@@ -1,4 +1,4 @@
-"""The model of the tutorial, examples/pretrain_decoder.py: in every layout the same, saved on one and resumed on another."""
+"""The tutorial's model, examples/pretrain_decoder.py: equal losses in every layout, and resuming in another layout."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineM
 from tests.support import ROOT, RankFailure, command, losses, on_ranks, train
 
 SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
-# ranks, stages, model-parallel ranks, gas, more
+# (ranks, stages, model-parallel ranks, gas, more flags)
 LAYOUTS = [
     (1, 0, 1, 4, ""),
     (2, 0, 1, 2, "--zero-stage 2"),
@@ -52,7 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_fil
 
 
 def _by_plain_torch(weights: dict[str, Tensor], text: Tensor, heads: int) -> Tensor:
-    """The mean loss of text [b, s + 1], in textbook form."""
+    """Return the mean loss, a scalar, of text [b, s + 1], computed in textbook form."""
     tokens, labels = text[:, :-1], text[:, 1:]
     words = weights["tied_modules.embedding.word_embeddings.weight"]
     hidden = words[tokens] + weights["tied_modules.embedding.position_embeddings.weight"][: tokens.shape[1]]
@@ -123,7 +123,7 @@ def test_it_writes(expected: tuple[Path, list[float]]) -> None:
     assert done.returncode == 1 and "nowhere holds no checkpoint" in done.stderr and "Traceback" not in done.stderr
 
 
-# ------------------------------------------------------------------ models that are stranger
+# ------------------------------------------------------------------ unusual models
 
 
 def _first_values(stock: bool, stages: int) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def test_layers_of_torch_begin_the_same_on_any_stage(stock: bool) -> None:
 
 
 class _Odd(nn.Module):
-    """A frozen layer, one that nothing uses, and a number."""
+    """A model with a frozen layer, an unused layer and a parameter of one element."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Odd(nn.Module):
 
 
 class _Still(_Odd):
-    """All of it zeros, as memory may be."""
+    """A model whose output is always zero, so that all gradients are zero."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -222,7 +222,7 @@ def test_a_gradient_of_zero_is_said(tmp_path: Path, tiny_data: str, vocab_file: 
 
 
 class _Counting(_Odd):
-    """It counts its steps, and has a table that nothing changes."""
+    """A model with buffers: a call counter, a constant and a non-persistent one."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -244,12 +244,12 @@ def test_buffers_are_saved_and_resumed(tmp_path: Path, tiny_data: str, vocab_fil
     assert "warning" not in said
     on_ranks(1, _losses_of, _Counting, flags(4))
     reader = CheckpointReader(find_checkpoint(str(tmp_path)))
-    assert reader.read("buffer.calls", 0, 0, 1).item() >= 4  # evaluations count, too
+    assert reader.read("buffer.calls", 0, 0, 1).item() >= 4  # evaluations count as well
     assert "buffer.scratch" not in reader.tensors
 
 
 class _Dropping(nn.Module):
-    """Dropout of torch, where all model-parallel ranks have the same."""
+    """A model with torch's dropout, whose mask must be the same on all model-parallel ranks."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_dropout_of_torch_is_that_of_all_ranks_and_goes_on_after_a_resume(
     assert resumed == pytest.approx(alone, rel=1e-6)
 
 
-# What is wrong in the functions of a script -> what is said of it. Each is a line that goes in front of pretrain().
+# A mistake, as a line in front of pretrain() -> (stages, ranks, pattern of the error message).
 MISTAKES = {
     "loss_of = lambda v: lambda logits, targets: sum(a for a, b, c in [targets])": (
         0, 1, r"^own.py: not enough values to unpack \(expected 3, got 2\) \(.*own.py, line \d+, in <genexpr>\)$",

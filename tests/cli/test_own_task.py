@@ -1,4 +1,4 @@
-"""A task of one's own: what it needs is said in a sentence, and layouts show in no number."""
+"""A custom task: its mistakes are reported in one sentence, and its losses do not depend on the layout."""
 
 import json
 import re
@@ -19,7 +19,7 @@ FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 -
 
 
 class Words(nn.Module):
-    """[b, s] -> [b, s, h]"""
+    """Embedding, [b, s] -> [b, s, h]."""
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Words(nn.Module):
 
 
 class Sum:
-    """Of the cross entropy over the targets that count."""
+    """Summed cross entropy over the targets that count."""
 
     def __call__(self, logits: torch.Tensor, targets: Any) -> torch.Tensor:
         words, counts = targets
@@ -42,14 +42,14 @@ class Sum:
 
 
 class Numbers:
-    """Sample n: numbers that follow from n, of which a share counts that differs from sample to sample."""
+    """Dataset whose sample n is a sequence determined by n; the share of targets that count varies."""
 
     def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
         return {"text": (torch.arange(7) * (n % 5 + 1) + n) % 50}
 
 
 class Own(Task):
-    """Guesses the next number."""
+    """A task that predicts the next number."""
 
     name = "own"
 
@@ -84,7 +84,7 @@ def _losses(ranks: int, folder: Path, vocab_file: str, flags: str) -> list[float
 
 
 def test_layouts_show_in_no_number(tmp_path: Path, vocab_file: str) -> None:
-    """Micro-batches with other numbers of targets; and a run that goes on in another layout."""
+    """Losses agree across layouts even if target counts differ by micro-batch, and runs resume in another layout."""
     expected = _losses(1, tmp_path / "one", vocab_file, "--gas 4 --train-iters 4")
     for name, ranks, flags in (("pp2", 2, "--gas 4 --pipe-parallel-size 2"), ("dp2", 2, "--gas 2"), ("pp1", 1, "--gas 4 --pipe-parallel-size 1")):  # fmt: skip
         found = _losses(ranks, tmp_path / name, vocab_file, f"{flags} --train-iters 2 --lr-decay-iters 4")
@@ -103,7 +103,7 @@ class _Short(Numbers):
         return [super(_Short, self).__getitem__(i) for i in range(3)][n]
 
 
-# Methods of a task -> what is said; pp 0 but where pp 1 is named.
+# Name -> (methods of a task, pattern of the error message). Without a pipeline, except if the name says pp 1.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "loss of many": ({"loss": lambda s, model, batch: model(batch[0])[:, 0, 0]}, r"^Mine.loss returns a tensor of shape \[2\]: return a tensor of one number"),
     "no loss": ({"loss": lambda s, model, batch: None}, "^Mine.loss returns NoneType: return a tensor of one number"),
@@ -130,9 +130,8 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, vocab_file: str) -> No
     ((kind, words),) = on_ranks(1, _said, mistake, argv)
     assert kind in ("ValueError", "RunError")
     assert re.search(message, words), words
-    assert (
-        mistake == "short" or not (tmp_path / "run" / "metrics.jsonl").exists()
-    )  # that one ends in the second iteration
+    # The dataset "short" fails only in the second iteration.
+    assert mistake == "short" or not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def _said(mistake: str, argv: list[str]) -> tuple[str, str]:
@@ -177,7 +176,7 @@ def _ends(argv: list[str]) -> str:
 
 
 def test_a_layer_that_one_stage_cannot_build_ends_all(tmp_path: Path, vocab_file: str) -> None:
-    """The other stages do not wait for it in the making of groups."""
+    """An error while one stage builds its layer ends all stages; none waits for it in the creation of groups."""
     argv = [*FLAGS.split(), "--pipe-parallel-size", "2", "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
     said = on_ranks(2, _ends, argv, timeout=90)
     assert all("a layer of 7 heads cannot be split over 2 ranks" in each for each in said), said

@@ -1,4 +1,4 @@
-"""A model of one's own with weights that nothing uses, always or for a while, or that are frozen: a resumed run is the undisturbed one."""
+"""Custom models with frozen, unused or temporarily unused weights resume exactly like an uninterrupted run."""
 
 import json
 from functools import partial
@@ -18,7 +18,7 @@ from .test_own_model import _flags
 
 
 class Sometimes(nn.Module):
-    """`extra` is used in some iterations. first: its weights are the first of the model."""
+    """A model that uses `extra` in some iterations only. first: `extra` comes first in the model."""
 
     def __init__(self, vocab_size: int, used: tuple[int, ...], first: bool = False) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Sometimes(nn.Module):
 
 
 def _frozen_stage() -> Any:
-    """The tutorial's decoder with nothing that learns on stage 0."""
+    """Return the tutorial's decoder with all weights of stage 0 frozen."""
     import examples.pretrain_decoder as entry
 
     model = entry.model_provider()
@@ -101,7 +101,10 @@ def test_what_has_moments_is_saved_with_its_own_step(
 def test_a_weight_that_no_replica_uses_stays_as_it_is(
     ranks: int, more: str, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Without ZeRO, whoever adds gradients up: no gradient is no gradient of zeros, by which AdamW's momentum would move it."""
+    """A weight that no replica uses stays unchanged without ZeRO.
+
+    A zero gradient in place of the missing one would let AdamW's momentum move it.
+    """
     flags = _flags(tiny_data, vocab_file, 0, 1, 4 // ranks, 6, f"--zero-stage 0 --weight-decay 0.1 {more}")
     on_ranks(ranks, partial(_sometimes, used=(0, 1)), ["--run-dir", str(tmp_path), *flags])
     early, late = (whole_tensors(tmp_path / "checkpoints" / f"iter_000000{i}")["weight.extra.weight"] for i in (3, 6))

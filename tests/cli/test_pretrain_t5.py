@@ -1,4 +1,4 @@
-"""`pretrain_t5.py` and its tools as users run them."""
+"""`pretrain_t5.py` and the tools that use its runs."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def flags(request: pytest.FixtureRequest, tiny_data: str, vocab_file: str) -> li
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int, layout: list[str]) -> None:
-    """With dropout on, evaluations between: a run cut in two is the run that was never cut."""
+    """A run stopped and resumed equals an uninterrupted one, with dropout and evaluations in between."""
     flags = [*flags, *layout]
     whole = losses(train_t5(world, tmp_path / "whole", *flags))
     first = losses(train_t5(world, tmp_path / "cut", *flags, "--train-iters", "2"))
@@ -54,7 +54,10 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
 
 @FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
-    """A relay of layouts, each of which goes on from the one before; dropout, which layouts draw apart, is off."""
+    """Each layout resumes the one before without changing the losses.
+
+    Dropout is off, since it depends on the layout.
+    """
     flags = [*flags, "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
     halves = [*flags, "--gas", "1"]
     layouts = [
@@ -70,7 +73,7 @@ def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) ->
 
 
 def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
-    """Masked text with the unigram entropy of masked text, counted here token by token."""
+    """The report compares the loss on masked text with the unigram entropy of masked text, recounted here."""
     valid = [row for row in train_t5(1, tmp_path, *flags) if row["split"] == "valid"]
     assert all(row["text_loss"] > 0 and 0 <= row["text_accuracy"] <= 1 for row in valid)
     config = from_file(str(tmp_path / "config.json"))
@@ -90,11 +93,14 @@ def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], ti
     assert said["masked text only, first and last"].startswith(
         f"{valid[0]['text_loss']:.3f}, {valid[-1]['text_loss']:.3f}"
     )
-    assert float(said["unigram entropy of the targets"].split()[0]) < expected  # sentinels are easier to foretell
+    assert float(said["unigram entropy of the targets"].split()[0]) < expected  # sentinels are easier to predict
 
 
 def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus: Path, vocab_file: str) -> None:
-    """preprocess --objective cpm-t5 -> pretrain_t5 -> generate, on one process and on two model-parallel ranks."""
+    """A corpus masked in advance with cpm-t5 trains.
+
+    Generation agrees on one process and two model-parallel ranks.
+    """
     prefix = str(tmp_path / "corpus")
     made = command(
         "python", "tools/preprocess_data.py", "--input", str(sample_corpus), "--vocab-file", vocab_file, "--output-prefix", prefix,

@@ -1,4 +1,4 @@
-"""`--profile` of a pipeline run: one Chrome trace of all ranks, in which operators lie within the steps that asked for them."""
+"""`--profile` of a pipeline run writes one Chrome trace of all ranks, with operators inside their steps."""
 
 import gzip
 import json

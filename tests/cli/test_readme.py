@@ -1,4 +1,4 @@
-"""What the README and the other pages say runs, line for line, and the transcripts are of what the scripts print."""
+"""The commands of the README and the other pages run as written, and transcripts match the scripts' output."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ from docs.site import transcript
 from tests.support import FULL, ROOT, command
 
 READMES = ("README.md", "README_zh.md")
-# A few iterations of a model that is smaller still, so that the commands take seconds.
+# A few iterations of a tiny model, so that each command takes seconds.
 SMALL = {"TRAIN_ITERS": "4", "NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "2", "SEQ_LENGTH": "32", "VOCAB_SIZE": "3000"}
-# Pages whose blocks marked `bash` are run in this order, into one folder; of llama.md by test_pretrain_llama.py, of launching.md by test_launching.py.
+# The `bash` blocks of these pages run in this order in one folder. Other tests cover llama.md and launching.md.
 SHORT = ("docs/start.md", "docs/t5.md")
 LONG = (
     "docs/layouts.md",
@@ -29,7 +29,10 @@ def blocks(page: str, language: str = "bash") -> list[str]:
 
 
 def run(script: str, folder: Path, name: str) -> str:
-    """What it prints, with runs/ in `folder`; a script that names no run directory gets one."""
+    """Run a script with runs/ mapped to `folder` and return its output.
+
+    RUN_DIR is set if the script does not name it.
+    """
     script = script.replace("runs/", f"{folder}/")
     if "RUN_DIR=" not in script:
         script = f"export RUN_DIR={folder}/{name}\n{script}"
@@ -74,16 +77,15 @@ def test_every_page_with_commands_is_run() -> None:
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
-    """Every block marked `bash` of the front page and the first pages, but into a folder of the test and with a smaller model."""
+    """All `bash` blocks of the front page and the first pages run, with a smaller model and another folder."""
     assert blocks("README.md") == ["bash scripts/run_gpt2.sh\n"]
-    printed = transcript.run(
-        "gpt2", str(tmp_path / "default"), "--exit-interval", "10"
-    )  # of the size that readers have
+    # This run has the size that readers get.
+    printed = transcript.run("gpt2", str(tmp_path / "default"), "--exit-interval", "10")
     as_the_page_shows_it(printed)
     said = ["\n".join(printed)]
     for page in SHORT:
         for block in blocks(page):
-            if "NODE_RANK" not in block and block not in blocks("README.md"):  # nodes: below, and test_two_nodes.py
+            if "NODE_RANK" not in block and block not in blocks("README.md"):  # test_two_nodes.py covers nodes
                 said.append(run(block, tmp_path, Path(page).stem))
     assert all("unigram entropy" in text for text in said)
     other = command(
@@ -98,18 +100,20 @@ def test_the_commands_run(tmp_path: Path) -> None:
 @FULL
 @pytest.mark.timeout(1800)
 def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
-    """Those of a page in one shell, as a reader has it; they go on with what the first pages have made."""
+    """The commands of each page run in one shell, after those of the first pages, whose results they need."""
     for page in (SHORT[0], *LONG):
         run("\n".join(["source .venv/bin/activate", *blocks(page)]), tmp_path, "default")
 
 
 def as_the_page_shows_it(printed: list[str]) -> None:
-    """The first ten iterations: the same lines but for speed and memory, and the same losses."""
+    """Check the first ten iterations against the page.
+
+    Lines agree except for speed and memory, and losses agree.
+    """
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
-    both = [
-        [line for line in each if line != "..."] for each in (page, lines)
-    ]  # of which one machine has more than another
+    # The number of omitted lines differs between machines.
+    both = [[line for line in each if line != "..."] for each in (page, lines)]
     tenth = next(i for i, line in enumerate(both[0]) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1]] for each in both]
     assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it again"
@@ -117,14 +121,14 @@ def as_the_page_shows_it(printed: list[str]) -> None:
         float(re.search(r"loss +(\d+\.\d+)", next(x for x in each if " 10/500" in x))[1])  # type: ignore[index]
         for each in (page, lines)
     ]
-    assert abs(losses[0] - losses[1]) < 5e-3  # CPUs round in other ways
+    assert abs(losses[0] - losses[1]) < 5e-3  # CPUs round differently
 
 
 @FULL
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(transcript.PAGES))
 def test_the_whole_transcript_is_what_the_script_prints(name: str, tmp_path: Path) -> None:
-    """Until the end; over hundreds of steps what CPUs round otherwise grows to some hundredths of a nat."""
+    """The final losses match the page's up to rounding, which over hundreds of steps grows to hundredths of a nat."""
     page, printed = (
         transcript.on_page(transcript.PAGES[name][0], name),
         list(transcript.shown(transcript.run(name, str(tmp_path / "run")))),

@@ -1,4 +1,4 @@
-"""scripts/run_slurm.sh under a stand-in for SLURM (tests/slurm.py): started, told that its time is over, saved, requeued, resumed."""
+"""scripts/run_slurm.sh under a simulated SLURM (tests/slurm.py): start, time limit, save, requeue and resume."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from tests.slurm import JOB, install
 from tests.support import FULL, ROOT, losses, train
 
-# What stands in for the launcher and for a rank: notes what it was given, and behaves as ours do when they are asked to stop.
+# A simulated launcher or rank: it records its arguments, and reacts to signals as the real ones do.
 RANK = """
 import os, signal, sys, time
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -30,7 +30,7 @@ if start == "0": time.sleep(60)
 
 
 def checkout(folder: Path) -> Path:
-    """A checkout whose tools and training scripts are RANK; the rest is ours."""
+    """Create a checkout whose launcher and training script are RANK; everything else is real."""
     (folder / "tools").mkdir(parents=True)
     for name in ("scripts", "configs", "corpus", "megatron", "tds", "data_utils", ".venv", "requirements.txt"):
         (folder / name).symlink_to(ROOT / name)
@@ -42,7 +42,7 @@ def checkout(folder: Path) -> Path:
 
 
 def submit(folder: Path, where: Path, *words: str, **env: str) -> tuple[int, str, str]:
-    """(exit code of the job, its log, what sbatch printed)."""
+    """Submit a job; return (its exit code, its log, the output of sbatch)."""
     state = folder / "slurm"
     state.mkdir()
     env = {"PATH": install(folder / "bin"), "FAKE_SLURM": str(state), "OMP_NUM_THREADS": "1", **env}
@@ -67,7 +67,7 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
     env = {
         "GPUS_PER_NODE": "2",
         "DATA_PATH": "data",
-        "VOCAB_FILE": str(here / "requirements.txt"),  # any file that is there
+        "VOCAB_FILE": str(here / "requirements.txt"),  # any existing file
         "FAKE_SLURM_LIMIT": r"(trains\s+){4}" if per_rank else r"(trains\s+){2}",
     }
     code, log, said = submit(tmp_path, here, *words, RUN_DIR=str(tmp_path / "run"), **env)
@@ -82,11 +82,11 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
                 if per_rank
                 else f"--nnodes 2 --node-rank {rank} --nproc-per-node 2"
             )
-    assert (state / "signals").read_text() == "TERM\n"  # once: a second one would end the ranks at once
+    assert (state / "signals").read_text() == "TERM\n"  # only one, since a second would kill the ranks at once
     assert f"run_slurm.sh: job {JOB}, start 0: 2 nodes (127.0.0.1 127.0.0.2), rank 0 at 127.0.0.1:{port}" in log
     assert f"the time of job {JOB} is over: it is queued again" in log
     assert f"run_slurm.sh: job {JOB}, start 1" in log
-    assert log.count("loss curve") == 1  # what a finished run shows, a run that goes on does not
+    assert log.count("loss curve") == 1  # only a finished run shows it, not one that was requeued
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,15 @@ SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --log-interval 
 LENGTH = {"gpt2": "--seq-length 16", "llama": "--seq-length 16 --num-key-value-heads 2", "t5": "--enc-seq-length 16 --dec-seq-length 16"}  # fmt: skip
 
 
-@FULL  # of 20 to 40 seconds each; the test above does the same with ranks that only pretend to train
+@FULL  # 20 to 40 seconds each; the test above covers this with simulated ranks
 @pytest.mark.parametrize(("name", "each"), [("gpt2", 1), ("llama", 2), ("t5", 2)])
 def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(
     name: str, each: int, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """gpt2: a launcher on each of two nodes; llama: the same with two ranks each; t5: a task for each rank."""
+    """A requeued run has the losses of an uninterrupted one.
+
+    gpt2 and llama use a launcher per node, t5 a task per rank.
+    """
     argv = [*SMALL.split(), *LENGTH[name].split(), "--train-iters", "60", "--lr-decay-iters", "60"]
     env = {
         "NNODES": "2",

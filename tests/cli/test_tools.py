@@ -1,4 +1,4 @@
-"""The tools as users run them: what they write, and what they say about bad input."""
+"""The tools as users run them: their output, and their errors on bad input."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ def preprocess(prefix: Path, vocab_file: str, *inputs: Path, more: tuple[str, ..
 
 
 def fails(*argv: str, code: int = 1) -> str:
-    """Run a tool that must fail: one sentence on stderr, no traceback."""
+    """Run a tool that must fail with one sentence on stderr and no traceback; return the sentence."""
     done = command("python", *argv)
     assert done.returncode == code, (done.returncode, done.stderr)
     lines = [
@@ -98,7 +98,7 @@ def test_a_bad_line_is_named_or_skipped(tmp_path: Path, vocab_file: str, kind: s
     ]
     said = fails(*argv, "--quiet")
     assert f"{path}, {message}" in said
-    assert list(out.iterdir()) == []  # nothing half-written
+    assert list(out.iterdir()) == []  # no partial output
     assert "1 bad and 0 empty left out" in preprocess(out / "a", vocab_file, path, more=("--on-error", "skip"))
     assert texts_of(out / "a", vocab_file) == ["a", "b"]
 
@@ -160,13 +160,13 @@ def test_help_shows_examples(tool: str) -> None:
 
 
 def test_the_preprocessor_does_not_load_torch() -> None:
-    """It starts a process a core; torch would cost each of them seconds and memory."""
+    """The preprocessor does not import torch, which would cost each of its worker processes time and memory."""
     code = "import sys; sys.argv = ['x', '--help']; import megatron.commands.preprocess_data\nassert 'torch' not in sys.modules"
     assert command("python", "-c", code).returncode == 0
 
 
 def test_several_keys_sentences_and_formats(tmp_path: Path, vocab_file: str) -> None:
-    """A JSON array and a CSV of the same records: one pair for each key, a sequence for each sentence."""
+    """A JSON array and a CSV of the same records give one pair per key, with one sequence per sentence."""
     records = [{"title": f"标题{i}", "text": f"第一句。第{i}句！\n尾"} for i in range(30)]
     (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1))
     rows = "".join(f'{r["title"]},"{r["text"]}"\n' for r in records)
@@ -201,7 +201,7 @@ def test_weights_and_globs(tmp_path: Path, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("objective", ["text", pytest.param("cpm-t5", marks=FULL)])
 def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Path, objective: str) -> None:
-    """Killed again and again, with other numbers of workers, it writes what an undisturbed run writes."""
+    """A preprocessing run that is killed repeatedly, with different numbers of workers, gives the same output."""
     big = tmp_path / "big.jsonl"
     big.write_bytes(sample_corpus.read_bytes() * 80)  # 13 MB
     preprocess(tmp_path / "a", vocab_file, big, more=("--objective", objective))
@@ -250,7 +250,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Pa
 
 
 def test_a_chunk_without_documents(tmp_path: Path, vocab_file: str) -> None:
-    """A megabyte of bad lines between good ones adds nothing to a masked corpus."""
+    """A chunk that holds only bad lines adds nothing to a masked corpus."""
     bad = "".join(json.dumps({"txt": "x" * 1000}) + "\n" for _ in range(1200))
     good = json.dumps({"text": "春眠不觉晓，处处闻啼鸟。" * 3}) + "\n"
     (tmp_path / "x.jsonl").write_text(bad + good)

@@ -1,4 +1,4 @@
-"""Lists of layers, data and settings, with each of which any pipeline must train as one process does."""
+"""Conformance cases: lists of layers, data and settings that every pipeline must train like a single process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,12 +39,12 @@ def mean_loss(out: Tensor, labels: Tensor) -> Tensor:
 
 
 def size_loss(out: Tensor, labels: Tensor) -> Tensor:
-    """For outputs of any number of rows."""
+    """Return the mean squared error, a scalar, for outputs with any number of rows."""
     return (out - labels[:1]).square().mean()
 
 
 class CountedLoss:
-    """Two named sums, and what to divide them by: the result must not depend on how the batch is cut."""
+    """A loss of two named sums with a target count, so that the result does not depend on how the batch is split."""
 
     def __call__(self, out: Tensor, labels: Tensor) -> dict[str, Tensor]:
         kept = labels > 0
@@ -60,14 +60,17 @@ def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tie:
-    """A layer that shares its module with others of the same key. method: what is called of it, if not itself."""
+    """A layer that shares its module with all ties of the same key.
+
+    method: the method to call, if not the module itself.
+    """
 
     key: str
     method: str | None = None
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default, since Adam hides constant factors of gradients."""
+    """Return SGD, the default of all cases, since Adam hides constant factors of gradients."""
     return torch.optim.SGD(parameters, lr=0.3)
 
 
@@ -80,12 +83,12 @@ def adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adam_of_deepspeed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """What `{"type": "Adam"}` means there: decoupled decay, of nothing by default."""
+    """Return the equivalent of `{"type": "Adam"}` in DeepSpeed: decoupled weight decay, 0 by default."""
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
 
 
 def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """DeepSpeed's, in one process: matrices by Muon, the rest by torch's AdamW."""
+    """Return DeepSpeed's Muon for one process: Muon for matrices, torch's AdamW for the rest."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     groups = [
@@ -97,12 +100,13 @@ def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """layers: builds the modules, seeded. ties: by index of the layer. rows: of the micro-batches of each step.
+    """A conformance case.
 
-    feed: `fresh` tensors each time; `refilled`, the same tensors with other numbers in them; `dataset`, the same
-    tensors with the same numbers, which nobody may change. frozen: layers that do not learn. optimizer: of the
-    reference, and of the pipeline unless `config` names one. module: arguments of PipelineModule. prepare: called with it.
-    probe: what else must be right after training. only: the dtypes that the case is for. slow: compiles.
+    layers: builds the modules, after seeding. ties: (index of the layer, tie). rows: rows of each micro-batch, by step.
+    feed: `fresh` for new tensors each time; `refilled` for the same tensors with new values; `dataset` for the same
+    tensors with the same values, which must not be modified. frozen: indices of frozen layers. optimizer: for the
+    reference, and for the pipeline unless `config` names one. module: arguments of PipelineModule. prepare: called with
+    the PipelineModule. probe: a further check after training. only: dtypes the case applies to. slow: needs compiling.
     """
 
     name: str
@@ -143,7 +147,7 @@ class Case:
                 yield x, y
 
     def feeds(self, dtype: torch.dtype, replica: int = 0) -> Iterator[Iterator[Batch]]:
-        """What the engine is given in each step."""
+        """Yield the batches that the engine is given, by step."""
         stored = list(self.batches(0, dtype, replica))
         for step in range(len(self.rows)):
             if self.feed == "dataset":
@@ -154,7 +158,7 @@ class Case:
                 yield self.batches(step, dtype, replica)
 
     def expected(self, step: int, dtype: torch.dtype, replica: int = 0) -> list[Batch]:
-        """The same as it should arrive."""
+        """Return the batches of a step with the values that the engine must see."""
         return list(self.batches(0 if self.feed == "dataset" else step, dtype, replica))
 
 
@@ -260,7 +264,7 @@ CASES: Sequence[Case] = (
     Case('{"type": "Adam"} of the ds_config', _chain("grad"), optimizer=adam_of_deepspeed,
          config={"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}),
     Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
-         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # its sums are fp32 at once
+         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # its state is fp32 in any case
     Case('{"type": "Muon"} of the ds_config', _plain, optimizer=muon,
          config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True),
 )  # fmt: skip

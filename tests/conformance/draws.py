@@ -1,4 +1,4 @@
-"""Lists of layers drawn at random: what no one has thought of together."""
+"""Conformance cases drawn at random, for combinations that handwritten cases miss."""
 
 import random
 from collections.abc import Callable
@@ -30,7 +30,7 @@ CARRIED = ("float", "half", "int64", "int32", "int16", "uint8", "bool", "empty",
 
 @dataclass(frozen=True)
 class Draw:
-    """A case and where it runs. world: ranks."""
+    """A case and the layout it runs in. world: number of ranks."""
 
     case: Case
     stages: int
@@ -45,7 +45,7 @@ class Draw:
 
 
 def draw(number: int) -> Draw:
-    """The draw of this number, always the same."""
+    """Return the case with this number, which is always the same."""
     rng = random.Random(number)
     layers, ties = _layers(rng)
     count = len(layers())
@@ -87,7 +87,7 @@ def _sum_of_squares(out: Any, labels: Any) -> Any:
 
 
 def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tuple[int, Tie], ...]]:
-    """A way to build them again, and their ties."""
+    """Return a function that builds the layers, and their ties."""
     count = rng.randint(6, 9)
     style = rng.choice(["tuple", "tuple", "single", "joint", "counting", "table"])
     kinds = {"joint": "grad grad2", "counting": "grad grad2 int64"}.get(style, "grad")
@@ -123,9 +123,10 @@ def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tu
 
 
 def _possible(made: list[Callable[[], nn.Module]]) -> list[Callable[[], nn.Module]]:
-    """What refills its output is right only where what follows copies it, in one process, too: all of them or none.
+    """Replace combinations that are wrong even in one process.
 
-    And nobody may work in place on what autograd has kept, the output of a tanh.
+    A layer that reuses its output memory is right only if its successor copies it, so all layers are Static or none. No
+    layer works in place on a tanh's output, which autograd has saved.
     """
     if made[0] is Static:
         return [Static] * len(made)
@@ -143,7 +144,7 @@ def _keep() -> nn.Module:
 
 
 class _Unpacked(nn.Module):
-    """Keep, of a tensor or a tuple of them."""
+    """Apply `Keep` to a tensor or to a tuple of tensors."""
 
     def __init__(self, inner: Keep) -> None:
         super().__init__()
@@ -155,16 +156,19 @@ class _Unpacked(nn.Module):
 
 
 def _works_in_place(layers: list[nn.Module]) -> bool:
-    """Recomputation starts from inputs that such a layer has changed, in torch as well."""
+    """Return whether a layer modifies its input, from which even torch's recomputation would start wrongly."""
     return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
 
 
 def _frozen(rng: random.Random, layers: list[nn.Module], ties: tuple[tuple[int, Tie], ...]) -> list[int]:
-    """Never the last layers, or nothing would learn; a tie is frozen in all of its places or in none."""
+    """Return indices to freeze.
+
+    The last layers stay trainable, and a tie is frozen in all places or in none.
+    """
     tied = {index for index, _ in ties}
     chosen = {i for i in range(len(layers) - 3) if rng.random() < 0.2} - tied
     if not any(isinstance(layer, Joint) for layer in layers):
-        chosen -= {0}  # the others pass on what has no gradient
+        chosen -= {0}  # other layers would pass on only tensors without gradients
     return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
 
 

@@ -1,4 +1,4 @@
-"""What layers like to do: pass on tuples of every kind, work in place, keep their outputs, share weights."""
+"""Layers with unusual behaviour: tuples of every kind, in-place operations, reused outputs, shared weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ def tensors_of(x: Any) -> tuple[Tensor, ...]:
 
 
 class Start(nn.Module):
-    """x -> a tuple of every kind of tensor."""
+    """Layer x -> a tuple of tensors of the given kinds."""
 
     def __init__(self, kinds: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Start(nn.Module):
             "grad fp32": lambda: y.float(),
             "grad bf16": lambda: y.bfloat16(),
             "grad fp16": lambda: y.half(),
-            "float": lambda: x.detach() * 2,  # no gradient comes back for it
+            "float": lambda: x.detach() * 2,  # receives no gradient
             "half": lambda: x.detach().half(),
             "int64": lambda: numbers,
             "int32": lambda: numbers.int(),
@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """Uses all tensors, changes those with gradient, hands the others on."""
+    """A layer that uses all tensors, transforms those with gradients and passes on the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Nothing(nn.Module):
 
 
 class Embed(nn.Module):
-    """Tokens -> (hidden, token ids): the first layer has no float input."""
+    """Layer tokens -> (hidden, token ids), a first layer without floating-point input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,12 +91,12 @@ class Embed(nn.Module):
         return nn.functional.embedding(tokens, self.weight), tokens.to(torch.int32)
 
     def scores(self, inputs: Any) -> Tensor:
-        """The other end of a tie."""
+        """Return the scores [b, s, v]; this method is the other end of the tie."""
         return nn.functional.linear(inputs[0], self.weight)
 
 
 class Decoder(nn.Module):
-    """(encoded, mask) -> (decoded, encoded, mask): the tuple changes in the middle, and what is encoded is handed on."""
+    """Layer (encoded, mask) -> (decoded, encoded, mask), which changes the tuple and passes `encoded` on."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
 
 class Joint(nn.Module):
-    """(a, b) -> (a, b), each of which needs both: two gradients over every boundary."""
+    """Layer (a, b) -> (a, b) whose outputs depend on both inputs, so two gradients cross every stage boundary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Joint(nn.Module):
 
 
 class Table(nn.Module):
-    """(hidden, ...) -> (hidden, ..., weight): hands out a weight, which a later layer uses."""
+    """Layer (hidden, ...) -> (hidden, ..., weight), which passes on a weight for a later layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Table(nn.Module):
 
 
 class UseTable(nn.Module):
-    """(hidden, weight) -> hidden"""
+    """Layer (hidden, weight) -> hidden."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ class UseTable(nn.Module):
 
 
 class End(nn.Module):
-    """To one tensor. What else arrives with a gradient does not reach the loss."""
+    """Layer that returns the first floating-point tensor; other inputs with gradients do not reach the loss."""
 
     def forward(self, inputs: Any) -> Tensor:
         return next(t for t in tensors_of(inputs) if t.is_floating_point() and t.dim())
 
 
 class Widen(nn.Module):
-    """(hidden, ids) -> (hidden, sine of it, ids)."""
+    """Layer (hidden, ids) -> (hidden, sin(hidden), ids)."""
 
     def forward(self, inputs: Any) -> Any:
         hidden, ids = inputs
@@ -158,7 +158,7 @@ class Widen(nn.Module):
 
 
 class Keep(nn.Module):
-    """Changes the first tensor by the layer it wraps."""
+    """Layer that updates the first tensor with the wrapped layer and passes on the rest."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Keep(nn.Module):
 
 
 class Gather(nn.Module):
-    """To one tensor, out of all that arrive with a gradient."""
+    """Layer that combines all tensors with gradients into one."""
 
     def forward(self, inputs: Any) -> Tensor:
         first, *rest = (
@@ -182,7 +182,7 @@ class Gather(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes what it is given before it reads it, as ReLU(inplace=True) does."""
+    """Layer that modifies its input in place before reading it, as ReLU(inplace=True) does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class InPlace(nn.Module):
 
 
 class Counting(nn.Module):
-    """(a, b, count) -> the same: uses a and b together, then counts in place."""
+    """Layer (a, b, count) -> (a, b, count) that combines a and b, and increments count in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Counting(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         a, b, count = inputs
-        product = a * b  # autograd keeps both
+        product = a * b  # autograd saves both factors
         count.add_(1)
         return torch.tanh(self.linear(product + count.to(a.dtype) * 0.1)), torch.sin(b), count
 
@@ -221,7 +221,7 @@ class _Refill(torch.autograd.Function):
 
 
 class Static(nn.Module):
-    """Puts out the same memory for every micro-batch, as a captured CUDA graph does."""
+    """Layer whose output is the same memory for every micro-batch, like that of a captured CUDA graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Static(nn.Module):
         self.memory: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x.clone()))  # a copy, since autograd would keep what is filled again
+        y = torch.tanh(self.linear(x.clone()))  # a copy, since autograd would save an input that is overwritten
         if self.memory is None or self.memory.shape != y.shape or self.memory.dtype != y.dtype:
             self.memory = torch.empty_like(y)
         return _Refill.apply(y, self.memory)  # type: ignore[no-any-return,no-untyped-call]
@@ -241,7 +241,7 @@ class Copy(nn.Module):
 
 
 class Select(nn.Module):
-    """Keeps the rows with a positive sum, and the first: the shape depends on the data."""
+    """Layer that keeps the first row and rows with a positive sum, so the shape depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Select(nn.Module):
 
 
 class Unused(nn.Module):
-    """A weight that takes part in nothing."""
+    """Layer with an unused weight."""
 
     def __init__(self) -> None:
         super().__init__()

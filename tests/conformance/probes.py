@@ -1,4 +1,4 @@
-"""What else scripts ask of an engine after training: each returns whether the answer is right."""
+"""Checks of an engine after training, on features that scripts use; each returns whether the result is right."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Trained:
-    """engine: after the steps of a case. calls: the layers of the reference after the same. batches: a global batch."""
+    """A trained engine and its reference.
+
+    engine: after the steps of a case. calls: the reference's layers after the same steps. batches: one global batch.
+    """
 
     engine: Any
     calls: list[Any]
@@ -18,7 +21,7 @@ class Trained:
     dtype: torch.dtype
 
     def outputs(self) -> list[Tensor]:
-        """Of each micro-batch, by the reference."""
+        """Return the reference's output for each micro-batch."""
         found = []
         with torch.no_grad():
             for x, _ in self.batches:
@@ -69,7 +72,7 @@ def configured_back(t: Trained) -> bool:
 
 
 def evaluates_twice(t: Trained) -> bool:
-    """Contiguous buffers are not used up by evaluations."""
+    """Return whether repeated evaluations agree, so that they do not use up contiguous buffers."""
     found = [t.evaluate() for _ in range(12)]
     return configured_back(t) and all(t.near(each, torch.stack(t.losses()).mean()) for each in found)
 
@@ -127,7 +130,7 @@ class _Remembered(nn.Module):
 
 
 def give_additional_losses(model: Any) -> None:
-    """A mean of the outputs next to the loss; before the first step it is nothing but its name."""
+    """Add a loss, the mean |output|, next to the main one. Its value before the first step is a placeholder."""
     remembered = _Remembered()
     remembered.last = torch.zeros(())
     model.loss_fn = remembered
@@ -137,7 +140,7 @@ def give_additional_losses(model: Any) -> None:
 def additional_losses(t: Trained) -> bool:
     expected = torch.stack([out.abs().mean() for out in t.outputs()]).mean()
     t.engine.train_batch(iter(t.batches))
-    tolerance = 1e-5  # they come back in fp32
+    tolerance = 1e-5  # the engine returns them in fp32
     return abs(float(t.engine.get_additional_losses()["size"]) - float(expected)) < tolerance
 
 

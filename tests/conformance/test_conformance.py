@@ -1,4 +1,4 @@
-"""Every case x stages x tensor-parallel ranks x schedule: the losses and weights of the same layers in one process."""
+"""Every case x stages x tensor-parallel ranks x schedule trains like the same layers in one process."""
 
 import itertools
 from typing import Any
@@ -19,12 +19,15 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb-h1": {"schedule": "zb-h1"},
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-Run = tuple[str, str, torch.dtype]  # case, schedule
+Run = tuple[str, str, torch.dtype]  # case, schedule, dtype
 
 
 def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
-    """Without everything: each case with one schedule, by turns, on three stages every second one with two, on 2 x 2 ranks every
-    second case; one stage has no order of messages, and what an engine is asked afterwards has little to do with it.
+    """Return the runs of a grid.
+
+    Without `everything` each case runs with one schedule, chosen in rotation. On three stages every second case runs
+    with two, and on 2 x 2 ranks only every second case runs. One stage exchanges no messages, and probes hardly
+    depend on the schedule.
     """
 
     found: list[Run] = []
@@ -40,14 +43,14 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]
         for schedule in own:
-            # fp32 adds nothing but rounding to what a schedule does
+            # The other schedules run in one dtype only: fp32 adds nothing but rounding.
             several = schedule == own[0] and (everything or not (case.probe or case.config))
             found += [(case.name, schedule, dtype) for dtype in (case.only if several else case.only[:1])]
     return found
 
 
 def _fits(case: Case, schedule: str, everything: bool) -> bool:
-    """Recomputing under zb-h1 is refused; what an engine is asked after it trained needs no more than two schedules."""
+    """Return whether a case runs under a schedule: zb-h1 refuses recomputation, and probes need only two schedules."""
     if case.checkpoint and schedule == "zb-h1":
         return False
     return everything or not (case.probe or case.config) or schedule in ("1f1b", "interleaved")
@@ -75,7 +78,7 @@ COVERING = [(3, 1, False), (2, 2, False), (1, 1, False)]
     "grid", covering(GRIDS, COVERING.__contains__), ids=lambda g: f"pp{g[0]}-tp{g[1]}-{'all' if g[2] else 'some'}"
 )
 def test_like_one_process(grid: tuple[int, int, bool]) -> None:
-    """One launch for all of them."""
+    """All runs of a grid, in one launch, give the losses and weights of one process."""
     stages, tensor, everything = grid
     bad, chosen = [], runs(stages, tensor, everything)
     for rank, found in enumerate(on_ranks(stages * tensor, _all, stages, tensor, chosen, timeout=900)):

@@ -1,4 +1,4 @@
-"""Random lists of layers over schedules, cuts, replicas and recomputation: losses and weights of one process to 1e-10."""
+"""Random layers, schedules, cuts, replicas and recomputation match one process in losses and weights to 1e-10."""
 
 from collections import defaultdict
 

@@ -1,4 +1,7 @@
-"""Make every fault of docs/reliability.md happen: `python -m tests.drills`, or some of them by words of their names."""
+"""Run the drill of every fault in docs/reliability.md: `python -m tests.drills [WORD...]`.
+
+With words, only faults whose names contain one of them run.
+"""
 
 import sys
 

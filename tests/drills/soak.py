@@ -1,9 +1,9 @@
-"""Hours of a run's life in minutes: a random fault every so many iterations, and the end must be that of an undisturbed run.
+"""Soak test: random faults at intervals, after which a run must end exactly like an undisturbed one.
 
     python -m tests.drills.soak --iterations 2000 --every 100
 
-GPT-2 on two pipeline stages and T5 on two replicas, each started by tools/launch.py, which restarts ranks that died. What
-happens is drawn from FAULTS; where a fault ends the launcher, too, the same command is given again, as a user would.
+It trains GPT-2 on two pipeline stages and T5 on two replicas. tools/launch.py starts each run and restarts dead ranks.
+Faults are drawn from FAULTS. If a fault also ends the launcher, the same command is started again, as a user would.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MODELS = {
 
 
 class Seen(NamedTuple):
-    """Of the ranks at one moment of a run that nobody disturbs."""
+    """Iteration, memory in MB and open file descriptors of all ranks at one moment of an undisturbed run."""
 
     iteration: int
     megabytes: float
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 
 
 class Soak:
-    """One model, one folder: a launcher, its ranks, and what is done to them."""
+    """One model's run: its launcher, its ranks and its observations."""
 
     def __init__(self, argv: list[str], run_dir: Path) -> None:
         self.argv, self.run_dir = argv, run_dir
@@ -59,7 +59,7 @@ class Soak:
         self.launcher = subprocess.Popen(self.argv, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes that train; those that read data for them have other command lines."""
+        """Return the training processes, without their data workers, whose command lines differ."""
         return [p for p in self.processes() if any("pretrain_" in word for word in p.info["cmdline"][:4])]
 
     def processes(self) -> Iterator[Any]:
@@ -97,7 +97,7 @@ def _one_rank(number: int) -> Callable[[Soak, random.Random], None]:
 
 
 def _freeze(soak: Soak, dice: random.Random) -> None:
-    """For longer than the others wait."""
+    """Stop a rank for longer than the others wait."""
     ranks = soak.ranks()
     if ranks:
         dice.choice(ranks).send_signal(signal.SIGSTOP)
@@ -123,7 +123,10 @@ FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
 
 
 def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, patience: float) -> Counter[str]:
-    """Until the last iteration; a fault every `every` iterations, None for none. Raises RuntimeError where nothing moves any more."""
+    """Run to the last iteration with a fault about every `every` iterations; return the faults' counts.
+
+    Raises RuntimeError if the run makes no progress for `patience` seconds, or if the command is refused.
+    """
     done: Counter[str] = Counter()
     soak.start()
     assert soak.launcher is not None
@@ -141,7 +144,7 @@ def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, pat
         if code is not None and now >= iterations:
             return done
         if code is not None:
-            soak.start()  # what a user does who reads that the same command continues
+            soak.start()  # a user would repeat the command, which resumes
             moved = time.monotonic()
         elif now >= due and now < iterations:
             what = dice.choice(list(FAULTS))

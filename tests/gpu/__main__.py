@@ -1,4 +1,4 @@
-"""`python -m tests.gpu [NAME...]`: checks on this machine's accelerator, with nothing but torch, DeepSpeed and numpy."""
+"""`python -m tests.gpu [NAME...]`: checks on this machine's accelerator; needs only torch, DeepSpeed and numpy."""
 
 import argparse
 import sys
@@ -10,12 +10,12 @@ from .checks import CHECKS, Impossible
 
 
 def said(name: str) -> tuple[str, bool]:
-    """What a check found, and whether it failed."""
+    """Return a check's result as text, and whether it failed."""
     try:
         return f"ok: {CHECKS[name]()}", False
     except Impossible as error:
         return f"not here: {error}", False
-    except Exception as error:  # whatever it is, the other checks go on
+    except Exception as error:  # any error must leave the other checks running
         return f"FAILED: {type(error).__name__}: {error}", True
 
 

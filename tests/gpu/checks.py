@@ -1,6 +1,6 @@
-"""What must hold on an accelerator. Each check runs short trainings in processes of their own and returns what it found.
+"""Checks on an accelerator. Each runs short trainings in separate processes and returns its findings.
 
-Without an accelerator "here" is the CPU, and the checks still run: that is their dry run.
+Without an accelerator the checks run on the CPU as a dry run.
 """
 
 import functools
@@ -36,19 +36,22 @@ LLAMA = (
 )
 RECOMPUTE = "--recompute-modules norm qkv activation"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
-SECONDS = 300  # that one training may take
+SECONDS = 300  # limit for one training
 NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 class Impossible(Exception):
-    """This machine lacks what the check needs; the message says what."""
+    """Raised if this machine lacks what the check needs; the message names it."""
 
 
-_one_at_a_time: dict[Any, threading.Lock] = defaultdict(threading.Lock)  # by training; checks run side by side
+_one_at_a_time: dict[Any, threading.Lock] = defaultdict(threading.Lock)  # one lock per training
 
 
 def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
-    """See worker.train. Raises RuntimeError with the end of what it said, if it fails or takes too long."""
+    """Run `worker.train` in a process and return its result.
+
+    Raises RuntimeError with the end of its output if it fails or times out.
+    """
     key = flags, on_cpu or not device.available(), json.dumps(more)
     with _one_at_a_time[key]:
         return json.loads(_train(*key))  # type: ignore[no-any-return]
@@ -56,7 +59,7 @@ def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def _train(flags: str, on_cpu: bool, more: str) -> str:
-    """What a worker prints; the same training is done once."""
+    """Return a worker's last line; each training runs only once."""
     command = [sys.executable, "-m", "tests.gpu.worker", json.dumps({"flags": flags, **json.loads(more)})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(NO_DEVICE if on_cpu else {})}
     try:
@@ -85,7 +88,7 @@ def fp32_equals_the_cpu() -> str:
 
 
 def bf16_follows_the_cpu_in_fp32() -> str:
-    """bf16 keeps 8 bits: losses may leave fp32's by the rounding of activations."""
+    """Check that losses in bf16 follow the CPU's in fp32, up to the rounding of activations to 8 bits."""
     return "; ".join(
         f"{name} {close(train(f'{flags} {DRY} --precision bf16')['losses'], train(f'{flags} {DRY} --precision fp32', True)['losses'], 3e-2)}"
         for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5))
@@ -93,9 +96,9 @@ def bf16_follows_the_cpu_in_fp32() -> str:
 
 
 def attention_kernels_agree() -> str:
-    """torch's attention kernels against its plain one in fp32, with gradients, with what our models give them.
+    """Compare torch's attention kernels, with gradients, against its math kernel in fp32.
 
-    cuDNN's masked form is not taken by us (`megatron.model.attention.kernels_for`), so it may differ; that is said.
+    cuDNN's masked form may differ, since `megatron.model.attention.kernels_for` never selects it; it is only reported.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -107,7 +110,7 @@ def attention_kernels_agree() -> str:
         return torch.randn(*shape, generator=dice).to(here, torch.bfloat16).requires_grad_()
 
     said = []
-    for length in (64, 192, 256):  # 64 and 192 leave 64 when divided by 128
+    for length in (64, 192, 256):  # 64 and 192 are 64 modulo 128
         documents = (torch.arange(length) // 48).to(here)
         mask = (documents[:, None] == documents[None]) & torch.ones(length, length, device=here).tril().bool()
         inputs, bias = [draw(2, 4, length, 64) for _ in range(3)], draw(1, 4, length, length)
@@ -125,7 +128,7 @@ def attention_kernels_agree() -> str:
                     with choice():
                         found = _attend(inputs, given, learns)
                 except RuntimeError:
-                    continue  # no such kernel for this form on this device
+                    continue  # this device has no such kernel for this form
                 worst = max((f.float() - w.float()).abs().max().item() for f, w in zip(found, wanted, strict=True))
                 if name == "CUDNN_ATTENTION" and form != "causal":
                     said.append(f"{name} {form} {length}: {worst:.1e}, which we do not take")
@@ -142,7 +145,7 @@ def _attend(inputs: list[torch.Tensor], given: dict[str, Any], learns: list[torc
 
 
 def fp16_finds_its_scale() -> str:
-    """The scale begins far too high: steps are skipped and it falls, then the loss does."""
+    """Check that fp16 with an initial scale far too high first skips steps and lowers it, then learns."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}, file)
         file.flush()
@@ -154,7 +157,7 @@ def fp16_finds_its_scale() -> str:
     return f"{skipped} steps skipped, scale {scales[-1]:g}, loss {found['losses'][0]:.2f} to {found['losses'][-1]:.2f}"
 
 
-# What a layer keeps is 1 MiB and more, so that it is worth moving.
+# Each layer's activations are at least 1 MiB, large enough to be offloaded.
 LARGE = f"{GPT2} --hidden-size 128 --seq-length 512 --batch-size 8"
 
 
@@ -186,7 +189,7 @@ def checkpoints_go_both_ways() -> str:
 
 
 def an_offloaded_optimizer_agrees() -> str:
-    """bf16 gradients are rounded once more on their way to the CPU."""
+    """Check the losses with an offloaded optimizer; bf16 gradients are rounded once more on their way to the CPU."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, file)
         file.flush()
@@ -201,7 +204,7 @@ def compiled_layers_agree() -> str:
 
 
 def texts_equal_the_cpu() -> str:
-    """What models in fp32 write, several prompts together, greedy, by draws and by beams: token for token the CPU's."""
+    """Check that fp32 models generate the CPU's tokens by greedy decoding, sampling and beam search."""
     from megatron.config.command_line import parse
     from megatron.inference.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample
     from megatron.model import GPT2Model, T5Model

@@ -1,4 +1,4 @@
-"""The checks of an accelerator: on one where there is one, on the CPU as a dry run where there is none."""
+"""The accelerator checks, run on an accelerator if there is one, else on the CPU as a dry run."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.support import FULL, command, covering
 
 from .checks import CHECKS, Impossible
 
-# On a CPU all of it is a dry run, and other tests look closer at these.
+# On a CPU these are only a dry run, and other tests cover them more closely.
 SEEN_ELSEWHERE = {
     "recomputation_draws_the_same_dropout",
     "recomputation_and_offloading_change_nothing",
@@ -32,7 +32,7 @@ def test_check(name: str) -> None:
 
 @FULL
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """A tiny model, wherever this is: only that it ends with a full table and a profile."""
+    """The benchmark runs a tiny model on any device and prints a full table and a profile."""
     argv = [
         "--dry-run",
         "--no-compile",
@@ -53,7 +53,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_the_checks_need_torch_deepspeed_and_numpy_alone() -> None:
-    """Whoever has a GPU need not install what reads text and files."""
+    """The checks import nothing besides torch, DeepSpeed and numpy, so a GPU machine needs no other packages."""
     others = [
         "safetensors",
         "sentencepiece",

@@ -1,6 +1,6 @@
-"""One short training on whatever device this process sees: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
+"""One short training on this process's device: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
 
-Only torch, DeepSpeed and numpy are needed (and safetensors, where a checkpoint is written or read).
+Needs only torch, DeepSpeed and numpy, and safetensors to read or write a checkpoint.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from tests.text_task import TextTask
 
 
 def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Every token is the one before plus one, so that a small model learns it in a few steps."""
+    """Return batches in which every token is its predecessor plus one, which a small model learns in a few steps."""
     dice, d, v = torch.Generator().manual_seed(3), config.data, config.model.vocab_size
 
     def text(length: int) -> torch.Tensor:
@@ -36,7 +36,10 @@ def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, to
 
 
 def train(flags: str, steps: int = 8, load: str | None = None, save: str | None = None) -> dict[str, Any]:
-    """Losses and more of `steps` steps. load, save: folders of a checkpoint to begin from, and to write at the end."""
+    """Train for `steps` steps and return losses and other measurements.
+
+    load, save: checkpoint folders to start from and to write.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     config = parse(flags.split())
     engine = start_engine(TextTask(), config)

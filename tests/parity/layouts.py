@@ -1,4 +1,4 @@
-"""The layouts whose losses must agree, and how to train one of them."""
+"""Layouts whose losses must agree, and training in one of them."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ PER_DOCUMENT = ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-ma
 
 
 class Layout(NamedTuple):
-    """pp 0 is no pipeline."""
+    """Sizes of a layout; pp 0 means no pipeline."""
 
     pp: int
     dp: int
@@ -63,7 +63,7 @@ def ours(
     by_document: bool = False,
     steps: int = STEPS,
 ) -> list[float]:
-    """Losses of so many steps in `layout`, through the entry script's own functions."""
+    """Train in `layout` through the entry script's own functions; return the losses."""
     flags = {
         "--data-path": data, "--vocab-file": vocab_file, "--split": "1", "--num-layers": LAYERS,
         "--hidden-size": HIDDEN, "--num-attention-heads": HEADS, "--seq-length": SEQ, "--hidden-dropout": 0,
@@ -99,7 +99,7 @@ def plain(
     z_loss: float = 0.0,
     steps: int = STEPS,
 ) -> list[float]:
-    """Losses of the same steps in one process of plain torch."""
+    """Train the same steps in one process of plain torch; return the losses."""
     tokenizer = load_tokenizer(vocab_file)
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
     assert train is not None

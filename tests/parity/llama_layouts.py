@@ -1,4 +1,4 @@
-"""Trains Llama, Qwen and Mistral in many ways within one launch of ranks, and Hugging Face's of the same first weights in one process."""
+"""Train Llama, Qwen and Mistral in many ways in one launch, and Hugging Face's models in one process for reference."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ from tests.support import on_ranks
 
 from .reference import masks
 
-GLOBAL_BATCH, STEPS, SEQ, SEED, RATE, CLIP = 8, 4, 24, 7, 1.0, 0.2  # gradients are longer than CLIP
-LAYERS = 8  # of the list, 4 of them blocks
+GLOBAL_BATCH, STEPS, SEQ, SEED, RATE, CLIP = 8, 4, 24, 7, 1.0, 0.2  # CLIP is below the gradient norms
+LAYERS = 8  # items of the layer list, 4 of them blocks
 BLOCKS = 4
 COMMON = (
     f"--seq-length {SEQ} --batch-size 2 --train-iters {STEPS} --lr {RATE} --optimizer sgd --lr-decay-style constant --warmup 0 "
@@ -33,7 +33,7 @@ DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 
 
 class Kind(NamedTuple):
-    """Whose model it is. documents: each by itself. positions: that begin again, in attention that does not."""
+    """A kind of model: Hugging Face's class name, sizes and flags."""
 
     name: str
     sizes: Sizes
@@ -51,7 +51,7 @@ KINDS = {
 
 
 class Way(NamedTuple):
-    """One training within a grid."""
+    """Flags of one training within a grid."""
 
     kind: str
     flags: str = ""
@@ -76,7 +76,7 @@ def _stack(dataset: Any, first: int, count: int) -> dict[str, Tensor]:
 
 
 def expected(way: Way, data: str, vocab_file: str, rate: float = RATE) -> list[float]:
-    """Losses of Hugging Face's model, trained by torch alone. rate: of learning."""
+    """Return the losses of Hugging Face's model trained by torch alone. rate: the learning rate."""
     kind, tokenizer, dataset = KINDS[way.kind], load_tokenizer(vocab_file), _samples(data)
     config = with_values(_config(way, vocab_file), {"make_vocab_size_divisible_by": 1})
     model = theirs(kind.name, kind.sizes, kind.tied, kind.window, vocab=tokenizer.vocab_size).train()
@@ -145,7 +145,10 @@ def _body(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str
 
 
 def losses(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    """Of each way, on rank 0, after a check that all ranks agree. grid: (pipe, data, model), or with context after them."""
+    """Return each way's losses, after checking that all ranks agree.
+
+    grid: (pipe, data, model) or (pipe, data, model, context).
+    """
     by_rank = on_ranks(math.prod(max(size, 1) for size in grid), _body, grid, ways, data, vocab_file, timeout=500)
     assert all(each == by_rank[0] for each in by_rank)
     return by_rank[0]

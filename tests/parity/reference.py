@@ -1,4 +1,4 @@
-"""GPT-2 training in one process and plain torch, written without our model, mpu, engine or optimizer code.
+"""GPT-2 training in one process of plain torch, without our model, mpu, engine or optimizer code.
 
 Only weights (as numbers) and samples come from the code under test.
 """
@@ -18,7 +18,7 @@ Weights = Mapping[str, Tensor]
 def logits(
     w: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, allowed: Tensor, layers: int, heads: int
 ) -> Tensor:
-    """tokens [b, s], positions [b, s], allowed bool [b, s, s] -> [b, s, v]"""
+    """Return logits [b, s, v] from tokens [b, s], positions [b, s] and allowed, bool [b, s, s]."""
     b, s = tokens.shape
     x = w["embedding.word_embeddings.weight"][tokens] + w["position_embedding.weight"][positions]
     h = x.shape[-1]
@@ -40,7 +40,10 @@ def logits(
 
 
 def masks(tokens: Tensor, eod: int, by_document: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(positions, allowed, loss mask) token by token; by_document: all three flags on, else all off."""
+    """Return (positions [b, s], allowed [b, s, s], loss mask [b, s]), token by token.
+
+    by_document turns all three document flags on.
+    """
     b, s = tokens.shape
     positions, allowed, loss = (
         torch.zeros(b, s, dtype=torch.long),
@@ -72,7 +75,7 @@ def train(
     dtype: torch.dtype,
     z_loss: float = 0.0,
 ) -> list[float]:
-    """Train on whole global batches [b, s + 1] at a constant rate; the loss of every step, without the z-loss that is learned from."""
+    """Train on whole global batches [b, s + 1] at a constant rate; return every step's loss without z-loss."""
 
     def loss_of(batch: np.ndarray, w: Weights) -> Tensor:
         text = torch.from_numpy(batch)
@@ -94,7 +97,7 @@ def learn(
     clip: float,
     dtype: torch.dtype,
 ) -> list[float]:
-    """A step on each of these losses at a constant rate; their values."""
+    """Make a step on each of these losses at a constant rate; return their values."""
     w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
     decay = [p for p in w.values() if p.dim() > 1]
     other = [p for p in w.values() if p.dim() <= 1]

@@ -1,4 +1,4 @@
-"""T5 in one process and plain torch, written without our model, mpu, engine or optimizer code; both variants.
+"""T5 in one process of plain torch, without our model, mpu, engine or optimizer code; both variants.
 
 Only weights (as numbers) and samples come from the code under test. Shapes: q decoder, k encoder, b batch.
 """
@@ -16,7 +16,10 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """t5: relative positions, RMS norms, gated gelu, unscaled scores, no biases, a head of its own; else all the other way."""
+    """Sizes of a T5.
+
+    t5: relative positions, RMS norms, gated gelu, unscaled scores, no biases, untied output layer; else the opposites.
+    """
 
     encoder_layers: int
     decoder_layers: int
@@ -42,7 +45,7 @@ def gelu(y: Tensor) -> Tensor:
 
 
 def bias(w: Weights, stack: str, layer: int, length: int, shape: Shape, causal: bool) -> Tensor:
-    """Return [n, s, s], distance by distance in plain Python, from the table of the stack or, in a UMT5, of the layer."""
+    """Return the bias [n, s, s], computed pair by pair from the stack's table, or from the layer's in a UMT5."""
     own = w.get(f"{stack}.relative_positions.{layer}.weight")
     table, rows = w[f"{stack}.relative_positions.weight"] if own is None else own, []
     for query in range(length):
@@ -65,7 +68,7 @@ def bias(w: Weights, stack: str, layer: int, length: int, shape: Shape, causal: 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, added: Tensor | None, scaled: bool) -> Tensor:
-    """[b, s, n, d] each, allowed [b, q, k] -> [b, q, n d]"""
+    """Return attention [b, q, n d] from q, k, v [b, s, n, d] and allowed [b, q, k]."""
     scores = torch.einsum("bqnd,bknd->bnqk", q, k) / (math.sqrt(q.shape[-1]) if scaled else 1.0)
     if added is not None:
         scores = scores + added
@@ -93,7 +96,7 @@ def layer(
 
 
 def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, decoder_ids: Tensor, s: Shape) -> Tensor:
-    """Tokens and document ids [b, k], [b, q] -> [b, q, v]"""
+    """Return logits [b, q, v] from tokens and document ids [b, k] and [b, q]."""
     table = w["embedding.word_embeddings.weight"]
     x, y = table[source], table[target]
     if not s.t5:
@@ -115,7 +118,7 @@ def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, deco
 def train(
     weights: Weights, batches: Sequence[Mapping[str, Tensor]], s: Shape, documents: bool, dtype: torch.dtype
 ) -> list[float]:
-    """Whole global batches, SGD with momentum, clipped; the loss of every step."""
+    """Train on whole global batches with clipped SGD with momentum; return the loss of every step."""
     w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
     decay, other = ([p for p in w.values() if (p.dim() > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decay, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral in every layout against Hugging Face's in one process."""
+"""Llama, Qwen2, Qwen3 and Mistral in every layout against Hugging Face's models in one process."""
 
 import functools
 import itertools
@@ -18,12 +18,12 @@ GRIDS = [
     (0, 1, 4),
     *(g for g in itertools.product((1, 2, 4), (1, 2), (1, 2, 4)) if np.prod(g) <= 8),
 ]
-# More ranks than heads of keys and values, alone and on stages.
+# These include more ranks than key-value heads, without a pipeline and with one.
 COVERING = [(0, 1, 1), (0, 1, 4), (2, 1, 2)]
 
 
 def _schedules(grid: tuple[int, int, int]) -> list[str]:
-    """All that apply; by default each kind of model runs one of the first."""
+    """Return all flags that apply to a grid; by default each kind of model runs one of the first."""
     pp, dp, tp = grid
     sequence, again = "--sequence-parallel", "--recompute-modules norm qkv activation"
     found = [f"{sequence} --pipeline-schedule zb-h1", f"{sequence} --checkpoint-activations", f"{sequence} {again}"]
@@ -47,12 +47,12 @@ def reference(kind: str, precision: str, data: str, vocab_file: str) -> list[flo
 def test_losses_equal_one_process(
     grid: tuple[int, int, int], tiny_data: str, vocab_file: str, request: pytest.FixtureRequest
 ) -> None:
-    """fp64 leaves the order of sums alone."""
+    """Losses equal Hugging Face's in one process; in fp64 only the order of sums differs."""
     schedules, full = _schedules(grid), request.config.getoption("--full")
     ways = [Way(kind, schedules[i % len(schedules)], "fp64") for i, kind in enumerate(KINDS)]
     if full:
         ways += [Way(kind, each) for kind in KINDS for each in schedules]
-    elif grid == (0, 1, 4):  # where several ranks share a head of keys and values, and all one
+    elif grid == (0, 1, 4):  # several ranks share a key-value head, or all share one
         ways = [way for way in ways if way.kind in ("llama", "qwen3")]
     bad = []
     for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):
@@ -64,7 +64,7 @@ def test_losses_equal_one_process(
 
 
 def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
-    """Four steps move the loss a thousand times as far as it may differ: a curve that stands still would agree with anything."""
+    """The reference moves a thousand times further than the tolerance, since a constant curve would match anything."""
     for kind in KINDS:
         still = expected(Way(kind, precision="fp64"), tiny_data, vocab_file, rate=0.0)
         assert abs(reference(kind, "fp64", tiny_data, vocab_file)[-1] / still[-1] - 1) > 1e-3, kind

@@ -1,4 +1,4 @@
-"""A decoder with prefixes in any layout against plain torch, whose masks are written down place by place."""
+"""A prefix LM in several layouts against plain torch, with masks written out position by position."""
 
 from functools import partial
 from pathlib import Path

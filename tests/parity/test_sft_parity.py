@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in any layout against plain torch that computes each record by itself, without windows or padding."""
+"""Supervised fine-tuning in any layout against plain torch that computes each record without windows or padding."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from .layouts import GLOBAL_BATCH, HEADS, LAYERS, LR, SEED, SEQ, STEPS, Layout, 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """300 records of 2 to 30 tokens, some longer than a window; about a third of the tokens count, in some records one."""
+    """300 records of 2 to 30 tokens, some longer than a window; about a third of the tokens are targets."""
     prefix, rng = str(tmp_path_factory.mktemp("records") / "chats_sft"), np.random.default_rng(5)
     with (
         IndexedDatasetBuilder(prefix, np.uint16) as tokens,
@@ -35,7 +35,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _alone(of_step: list[tuple[Tensor, Tensor]], w: reference.Weights) -> Tensor:
-    """The mean loss over what counts in some records, each of which is all there is."""
+    """Return the mean loss, a scalar, over the targets of some records, each computed separately."""
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for ids, flags in of_step:
         s = len(ids) - 1
@@ -78,4 +78,4 @@ def test_losses_equal_records_by_themselves(
     flags = ("--objective", "sft", *more.split())
     found = ours(layout, tmp_path, records, vocab_file, *flags, precision="fp64")
     np.testing.assert_allclose(found, expected, rtol=1e-10)
-    assert expected[0] - min(expected) > 0.3  # they learn something
+    assert expected[0] - min(expected) > 0.3  # the reference learns something

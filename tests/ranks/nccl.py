@@ -1,11 +1,11 @@
-"""NCCL's order of messages and a device's late completion, on CPU ranks over gloo.
+"""NCCL's message order and a device's asynchronous execution, emulated on CPU ranks over gloo.
 
-What differs for a program that was only ever run on gloo: (1) the messages of a group stand in one queue,
-in the order in which this rank asked for them; (2) nothing has happened when a call returns: a message reads
-and writes memory some time later, and `wait` only makes later tensor operations wait; (3) where communicators are
-made late, the first message between two ranks blocks the program until the other asks for its first;
-(4) with one hardware queue, computations and messages start in the order in which they were asked for; (5) where
-kernels are loaded when they are first used, that waits until all is done that was asked for before, messages included.
+The emulation differs from gloo in five ways. (1) Messages of a group form one queue, in the order of this rank's
+calls. (2) Calls return before anything has happened: a message reads and writes memory later, and `wait` only makes
+later tensor operations wait. (3) If communicators are created lazily, the first message between two ranks blocks the
+program until the peer issues its own first message. (4) With one hardware queue, computations and messages start in
+the order of the calls. (5) If kernels are loaded lazily, the first use of a kernel waits for all earlier work,
+messages included.
 """
 
 import functools
@@ -34,7 +34,7 @@ COLLECTIVES = (
 
 
 class Work:
-    """A message or a collective operation. started: it was the first of its queue and nothing stood in its way."""
+    """A message or a collective operation. started: set once it is first in its queue and unblocked."""
 
     def __init__(self, device: "Device") -> None:
         self.device, self.error = device, None
@@ -49,7 +49,10 @@ class Work:
 
 
 class Device:
-    """The queues of one rank. pending: what the next computation waits for. loaded: kernels that were used."""
+    """The queues of one rank.
+
+    pending: operations that the next computation waits for. loaded: kernels used so far.
+    """
 
     def __init__(self, lazy: bool, one_hardware_queue: bool, loading: bool) -> None:
         self.lazy, self.one_hardware_queue, self.loading = lazy, one_hardware_queue, loading
@@ -59,7 +62,7 @@ class Device:
         self._asked: Work | None = None
         self._queues: dict[Any, queue.SimpleQueue[Any]] = {}
         self._met: set[Any] = set()
-        self.lateness = 0.002  # seconds, at most
+        self.lateness = 0.002  # maximum, in seconds
         self._random = random.Random(dist.get_rank())
 
     def ask(self, stream: Any, operation: Callable[[], Any]) -> Work:
@@ -90,7 +93,7 @@ class Device:
             work.done.set()
 
     def compute(self) -> None:
-        """What comes now comes after all that was waited for."""
+        """Wait for all pending operations, as the next computation on a stream would."""
         for each in self.pending:
             each.done.wait()
             if each.error:
@@ -100,18 +103,18 @@ class Device:
             self._asked.started.wait()
 
     def load(self, kernel: Any) -> None:
-        """Before it is used."""
+        """Wait for all earlier work if lazy loading is emulated and this kernel is used for the first time."""
         if self.loading and kernel not in self.loaded:
             self.loaded.add(kernel)
             self.finish()
 
     def finish(self) -> None:
-        """Wait until all is done that was asked for, messages included."""
+        """Wait for all operations issued so far, messages included."""
         for each in self._all:
             each.done.wait()
 
     def meet(self, group: Any, peer: int) -> None:
-        """Two ranks make their communicator: both are blocked until both are there."""
+        """Block until both ranks have reached the creation of their communicator."""
         if not self.lazy or (group, peer) in self._met:
             return
         self._met.add((group, peer))
@@ -158,7 +161,10 @@ def _collective(device: Device, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def nccl(rules: str) -> Iterator[Device]:
-    """Put NCCL's rules over gloo. rules: "eager", "lazy", "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1) or "loading" (CUDA_MODULE_LOADING=LAZY)."""
+    """Apply NCCL's rules on top of gloo.
+
+    rules: "eager", "lazy", "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1) or "loading" (CUDA_MODULE_LOADING=LAZY).
+    """
     device = Device(rules == "lazy", rules == "one queue", rules == "loading")
     homes = (dist, dist.distributed_c10d)
     raw = {name: getattr(dist, name) for name in (*MESSAGES, *COLLECTIVES)}

@@ -1,4 +1,4 @@
-"""Gradients of weights that are added to their sums by the product itself, against autograd's."""
+"""Weight gradients accumulated by the matmul itself, against autograd's."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import on_ranks
 
 
 class Model(nn.Module):
-    """With a weight that is used twice, one that something else uses, too, one that somebody watches, and one that does not learn."""
+    """A model with weights that are used twice, used outside their layer, observed by a hook, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def _widened(total: Tensor, left: Tensor, right: Tensor, *, beta: int, out: Tensor, out_dtype: Any = None) -> Tensor:
-    """What only CUDA has: a product of bf16 matrices added to an fp32 sum."""
+    """Emulate an operation that only CUDA has: a bf16 matmul added to an fp32 sum."""
     return torch.add(total * beta, left.float() @ right.float(), out=out)
 
 
@@ -83,13 +83,13 @@ def _sums_as_on_cuda() -> int:
 
 
 def test_sums_are_those_of_autograd() -> None:
-    """Products of a weight's own layer, twice and once a pass; whatever else autograd finds is added to them."""
+    """Accumulated gradients equal autograd's, including gradients that do not come from the weight's own layer."""
     assert on_ranks(1, _sums, torch.float32) == [2 * 3 * 3]
     assert on_ranks(1, _sums_as_on_cuda) == [2 * 3 * 3]
 
 
 class _Touched(TorchDispatchMode):
-    """Counts how often a tensor of as many numbers is read or written."""
+    """Counts reads and writes of tensors with a given number of elements."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -119,7 +119,10 @@ def _passes(direct: bool) -> list[int]:
 
 
 def _taken(again: bool, looked_up: bool) -> int:
-    """How many products of two steps were taken, with recomputation or not, of a weight that is looked up in or not."""
+    """Return how many matmuls of two steps were accumulated directly into the bucket.
+
+    again: recompute the layer. looked_up: also use the weight as an embedding table.
+    """
     mpu.initialize_model_parallel(1)
     table = mpu.VocabParallelEmbedding(8, 6, multiple=1)
     ours = tds.DistributedOptimizer(torch.optim.AdamW(table.parameters()))
@@ -149,7 +152,7 @@ def _four() -> list[int]:
 
 
 def test_recomputed_products_are_taken_and_those_of_a_tied_table_are_not() -> None:
-    """Whether a micro-batch is long enough for another way through the output layer must not change how often gradients come."""
+    """Recomputed matmuls are accumulated directly; matmuls of a table that is also looked up never are."""
     assert on_ranks(1, _four) == [[2, 0, 2, 0]]
 
 
@@ -158,5 +161,5 @@ def _both() -> tuple[list[int], list[int]]:
 
 
 def test_memory_is_gone_over_less_often() -> None:
-    """Of the first micro-batch and of one after it: autograd's product is written, read and added to the sum."""
+    """Direct accumulation touches memory less often, for the first micro-batch and for later ones."""
     assert on_ranks(1, _both) == [([2, 2], [4, 4])]

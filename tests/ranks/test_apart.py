@@ -1,4 +1,4 @@
-"""Under ZeRO 3 a model is cut over the replicas while it is built, and begins with the same weights as without."""
+"""ZeRO 3 partitions a model while it is built, with the same initial weights as without ZeRO 3."""
 
 import gc
 from typing import Any
@@ -24,13 +24,13 @@ T5 = "--family t5 --num-decoder-layers 2 --enc-seq-length 8 --position-embedding
 
 
 def _held() -> int:
-    """Numbers in the weights of this process."""
+    """Return the number of weight elements that this process holds."""
     gc.collect()
     return sum(p.numel() for p in gc.get_objects() if type(p) is nn.Parameter)
 
 
 def _build(flags: str) -> tuple[list[int], int, dict[str, torch.Tensor]]:
-    """(numbers held whenever a layer is built, numbers of the model, its weights)."""
+    """Return (elements held at each layer's construction, elements of the model, its weights)."""
     held, honest, before = [], Layer.build, _held()
 
     def build(layer: Layer, seed: int) -> nn.Module:
@@ -62,7 +62,7 @@ def _both(precision: str, tp: int, family: str) -> int:
 
 
 class Wrapped(nn.Module):
-    """A user's head on a model of ours, with a buffer."""
+    """A user's head on top of one of our models, with a buffer."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A gradient that is no number, on one rank: no rank applies the step, nothing is saved for it, and the run says where it was."""
+"""After a non-finite gradient on one rank, all ranks skip the step, and the error says where it occurred."""
 
 import contextlib
 import io
@@ -20,11 +20,14 @@ from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
 
 SMALL = "--num-layers 2 --batch-size 2 --train-iters 4 --save-interval 0"
-BAD = 2  # of the iterations, counted from 0
+BAD = 2  # iteration, counted from 0
 
 
 class Layout(NamedTuple):
-    """where: the parameter whose gradient is spoilt, on the last rank: a copied or tied one where there are any."""
+    """Flags and a parameter.
+
+    where: its gradient is corrupted on the last rank; it is replicated or tied if possible.
+    """
 
     flags: str
     where: str = "layers.1.input_layernorm.weight"
@@ -54,7 +57,7 @@ IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16"]
 
 
 def spoil(run: Run, where: str, iterations: Iterable[int], value: float = float("nan")) -> None:
-    """Let the last rank's gradient of `where` be no number in these iterations."""
+    """Make the last rank's gradient of `where` non-finite in these iterations."""
     if torch.distributed.get_rank() < torch.distributed.get_world_size() - 1:
         return
     found = [p for name, p in global_parameters(run.engine.deepspeed.module) if name == where]
@@ -65,7 +68,7 @@ def spoil(run: Run, where: str, iterations: Iterable[int], value: float = float(
 
 
 def everything(run: Run) -> list[bytes]:
-    """Of this rank: what the forward pass reads, master weights, moments, the optimizer's step count."""
+    """Return the bytes of this rank's weights, master weights and moments, and the optimizer's step count."""
     ds = run.engine.deepspeed
     found = [str(zero_state.get_step(ds)).encode()]
     names = zero_state.moment_names(ds)
@@ -79,7 +82,7 @@ def everything(run: Run) -> list[bytes]:
 
 
 def watched(run: Run) -> list[list[bytes]]:
-    """Fills with what there is before the first step and after each."""
+    """Return a list that is filled with the state before the first step and after each step."""
     found = [everything(run)]
     honest: Callable[..., Any] = run.engine.train_batch
 
@@ -95,7 +98,7 @@ def watched(run: Run) -> list[list[bytes]]:
 def _one_bad_step(
     flags: dict[str, Layout], folder: str, data: str, vocab_file: str
 ) -> dict[str, tuple[list[bool], str]]:
-    """By layout, whether each step changed anything on this rank, and what rank 0 printed."""
+    """Return, by layout, whether each step changed this rank's state, and the printed output."""
     results = {}
     with remembered_groups() as begin:
         for name, layout in flags.items():
@@ -108,7 +111,7 @@ def _one_bad_step(
                 train(run)
                 run.__exit__()
             changed = [a != b for a, b in zip(found, found[1:], strict=False)]
-            assert found[-1][0] == (b"0" if "sgd" in name else b"3"), (name, found[-1][0])  # SGD counts none
+            assert found[-1][0] == (b"0" if "sgd" in name else b"3"), (name, found[-1][0])  # SGD counts no steps
             results[name] = changed, said.getvalue()
     return results
 
@@ -119,7 +122,7 @@ def _one_bad_step(
 def test_no_rank_applies_a_step_that_is_bad_on_one(
     names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Weights, master weights and moments after it are those before it, byte by byte; the steps around it are made."""
+    """A step with one bad gradient changes no weight, master weight or moment on any rank; other steps are applied."""
     chosen = {name: LAYOUTS[name] for name in names}
     found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)
     for name in names:
@@ -135,8 +138,11 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
 
 
 def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """With how it ended. Of each case: flags, where it is spoilt, and from which iteration on. A case + goes on where one
-    without it ended, with gradients that are spoilt up to iteration 5 only."""
+    """Return the error that ended each case.
+
+    A case is (flags, parameter with the bad gradient, first bad iteration). A case named with + resumes the case of
+    that name, and its gradients are bad only up to iteration 5.
+    """
     ends = {}
     with remembered_groups() as begin:
         for name, (flags, where, since) in cases.items():
@@ -169,7 +175,7 @@ ENDS = {
 def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
     some: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """And goes on past what spoilt it, if it is told to."""
+    """A run that only skips steps ends with a report, keeps its last good checkpoint, and can resume past them."""
     (tmp_path / "fp16.json").write_text(
         json.dumps({"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
     )
@@ -213,7 +219,7 @@ def _all(starts: list[tuple[Start, list[int]]], data: str, vocab_file: str) -> N
 def test_passing_over_a_batch_is_what_leaving_out_its_step_is(
     workers: int, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """The same weights and the same place in the data as with the bad step, also after a resume, and by sample numbers."""
+    """Skipping a batch gives the weights and data position of its bad step, even after a resume or by sample."""
     flags = "--precision fp32 --save-interval 2 --train-iters 6"
     over = "--skip-iterations 3"
     starts = [

@@ -1,4 +1,4 @@
-"""--compile with layers that are split over ranks: their sums are part of what is compiled, and so is dropout."""
+"""--compile with tensor-parallel layers: their all-reduces and their dropout are compiled as well."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ LLAMA = (
 
 
 def _compiled(flags: str, sequence: bool, onednn: bool) -> int:
-    """Breaks of the graph in one layer; asserts that outputs and gradients are those of the layer itself."""
+    """Return the graph breaks in one layer, after checking its compiled outputs and gradients."""
     config = parse(flags.split())
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=sequence, onednn=onednn))
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ CASES += [(LLAMA, True, False), (f"{FLAGS} {DROPOUTS[1]}", True, True), (f"{T5} 
     covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0], True),
 )
 def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool, onednn: bool) -> None:
-    """Whoever multiplies."""
+    """A layer compiles without graph breaks, including its all-reduces, with either matmul library."""
     if not compiler_found():
         pytest.skip("needs a C++ compiler")
     if onednn and not mpu.onednn_is_there():
@@ -82,7 +82,10 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def run(again: bool) -> list[Tensor]:
-        """Outputs and gradients of two micro-batches; again: the layers are recomputed in the backward pass."""
+        """Return outputs and gradients of two micro-batches.
+
+        again: recompute the layers in the backward pass.
+        """
         mpu.get_rng().begin(3)
         found = []
         for _ in range(2):
@@ -100,14 +103,14 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     torch._dynamo.utils.counters.clear()
     compiling._keep_outside()
     for layer in layers:
-        layer.compile(backend="aot_eager_decomp_partition")  # all that torch.compile does but the kernels
+        layer.compile(backend="aot_eager_decomp_partition")  # torch.compile without kernel generation
     for again in (False, True):
         torch.testing.assert_close(run(again), expected, rtol=1e-9, atol=1e-9)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def _stretches() -> None:
-    """Each rank attends in two stretches, which with a window have masks of one shape."""
+    """Compile attention over two sequence chunks per rank, whose masks have one shape if there is a window."""
     mpu.initialize_model_parallel(context_parallel_size=2)
     flags = LLAMA.replace("--attention-dropout 0", "--attention-dropout 0.5").replace(
         "--sliding-window 5", "--sliding-window 3"
@@ -128,7 +131,7 @@ def _stretches() -> None:
 
     expected = run()
     compiling._keep_outside()
-    layer.compile(backend="aot_eager_decomp_partition")  # all that torch.compile does but the kernels
+    layer.compile(backend="aot_eager_decomp_partition")  # torch.compile without kernel generation
     for ours, theirs in zip(run(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 

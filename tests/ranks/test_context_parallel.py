@@ -1,4 +1,4 @@
-"""Attention over context ranks against torch's on the whole sequence: who sees whom, in every form, and gradients."""
+"""Context-parallel attention against attention on the whole sequence: masks, outputs and gradients."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ CASES = [
 
 
 def ids_of(kind: str) -> Tensor:
-    """Document ids [b, s]: some longer than a stretch, so that ranks have cuts of one; some tiny; some that come twice."""
+    """Return document ids [b, s]: documents longer than a rank's chunk, tiny ones, or ids that occur twice."""
     if not kind:
         return no_documents(torch.device("cpu"))
     lengths = {"long": (3, 20, 1, 24), "tiny": (1,) * 5 + (2, 3) * 8 + (3,), "torn": (10, 10, 10, 18)}[kind]
@@ -61,12 +61,12 @@ def allowed(ids: Tensor, window: int | None) -> Tensor:
 
 def inputs(groups: int) -> list[Tensor]:
     dice = torch.Generator().manual_seed(3)
-    shapes = (HEADS, groups, groups, HEADS)  # queries, keys, values, and the gradient of what comes out
+    shapes = (HEADS, groups, groups, HEADS)  # queries, keys, values, and the output's gradient
     return [torch.randn(B, heads, S, D, generator=dice, dtype=torch.float64) for heads in shapes]
 
 
 def reference(case: Case) -> list[Tensor]:
-    """[b, heads, s, d]: the output, and the gradients of queries, keys and values."""
+    """Return the output and the gradients of queries, keys and values, each [b, heads, s, d]."""
     *given, grad = inputs(case.groups)
     q, k, v = (x.requires_grad_() for x in given)
     each = HEADS // case.groups
@@ -124,7 +124,7 @@ def _masks(world: int) -> tuple[Tensor, Tensor]:
 
 
 def test_dropout_is_not_repeated_on_another_rank() -> None:
-    """Masks of attention have the mean that they should, and no two ranks draw the same."""
+    """Attention dropout has the expected mean, and two ranks draw different masks."""
     found = on_ranks(2, _masks, 2)
     means = torch.stack([kept for kept, _ in found]).mean()
     assert abs(means - 1) < 0.05
@@ -163,7 +163,7 @@ def _grid() -> Any:
 
 
 def test_the_grid() -> None:
-    """8 ranks: model ranks are neighbours, context ranks next to them, and those of one group read the same samples."""
+    """Model ranks are neighbours, context ranks come next, and the ranks of a context group read the same samples."""
     found = on_ranks(8, _grid)
     assert [each[0] for each in found] == [(0, 2), (1, 3), (0, 2), (1, 3), (4, 6), (5, 7), (4, 6), (5, 7)]
     assert [each[1] for each in found] == [(0, 2)] * 4 + [(1, 2)] * 4
@@ -172,14 +172,14 @@ def test_the_grid() -> None:
 
 
 def test_one_rank_is_torchs_own() -> None:
-    """The reference of this file against torch's kernel, which knows no documents."""
+    """The reference of this file equals torch's causal kernel."""
     q, k, v, _ = inputs(HEADS)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.allclose(reference(Case())[0], wanted, atol=1e-12)
 
 
 class _Whole(Llama):
-    """A task of one's own, which makes batches of whole samples."""
+    """A custom task whose batches hold whole samples."""
 
     shares_out_tokens = False
 

@@ -1,4 +1,4 @@
-"""Process groups: how many a start makes, and that they are the ones which DeepSpeed would have made."""
+"""Process groups: how many a start creates, and that they equal the groups that DeepSpeed would create."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ FLAGS = (
 
 @pytest.mark.parametrize("shape", [(2, 3, 2), (4, 1, 2), (1, 4, 1), (3, 2, 1)])
 def test_lines_like_one(shape: tuple[int, int, int]) -> None:
-    """Every line of an axis, and the ranks of the stages that share a weight, are found from any one of them."""
+    """All parallel groups of an axis, and those of stages that share a weight, follow from any one of them."""
     grid = Topology(*shape)
     for varying in (("pipe",), ("data",), ("model",), ("pipe", "model"), ()):
         lines = grid.lines(*varying)
@@ -46,7 +46,7 @@ def test_lines_of_a_large_grid_are_arithmetic() -> None:
 
 
 def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
-    """(groups made one by one, axes made at once, the ranks of DeepSpeed's groups and the sums over them)."""
+    """Return (groups created one by one, axes created at once, DeepSpeed's group ranks with sums over them)."""
     one_by_one, at_once, honest = [0], [0], dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
         return honest(*args, **kwargs)
 
     def split_group(split_ranks: list[list[int]]) -> Any:
-        """As NCCL's: each rank is in one of the lists at the most."""
+        """Emulate NCCL's split, for which each rank may be in at most one list."""
         at_once[0] += 1
         assert len({rank for line in split_ranks for rank in line}) == sum(map(len, split_ranks))
         made = [honest(line) for line in split_ranks]
@@ -83,7 +83,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
 
 @pytest.mark.parametrize(("stages", "model"), [(2, 2), (4, 1)])
 def test_one_collective_an_axis(stages: int, model: int) -> None:
-    """Where groups come of splitting, a start makes them in a few calls; they hold the ranks that they should."""
+    """Groups created by splitting take only a few calls and have the right ranks."""
     world = 2 * stages * model
     plain, split = (on_ranks(world, _start, stages, model, splitting) for splitting in (False, True))
     grid = Topology(stages, 2, model)
@@ -102,11 +102,11 @@ def test_one_collective_an_axis(stages: int, model: int) -> None:
 
 
 def test_the_start_of_a_thousand_ranks() -> None:
-    """One of 1,024 ranks, which are pretended: the groups of a run in a few calls, and seconds of its own."""
+    """One rank of a simulated world of 1,024 creates its groups in a few calls and starts in seconds."""
     flags = ["--json", "--ranks", "1024", "--rank", "517", "--stages", "16", "--model", "8", "--context", "4"]
     done = command("python", "benchmarks/many_ranks.py", *flags, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["one by one"], found["stage"], found["layers"]) == (0, 8, 2)
-    assert found["at once"] <= 11  # of which one is for context ranks
+    assert found["at once"] <= 11  # one of them is for context parallelism
     assert found["grid"] + found["model"] + found["engine"] < 60

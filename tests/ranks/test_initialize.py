@@ -1,4 +1,4 @@
-"""The process groups of a run."""
+"""Initialisation of a run's process groups, and their timeouts."""
 
 import time
 from datetime import timedelta
@@ -30,7 +30,7 @@ def _late() -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    """--startup-timeout-minutes holds for the groups of the grid, not only for the world."""
+    """--startup-timeout-minutes also applies to the creation of the grid's groups, not only of the world."""
     waited, _ = on_ranks(2, _late)
     assert 2 < waited < 6
 
@@ -51,13 +51,13 @@ def _steps() -> float:
 
 
 def test_steps_have_a_timeout_of_their_own() -> None:
-    """Groups made before and after take it."""
+    """The timeout of steps applies to groups created before and after it is set."""
     waited, _ = on_ranks(2, _steps)
     assert 1 < waited < 4
 
 
 class _Slow:
-    """As much of an engine as a watchdog looks at."""
+    """The part of an engine that a watchdog uses."""
 
     deepspeed = SimpleNamespace(device=torch.device("cpu"))
 
@@ -77,7 +77,7 @@ class _Slow:
 
 
 def _watched(kind: str) -> None:
-    dist.barrier()  # one that has ended
+    dist.barrier()  # a completed collective must not count as pending
     WatchedEngine(_Slow(kind), 2.0).train_batch(None, 0.0)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The output layer computed with its loss, in chunks of tokens: against plain torch, and what it keeps in memory."""
+"""The output layer fused with its loss, in chunks of tokens, against plain torch; and its memory."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.mpu.linear_cross_entropy import DeferredLogits
 from megatron.ranks.initialize import initialize_megatron
 from tests.support import covering, on_ranks
 
-SEQ, BATCH, HIDDEN, VOCAB = 8, 3, 6, 29  # padded to 32 or more: the last rank of four has some padding
+SEQ, BATCH, HIDDEN, VOCAB = 8, 3, 6, 29  # padded to 32 or more, so the last of four ranks has some padding
 
 
 def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -28,7 +28,7 @@ def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 class _Case:
-    """Hidden states, a weight, targets and a mask, the same on all ranks, and this rank's part of them."""
+    """Hidden states, a weight, targets and a mask, equal on all ranks, with this rank's shards of them."""
 
     def __init__(self, ranks: int, sequence: bool, dtype: torch.dtype, onednn: bool = False) -> None:
         mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=sequence, onednn=onednn))
@@ -41,7 +41,7 @@ class _Case:
         )
         with torch.no_grad():
             layer.weight.copy_(self.weight.chunk(ranks)[self.axis.rank])
-            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # padding would win if it took part
+            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # padding would dominate if it were included
         dice = torch.Generator().manual_seed(3)
         self.labels = torch.randint(VOCAB, (BATCH, SEQ), generator=dice)
         self.mask = torch.randint(2, (BATCH, SEQ), generator=dice).float()
@@ -50,7 +50,10 @@ class _Case:
         self.loss = TokenLoss(VOCAB)
 
     def ours(self, chunk: int, factor: float) -> list[Tensor]:
-        """The sum, and the gradients of hidden states and weight of `factor` times it, this rank's part of each. chunk 0: all at once."""
+        """Return this rank's shards of the summed loss and of the gradients of hidden states and weight.
+
+        chunk 0: whole logits.
+        """
         self.own.grad = self.layer.weight.grad = None
         logits: Any = self.layer.deferred_logits(self.own, chunk) if chunk else self.layer.logits(self.own)
         total = self.loss(logits, (self.labels, self.mask))
@@ -59,7 +62,7 @@ class _Case:
         return [total.detach(), self.own.grad, self.layer.weight.grad]
 
     def plain(self, factor: float, dtype: torch.dtype) -> list[Tensor]:
-        """The same by torch on whole logits in `dtype`."""
+        """Return the same values computed by torch from whole logits in `dtype`."""
         hidden, weight = (x.to(dtype).requires_grad_() for x in (self.hidden, self.weight))
         logits = (hidden @ weight[:VOCAB].t()).permute(1, 2, 0)
         total = (F.cross_entropy(logits, self.labels, reduction="none") * self.mask).sum()
@@ -69,7 +72,7 @@ class _Case:
         return [total.detach(), mpu.local_shard(hidden.grad), own]
 
 
-CHUNKS = (1, 5, 8, 24, 100)  # of 24 tokens: 5 leaves a rest
+CHUNKS = (1, 5, 8, 24, 100)  # there are 24 tokens; 5 leaves a remainder
 
 
 def _equals(ranks: int, sequence: bool, precise: bool) -> None:
@@ -85,7 +88,8 @@ def _equals(ranks: int, sequence: bool, precise: bool) -> None:
     losses = F.cross_entropy(
         (case.hidden.double() @ case.weight.double()[:VOCAB].t()).permute(1, 2, 0), case.labels, reduction="none"
     )
-    torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)  # with gradients
+    # Here gradients are enabled; below they are not.
+    torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)
     case.loss = TokenLoss(VOCAB, is_text=lambda labels: labels % 2 == 0)
     with torch.no_grad():
         whole = case.loss.per_token(logits.in_full(), case.labels), case.loss.aside
@@ -103,11 +107,11 @@ def test_equals_torch(ranks: int, sequence: bool, precise: bool) -> None:
     on_ranks(ranks, _equals, ranks, sequence, precise)
 
 
-Z = 0.05  # large, so that its gradient is no rounding of the other
+Z = 0.05  # large enough for its gradient to stand out from rounding
 
 
 def _z_loss(ranks: int, sequence: bool) -> None:
-    """The value is the cross entropy, the gradient that of both, and the z-loss is told apart."""
+    """Check that z-loss changes the gradient but not the value, and is reported separately."""
     case = _Case(ranks, sequence, torch.float64)
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     logits = (hidden @ weight[:VOCAB].t()).permute(1, 2, 0)
@@ -123,7 +127,7 @@ def _z_loss(ranks: int, sequence: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(case.loss.aside, {"z_loss": z.detach()}, rtol=1e-10, atol=0)
         own_logits: Any = case.layer.deferred_logits(case.own, chunk) if chunk else case.layer.logits(case.own)
-        with torch.no_grad():  # evaluation knows nothing of it
+        with torch.no_grad():  # evaluation ignores z-loss
             total = case.loss(own_logits, (case.labels, case.mask))
         torch.testing.assert_close(total, expected[0], rtol=1e-10, atol=0)
         assert case.loss.aside == {}
@@ -137,7 +141,7 @@ def test_z_loss_equals_torch(ranks: int, sequence: bool) -> None:
 
 
 def _half(dtype: torch.dtype, factor: float) -> None:
-    """Errors against fp32 of the same rounded inputs, next to those of whole logits."""
+    """Check that errors against fp32, from equal rounded inputs, are hardly larger than with whole logits."""
     case = _Case(1, False, dtype)
     expected = case.plain(factor, torch.float32)
 
@@ -148,8 +152,8 @@ def _half(dtype: torch.dtype, factor: float) -> None:
 
     whole = errors(0)
     for chunk in CHUNKS:
-        # The gradient of a hidden state is rounded once more, by the factor: one rounding beside those of logits, of their
-        # gradient and of the product.
+        # Scaling by the factor rounds a hidden state's gradient once more, beside the roundings of logits, of
+        # their gradient and of the matmul.
         rounding = torch.finfo(dtype).eps / 2
         for found, known in zip(errors(chunk), whole, strict=True):
             assert found <= math.hypot(known, rounding), (chunk, found, known)
@@ -161,7 +165,7 @@ def test_half_precision_is_as_close_to_fp32_as_whole_logits(dtype: torch.dtype, 
 
 
 def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
-    """A thousand tokens of one label, whose gradients add up; a vocabulary of which each other has 1 in 90,001."""
+    """fp16 neither underflows with probabilities of 1/90,001 nor overflows in sums over 1024 tokens."""
     hidden = torch.full((1024, 1, 8), 4.0, dtype=torch.float16, requires_grad=True)
     layer = mpu.VocabParallelEmbedding(90001, 8, multiple=1).half()
     torch.nn.init.zeros_(layer.weight)
@@ -171,11 +175,11 @@ def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
     assert layer.weight.grad is not None
     expected = torch.full_like(layer.weight, 1024 / 64 * 4 / 90001)
     expected[0] = 1024 / 64 * 4 * (1 / 90001 - 1)
-    torch.testing.assert_close(layer.weight.grad, expected)  # torch's tolerance of fp16
+    torch.testing.assert_close(layer.weight.grad, expected)  # torch's tolerance for fp16
 
 
 def test_which_gradients_are_wanted() -> None:
-    """Of hidden states and weight, as a pipeline asks for them, apart; frozen ones; once."""
+    """Gradients of hidden states and weight can be requested together, separately as in a pipeline, or alone."""
     hidden, weight = _draw(SEQ, BATCH, HIDDEN, seed=1), _draw(VOCAB, HIDDEN, seed=2)
     labels, mask = torch.randint(VOCAB, (BATCH, SEQ)), torch.ones(BATCH, SEQ)
 
@@ -197,7 +201,7 @@ def test_which_gradients_are_wanted() -> None:
 
 
 def test_autocast_decides_where_the_output_layer_stands() -> None:
-    """The loss is computed after it has ended."""
+    """Deferred logits use the autocast state of the output layer's call, even if the loss runs after it ended."""
     layer = mpu.VocabParallelEmbedding(VOCAB, HIDDEN, multiple=1)
     hidden = _draw(SEQ, BATCH, HIDDEN, seed=1, dtype=torch.float32).requires_grad_()
     targets = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.ones(BATCH, SEQ)
@@ -219,7 +223,7 @@ def test_onednn_gives_the_same() -> None:
 
 def _onednn() -> None:
     case = _Case(1, False, torch.float32, onednn=True)
-    case.hidden = case.hidden.repeat(3, 1, 1)  # 72 tokens: products of fewer than 32 rows are torch's
+    case.hidden = case.hidden.repeat(3, 1, 1)  # 72 tokens, since matmuls of fewer than 32 rows go to torch
     case.labels, case.mask = case.labels.repeat(1, 3), case.mask.repeat(1, 3)
     case.own = case.hidden.clone().requires_grad_()
     for found, wanted in zip(case.ours(40, 0.37), case.plain(0.37, torch.float64), strict=True):
@@ -227,7 +231,7 @@ def _onednn() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """The most numbers of any tensor that an operation gave."""
+    """Records the largest number of elements in any operation's output."""
 
     numbers = 0
 
@@ -289,7 +293,7 @@ GPT2_FLAGS = (
 
 
 def _logits_of_a_pipeline(chunk: int) -> list[Tensor]:
-    """The loss and the logits of an evaluation, and the outputs of one that computes no loss."""
+    """Return the loss and logits of an evaluation, and the outputs of one without a loss."""
     config = parse(f"{GPT2_FLAGS} --logits-chunk-size {chunk}".split())
     initialize_megatron(config)
     model = GPT2ModelPipe(config)

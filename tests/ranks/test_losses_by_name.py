@@ -1,4 +1,4 @@
-"""Losses over replicas that name other ones, or evaluate more or fewer micro-batches: each sum is that of its name."""
+"""Named losses and evaluation counts may differ between replicas; each loss is summed under its own name."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _engine(loss_fn: Any, stages: int) -> Any:
 
 
 def _images_and_text(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`image` for the labels 1 and 2, `text` for 0 and 2."""
+    """Return `image` for labels 1 and 2, and `text` for labels 0 and 2."""
     kind, named = int(labels[0, 0]), {}
     if kind:
         named["image"] = 0 * out.sum() + 100.0
@@ -31,7 +31,7 @@ def _images_and_text(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch
 
 
 def _named(steps: list[list[list[int]]], stages: int) -> list[dict[str, float]]:
-    """The named losses of each step. steps: of each step, by replica, the kinds of its micro-batches."""
+    """Return the named losses of each step. steps: the kinds of micro-batches, by step and replica."""
     engine, found = _engine(_images_and_text, stages), []
     for kinds in steps:
         mine = kinds[engine.grid.data_parallel_id]
@@ -44,7 +44,7 @@ def test_replicas_that_name_other_losses() -> None:
     steps = [
         [[2, 0], [0, 2]],  # in another order
         [[1, 1], [0, 0]],  # one each
-        [[0, 0], [0, 0]],  # a name that was there before and is not any more
+        [[0, 0], [0, 0]],  # `image` occurred before but not in this step
         [[0, 0], [0, 2]],
         [[2, 2], [2, 2]],
     ]
@@ -65,7 +65,7 @@ def _label(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _evaluated(stages: int) -> tuple[float, float]:
-    """(loss, distance of the mean output from the right one); both are known on the last stage of each replica."""
+    """Return (loss, error of the mean output); both are known on the last stage of each replica."""
     engine = _engine(_label, stages)
     count = 1 if engine.grid.data_parallel_id == 0 else 3
     batches = [(torch.full((1, 2), float(count)), torch.full((1, 2), 6.0 + count)) for _ in range(count)]
@@ -79,7 +79,7 @@ def _evaluated(stages: int) -> tuple[float, float]:
 
 
 def test_replicas_that_evaluate_more_or_fewer_micro_batches() -> None:
-    """The mean over all micro-batches, whoever has them: (7 + 3 * 9) / 4."""
+    """An evaluation averages over all micro-batches of all replicas: (7 + 3 * 9) / 4."""
     for stages in (1, 2):
         for loss, distance in on_ranks(2 * stages, _evaluated, stages):
             assert loss == 8.5 and distance < 1e-6

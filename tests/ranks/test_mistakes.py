@@ -1,4 +1,4 @@
-"""Mistakes of a user's loop or model under `tds` alone: one sentence each, and no rank waits for another."""
+"""Mistakes in a user's loop or model under plain `tds` give one sentence, and no rank waits for another."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ def _two() -> list[Any]:
 
 MISTAKES: dict[
     str, tuple[Any, Any, Any, type[Exception], str]
-] = {  # layers, loss, what becomes of the data, error, words
+] = {  # layers, loss, transform of the data, error type, words of the message
     "nothing learns": (_frozen, mse, iter, RuntimeError, "nothing to learn"),
     "no weights": (lambda: [nn.Identity(), nn.Identity()], mse, iter, RuntimeError, "nothing to learn"),
     "a detached loss": (_two, lambda out, y: mse(out.detach(), y), iter, RuntimeError, "loss_fn"),
@@ -101,7 +101,7 @@ deepspeed.initialize(model=net, optimizer=optimizer, model_parameters=list(net.p
 
 @pytest.mark.parametrize("where", ["optimizer", "initialize"])
 def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: Path) -> None:
-    """A stage without weights for its optimizer, and no launcher that would end the others."""
+    """A stage without weights for its optimizer ends all ranks, even if no launcher would end them."""
     (tmp_path / "train.py").write_text(START)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

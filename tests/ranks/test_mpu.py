@@ -47,7 +47,8 @@ def _linear(ranks: int, skip: bool, onednn: bool) -> None:
             (row.bias, b2, None),
         ):
             parameter.copy_(whole if dim is None else whole.chunk(axis.size, dim)[axis.rank])
-    x = draw(11, 3, 8).to(dtype).requires_grad_()  # more rows than are left to torch's BLAS
+    # oneDNN leaves smaller matmuls to torch's BLAS.
+    x = draw(11, 3, 8).to(dtype).requires_grad_()
     y, bias = column(x)
     assert (bias is not None) == skip
     z, bias2 = row(torch.tanh(y if bias is None else y + bias))
@@ -153,9 +154,9 @@ def test_vocab_parallel_embedding_and_its_logits(ranks: int) -> None:
 
 def _cross_entropy(ranks: int, smoothing: float) -> None:
     axis = start(ranks)
-    rows, vocab = 16 // ranks, 13  # three rows of padding, on the last rank or ranks
+    rows, vocab = 16 // ranks, 13  # three padding rows, on the last rank or ranks
     whole = draw(4, 5, 16).mul(3)
-    whole[..., vocab:] = 50.0  # padding would win if it took part
+    whole[..., vocab:] = 50.0  # padding would dominate if it were included
     logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
     before = logits.detach().clone()
     target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -179,7 +180,7 @@ def test_cross_entropy_equals_torch(ranks: int, smoothing: float) -> None:
 
 
 def _overwritten(ranks: int, dtype: torch.dtype) -> None:
-    """The gradient takes the place of the logits; it is torch's all the same, and nobody gets it for the logits."""
+    """Check that the gradient overwrites the logits' memory, equals torch's, and is never mistaken for the logits."""
     axis = start(ranks)
     rows, vocab = 16 // ranks, 13
     whole = draw(4, 5, 16).mul(3).to(dtype)
@@ -205,7 +206,7 @@ def _overwritten(ranks: int, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="was differentiated before"):
         total.backward()
     logits = part * 1
-    both = logits.square().sum() + loss_of(logits)  # the square wants its input, when the loss has written over it
+    both = logits.square().sum() + loss_of(logits)  # the square's backward pass needs the overwritten logits
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         both.backward()
 
@@ -277,7 +278,7 @@ def _streams() -> list[list[float]]:
 
     torch.manual_seed(0)
     found = [numbers("a", False), numbers("a", True), numbers("b", False), numbers("a", False)]
-    assert torch.rand(1).item() == outside  # torch's own generator was not touched
+    assert torch.rand(1).item() == outside  # torch's own generator is unchanged
     rng.begin(3)
     assert numbers("b", False) == found[2]
     assert numbers("a", False) == found[0]
@@ -287,9 +288,9 @@ def _streams() -> list[list[float]]:
 
 
 def test_streams_agree_where_replicated_and_differ_where_split() -> None:
-    """4 ranks, 2 replicas of 2 model-parallel ranks."""
+    """Streams are equal on the model-parallel ranks of a replica where they should be, and differ between replicas."""
     a, b, c, d = on_ranks(4, _streams)
-    assert a[0] == b[0] != c[0] == d[0]  # ranks of a replica share; replicas differ
+    assert a[0] == b[0] != c[0] == d[0]  # equal within a replica, different between replicas
     assert a[2] == b[2]
     first_draws = [tuple(each[2]) for each in (a, c)] + [tuple(a[0]), tuple(c[0])]
     assert len(set(first_draws)) == 4
@@ -316,7 +317,7 @@ def test_checkpointing_replays_dropout_even_after_later_draws() -> None:
             return F.dropout(inputs, 0.5) * inputs
 
     first = mpu.checkpoint(block, x, rng=rng)
-    second = mpu.checkpoint(block, x, rng=rng)  # the stream has moved on when `first` is computed again
+    second = mpu.checkpoint(block, x, rng=rng)  # the stream has advanced when `first` is recomputed
     kept = first.detach() != 0
     assert not torch.equal(kept, second.detach() != 0)
     (grad,) = torch.autograd.grad(first.sum(), x)
@@ -382,7 +383,7 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
 
 
 def _two_meshes() -> None:
-    """A model over 2 model-parallel ranks and one on each rank by itself take turns in one process."""
+    """Run a model on a mesh of 2 model-parallel ranks and one on a single-rank mesh alternately in one process."""
     grids = {
         "split": (mpu.Mesh.build(mpu.Topology(model=2)), mpu.Options(sequence_parallel=True)),
         "single": (mpu.Mesh.build(mpu.Topology(data=2)), mpu.Options()),
@@ -392,7 +393,7 @@ def _two_meshes() -> None:
         with mpu.built_with(mesh, options, seed=3):
             assert mpu.get_mesh() is mesh and mpu.get_options() is options
             models[name] = GPT2Model(MODEL_OF_TWO).double()
-    mpu.initialize_model_parallel(1)  # neither of the two has anything to do with what is entered while they run
+    mpu.initialize_model_parallel(1)  # neither model may depend on the mesh that is entered while it runs
     split, single = models["split"], models["single"]
     assert split.steps[2][1].attention.heads * 2 == single.steps[2][1].attention.heads
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(4))

@@ -1,4 +1,4 @@
-"""The engine under NCCL's order of messages and with work that completes late: it ends, with the numbers of one process."""
+"""The engine under NCCL's message order and asynchronous execution finishes with the losses of one process."""
 
 import dataclasses
 import threading
@@ -42,10 +42,11 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Every schedule with plain layers, fewer micro-batches than stages and an uneven number; the other cases by turns."""
+    """Yield every schedule with plain layers and two micro-batch counts, then the other cases in rotation."""
     plain = BY_NAME[NAMES[0]]
     for pipeline in SCHEDULES:
-        # Where kernels are loaded late this schedule ends if the stages divide the micro-batches (docs/tds.md).
+        # Under lazy kernel loading this schedule finishes only if the stages divide the micro-batches
+        # (docs/tds.md).
         for micros in (1, 2 * stages if rules == "loading" and pipeline["schedule"] == "interleaved" else 5):
             yield dataclasses.replace(plain, rows=((4,) * micros,) * 2), pipeline
     turns = [pipeline for pipeline in SCHEDULES if not _may_be_refused(rules, pipeline)]
@@ -59,7 +60,7 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 
 @contextmanager
 def _told_of_one_queue(rules: str) -> Iterator[None]:
-    """Let the engine know what it asks of a GPU and of its environment."""
+    """Make the engine see the device and environment that these rules emulate."""
     with pytest.MonkeyPatch.context() as patch:
         for home in (tds.borders, tds.queues):
             patch.setattr(home, "in_queues", lambda device: True)
@@ -98,14 +99,14 @@ def test_every_schedule_ends_with_the_numbers_of_one_process(where: tuple[str, i
 
 # ------------------------------------------------------- a wait for the whole device
 
-Moment = tuple[int, int, int]  # step, stage, number of the forward pass before which it waits
+Moment = tuple[int, int, int]  # step, stage, number of the forward pass that waits
 WAITS: list[tuple[str, int, list[Moment]]] = [
     ("1f1b", 4, [(2, 1, 4)]),
     (
         "1f1b",
         3,
         [(1, 0, 1)],
-    ),  # one receive posted ahead is too many: the gradient of micro-batch 0 comes after forward 1
+    ),  # one receive posted early is too many: the gradient of micro-batch 0 comes after forward 1
     ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages at once
     ("zb-h1", 3, [(1, 0, 1), (1, 1, 1)]),
     ("gpipe", 3, [(1, 0, 2), (1, 2, 0)]),
@@ -114,7 +115,7 @@ WAITS: list[tuple[str, int, list[Moment]]] = [
 
 
 def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
-    """Losses of a pipeline in which some stages, in the middle of a step, wait until their device has done all it was given."""
+    """Return the losses of a pipeline in which some stages wait, in mid-step, for all work on their device."""
     torch.manual_seed(0)
     with _told_of_one_queue("eager"), nccl("eager") as device:
         chunks = 2 if schedule == "interleaved" else 1
@@ -148,7 +149,7 @@ def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
     ("schedule", "stages", "moments"), covering(WAITS, lambda each: each[0] == "1f1b", several=True)
 )
 def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: list[Moment]) -> None:
-    """The allocator waits so when it is short of memory; a receive under way then must need nothing that is sent later."""
+    """A wait for the device in mid-step, as by an allocator short of memory, cannot deadlock a posted receive."""
     found = on_ranks(stages, _waits, schedule, stages, moments)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(stages * (1 + (schedule == "interleaved")))))
@@ -169,7 +170,7 @@ def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: l
 
 
 def _receive_first(groups: int) -> bool:
-    """Both ranks ask for the other's message, then send their own."""
+    """Post a receive before a send on both ranks; return whether the send completes."""
     made = [dist.new_group([0, 1]) for _ in range(groups)]
     me = dist.get_rank()
     with nccl("eager"):
@@ -185,7 +186,7 @@ def test_what_hangs_on_nccl_hangs_here(groups: int) -> None:
 
 
 def _too_early() -> tuple[bool, list[float]]:
-    """Write over what is being sent, and over what was sent, waiting for it first."""
+    """Overwrite one buffer while it is being sent, and another after waiting for its send."""
     with nccl("eager") as device:
         device.lateness = 1.0
         if dist.get_rank() == 0:
@@ -209,7 +210,7 @@ def test_a_message_reads_its_memory_late_and_waiting_blocks_only_what_is_compute
 
 
 def _meets_late() -> bool:
-    """Rank 1 asks for its first message only when rank 0 has seen that its own is blocked."""
+    """Return whether the first message of rank 0 blocks until rank 1 issues its own."""
     group, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     with nccl("lazy"):
         if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""What people see when a run ends badly: one report, or one line for Ctrl-C; nothing of ours or of C++ after it."""
+"""A failing run prints one report, or one line for Ctrl-C, without further output from our code or C++."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ for step in range(3 if kind == "end" else 10**6):
 
 
 def _start(folder: Path, *argv: str) -> list["subprocess.Popen[str]"]:
-    """Processes with nobody to watch them; the store that they meet at is rank 0's."""
+    """Start ranks without a launcher, with the store on rank 0."""
     (folder / "train.py").write_text(SCRIPT)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -88,11 +88,11 @@ def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> No
     report, *others = [words for _, words in ends]
     assert others == [""] * (RANKS - 1)
     assert report.startswith(f"pipeline stopped: rank {victim} raised ArithmeticError: the layer broke\n--- rank 0")
-    assert report.count("ArithmeticError: the layer broke") == 2  # the headline, and the end of its stack
+    assert report.count("ArithmeticError: the layer broke") == 2  # the headline, and the end of the stack
     assert report.count("--- rank") == RANKS
-    assert "Exception raised from" not in report  # C++
+    assert "Exception raised from" not in report  # no C++ stack
     assert "does not answer" not in report
-    assert 'train.py", line' in report  # the user's own line is there
+    assert 'train.py", line' in report  # the user's own line is shown
 
 
 def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
 
 @FULL
 def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
-    """The others ask it for news, and it does not answer: they end all the same."""
+    """The other ranks end even if the process that hosts the store freezes and does not answer."""
     ranks = _start(tmp_path, "freeze", "0")
     try:
         assert [p.wait(120) for p in ranks[1:]] == [1, 1]
@@ -137,5 +137,5 @@ def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
 
 
 def test_a_script_that_simply_ends_ends_well(tmp_path: Path) -> None:
-    """A thread that the interpreter ends in the middle of C++ takes the process with it: code -6 after a run that went well."""
+    """A script that just ends exits with code 0; a thread killed inside C++ code would make it -6."""
     assert _ends(_start(tmp_path, "end", "0")) == [(0, "")] * RANKS

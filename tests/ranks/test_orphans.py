@@ -1,4 +1,4 @@
-"""Nothing of a run outlives its launcher: not its ranks, not the processes that read their data, in no phase."""
+"""Neither ranks nor data workers outlive their launcher, in any phase of a run."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ MARK = "TEST_OF_ORPHANS"
 
 
 def living(mark: str) -> list[int]:
-    """The processes that were started with `mark` in their environment."""
+    """Return the processes that were started with `mark` in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def test_a_loaders_worker_ends_with_its_rank(mark: str, tmp_path: Path, phase: s
 def test_nothing_is_left_of_a_run(
     mark: str, tmp_path: Path, tiny_data: str, vocab_file: str, seconds: float | None
 ) -> None:
-    """Two ranks without a pipeline, each with a reader; killed while they start, and (None) while they train."""
+    """No process survives a killed launcher of two ranks with data workers, at start-up or (None) in training."""
     argv = (
         f"tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --run-dir {tmp_path} --data-path {tiny_data} "
         f"--vocab-file {vocab_file} --split 1 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "

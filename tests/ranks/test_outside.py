@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint format: state outside of the layers, which DeepSpeed itself loses, and buffers of replicas."""
+"""DeepSpeed's checkpoint format: state outside of layers, which DeepSpeed itself loses, and buffers."""
 
 import warnings
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_buffers_that_differ_between_replicas_are_named_once(pipeline: bool, tmp
 def _lacking(folder: str) -> list[str]:
     engine = _engine(1, False)
     engine.save_checkpoint(folder, "a")
-    for path in Path(folder, "a").glob("tds_state*"):  # DeepSpeed itself writes none
+    for path in Path(folder, "a").glob("tds_state*"):  # DeepSpeed writes no such files
         path.unlink()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Weights and layers that a user replaces between two steps, against plain torch that does the same, or as a sentence."""
+"""Weights and layers replaced by a user between steps behave as in plain torch, or are refused in one sentence."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def batches(step: int, dtype: torch.dtype, replica: int) -> Iterator[tuple[Tenso
 
 
 def half_of_each(model: nn.Module) -> None:
-    """`p.data = new`, as EMA and SWA code has it."""
+    """Halve all weights by `p.data = new`, as EMA and SWA code does."""
     for p in model.parameters():
         p.data = p.detach() * 0.5
 
@@ -55,7 +55,7 @@ def one_vector(model: nn.Module) -> None:
 
 
 def in_place(model: nn.Module) -> None:
-    """Right in fp32 all along; in half precision the fp32 copy must follow."""
+    """Halve all weights in place; in half precision the fp32 copy must follow."""
     for p in model.parameters():
         p.data.mul_(0.5)
 
@@ -64,7 +64,7 @@ TAKEN_IN: list[Change] = [half_of_each, one_weight, transposed, one_vector, in_p
 
 
 def plain(change: Change, stage: slice, replicas: int) -> list[Tensor]:
-    """Weights of some of the layers after each step, of plain torch on the whole batch."""
+    """Return the weights of some layers after each step of plain torch on the whole batch."""
     every = layers()
     model, found = nn.Sequential(*every), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,11 +118,11 @@ def test_a_replaced_storage_is_taken_in(dtype: torch.dtype) -> None:
     on_ranks(4, _taken_in, dtype)
 
 
-# --------------------------------------------------------------------- swapped for a while
+# --------------------------------------------------------------------- swapped temporarily
 
 
 def _swapped(dtype: torch.dtype) -> None:
-    """Averaged weights for an evaluation and a save, then those of training again: nothing may be lost, and the save has the former."""
+    """Check that swapping in averaged weights and back loses nothing; a save in between has the averaged ones."""
     engine, same = _engine(1, dtype), _engine(1, dtype)
     for step in range(2):
         _step(engine, step, dtype)
@@ -170,7 +170,7 @@ KEPT: list[Any] = []
 
 
 def _kept(module: nn.Module) -> None:
-    """The old storage is somebody's still: written over, it could not be put back."""
+    """Halve all weights while the old storage stays referenced, so that it cannot be reused."""
     KEPT.append([p.data for p in module.parameters()])
     half_of_each(module)
 
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Change, bool, int]] = {  # change, our optimizer or Dee
 
 def _refused(name: str) -> str:
     change, own, zero = REFUSED[name]
-    if zero == 2:  # not under a pipeline
+    if zero == 2:  # not with a pipeline
         model = nn.Sequential(*layers())
         config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
         config |= {"zero_allow_untested_optimizer": True}
@@ -220,7 +220,7 @@ def test_what_cannot_be_taken_in_is_named() -> None:
 
 
 def _layer_followed() -> None:
-    """A layer that replaces another one runs; in a tie, too."""
+    """Check that a layer that replaces another one is used, including a tied one."""
     tied = tds.pipe.TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH)
     net = tds.PipelineModule([*layers()[:2], tied], num_stages=1, loss_fn=mse)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -250,7 +250,7 @@ def test_a_replaced_layer_runs_without_a_pipeline() -> None:
 
 
 def _added_later() -> float:
-    """Without ZeRO a new weight that the optimizer was given learns; its gradient is a sum over the replicas."""
+    """Return how far replicas differ in a weight that was added later; without ZeRO its gradient is all-reduced."""
     engine = _engine(1, torch.float32, own=False, zero=0)
     _step(engine, 0, torch.float32)
     new = nn.Linear(WIDTH, WIDTH)

@@ -1,4 +1,4 @@
-"""Sequence parallelism against plain torch, and how often the model-parallel ranks of a layer talk."""
+"""Sequence parallelism against plain torch, and the number of collectives in a layer."""
 
 from collections import Counter
 from typing import Any
@@ -56,7 +56,7 @@ def test_column_then_row_equals_two_linears(ranks: int) -> None:
 
 
 def _ways(ranks: int) -> None:
-    """Each way in and out, with gradients by the definition of its mirror image."""
+    """Check each region's entry and exit; the gradient of one is the definition of the other."""
     mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=True))
     axis = mpu.get_mesh().model
     by_rank = [draw(SEQ, 2, seed=rank) for rank in range(ranks)]
@@ -101,11 +101,11 @@ def test_a_length_that_cannot_be_split_names_the_knobs() -> None:
         assert "mpu.pad_sequence" in message
 
 
-# -------------------------------------------------------------------------- how often ranks talk
+# -------------------------------------------------------------------------- number of collectives
 
 
 class Talk:
-    """Counts collectives by name while it is entered, and lets them happen."""
+    """Counts collectives by name within a context, and still runs them."""
 
     NAMES = (
         "all_reduce",
@@ -129,7 +129,7 @@ class Talk:
 
     def _counted(self, name: str, real: Any) -> Any:
         def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # What is smaller than hidden states is the gradient of a copied weight.
+            # Anything smaller than the hidden states is the gradient of a replicated weight.
             self.found[name if x.numel() >= SEQ * BATCH * 16 // 2 else f"{name} of a weight"] += 1
             return real(x, *args, **kwargs)
 
@@ -142,7 +142,7 @@ class Talk:
 
 
 def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of one layer: (forward, backward)."""
+    """Return the collectives of one layer: (forward, backward)."""
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel))
     config = ModelConfig(
         hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0, checkpoint_attention=recompute
@@ -161,21 +161,27 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool) -> None:
-    """The least there is (Shoeybi et al. 2019), and computing attention again adds none."""
+    """A layer makes two all-reduces in each direction, even if attention is recomputed.
+
+    This is the minimum (Shoeybi et al. 2019).
+    """
     for there, back in on_ranks(2, _count, False, False, recompute):
         assert there == {"all_reduce": 2}
         assert back == {"all_reduce": 2}
 
 
 def test_a_decoder_layer_adds_one_forward_and_two_backward() -> None:
-    """Cross-attention has two inputs, each with a gradient."""
+    """Cross-attention adds one all-reduce forward and two backward, for the gradients of its two inputs."""
     for there, back in on_ranks(2, _count, False, True, False):
         assert there == {"all_reduce": 3}
         assert back == {"all_reduce": 4}
 
 
 def test_with_sequence_parallelism_pairs_stand_for_all_reduces() -> None:
-    """And backward two gathers more, of inputs of which a stretch was kept, and the sums of six copied weights."""
+    """Gather/scatter pairs replace all-reduces.
+
+    Backward gathers two inputs again and reduces six replicated weights.
+    """
     for there, back in on_ranks(2, _count, True, False, False):
         assert there == {"all_gather": 2, "all_to_all_single": 2}
         assert back == {"all_gather": 4, "all_to_all_single": 2, "all_reduce of a weight": 6}

@@ -37,7 +37,7 @@ def layers(tied: bool) -> list[Any]:
 
 
 def batches(step: int, replica: int, tied: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Few tokens, some of them twice, other ones on each replica."""
+    """Yield batches of few tokens, with repetitions, that differ between replicas."""
     generator = torch.Generator().manual_seed(10 * step + replica)
     for _ in range(MICROS):
         tokens = torch.randint(TOKENS // 2, (3,), generator=generator) + 2 * replica
@@ -56,7 +56,10 @@ def optimizers(kind: str, weights: list[nn.Parameter]) -> list[torch.optim.Optim
 
 
 def plain(kind: str, tied: bool, replicas: int, clip: float) -> tuple[list[float], Tensor]:
-    """Losses, and the table in the end. Adam of torch takes dense gradients only."""
+    """Return the losses and the final table.
+
+    Adam gets dense gradients, since torch's accepts no sparse ones.
+    """
     table, linear, *_ = layers(tied)
     if tied:
         table = table.build()
@@ -178,7 +181,7 @@ def test_an_optimizer_that_takes_none_is_refused_at_the_start() -> None:
 
 
 def _functional() -> None:
-    """Rows of a weight whose module does not say that its gradient is sparse."""
+    """Check the reduction of a sparse gradient whose module does not declare it as sparse."""
     weight = nn.Parameter(torch.zeros(TOKENS, WIDTH))
     reducer = GradReducer(nn.ParameterList([weight]), dist.group.WORLD)
     reducer.arm()

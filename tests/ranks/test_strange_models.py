@@ -1,4 +1,4 @@
-"""Models and loops that people outside of this project wrote for the engine; each against plain torch or as a sentence."""
+"""Unusual models and loops of users, each matching plain torch or refused in one sentence."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ Layers = Callable[[], list[nn.Module]]
 
 
 class Conjugate(nn.Module):
-    """Complex inside; what it gives back for the border before it is a conjugate view."""
+    """A layer of complex tensors whose gradient to the previous stage is a conjugate view."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.conj()
@@ -35,7 +35,7 @@ class Join(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """Recomputes its activations itself, re-entrantly."""
+    """A layer that recomputes its activations itself, re-entrantly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Reentrant(nn.Module):
 
 
 class Compiled(nn.Module):
-    """Compiled as far as autograd goes, which needs no compiler of C++."""
+    """A layer compiled down to autograd, which needs no C++ compiler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Compiled(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Halves the gradient of an activation by a hook."""
+    """A layer with a hook that halves the gradient of an activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def reentrant_layers() -> list[nn.Module]:
 
 
 def compiled_layers() -> list[nn.Module]:
-    """A backward pass of such layers has run before."""
+    """Return compiled layers, one of which has already run a backward pass."""
     layers = [Compiled().double() for _ in range(4)]
     torch.autograd.backward(layers[0](torch.ones(4, WIDTH, dtype=torch.float64, requires_grad=True)).sum())
     layers[0].zero_grad()
@@ -310,7 +310,10 @@ def _without_gradient(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _tie_that_learns_at_the_end(bf16: bool) -> float:
-    """How far a tied weight moves of which only the last stage has a gradient; clipped to 0.01, with a learning rate of 1."""
+    """Return how far a tied weight moves if only the last stage has a gradient.
+
+    It is clipped to 0.01 at learning rate 1.
+    """
     torch.manual_seed(0)
     layers = [
         tds.pipe.TiedLayerSpec("w", nn.Linear, 6, 6, forward_fn=_without_gradient),
@@ -340,4 +343,4 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
-    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # in bf16 weights are rounded
+    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # bf16 rounds the weights

@@ -1,4 +1,4 @@
-"""Every optimisation can be switched off, and then the numbers are the same: the plain form is the reference of the fast one."""
+"""Every optimisation can be switched off, and its plain form gives the same numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ FLAGS = (
 
 
 def _graph(loss: Tensor) -> set[str]:
-    """Names of the operations behind a loss."""
+    """Return the names of the operations in a loss's graph."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -38,7 +38,7 @@ def _graph(loss: Tensor) -> set[str]:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """What happens in the backward pass of products: "start" and "settle" of what is said to other ranks, "product"."""
+    """Record events of backward passes: communication "start" and "settle", and "product" for matmuls."""
     said: list[str] = []
 
     def telling(name: str, call: Any) -> Any:
@@ -79,7 +79,7 @@ LLAMA = (
 
 
 def _llama_learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
-    """As `_learns`, of Llama."""
+    """Return `_learns`'s results for Llama."""
     config = parse(f"{LLAMA} {flags}".split())
     initialize_megatron(config)
     tokens = torch.randint(50, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -87,7 +87,7 @@ def _llama_learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
 
 
 def _learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
-    """The losses and gradients of T5 in fp64, the operations of its graph, and the order of its backward pass; several documents a row."""
+    """Return T5's loss and gradients in fp64, the operations of its graph, and the events of its backward pass."""
     config = parse(f"{FLAGS} {flags}".split())
     initialize_megatron(config)
     model = T5Model(config).double()

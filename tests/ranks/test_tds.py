@@ -1,4 +1,7 @@
-"""The plugin as users of DeepSpeed meet it: its tutorial, its loop, its refusals. Numbers: tests/conformance."""
+"""tds as DeepSpeed users meet it: the tutorial, training loops and refusals.
+
+tests/conformance compares numbers.
+"""
 
 import contextlib
 import importlib.util
@@ -70,7 +73,7 @@ BF16 = {
 
 
 def _copies(config: dict[str, Any]) -> int:
-    """How many times a step gathers gradients in one tensor, as DeepSpeed does to add them up over replicas."""
+    """Return how often a step flattens gradients into one tensor, as DeepSpeed does to reduce them over replicas."""
     engine, copies = build(1, **config), 0
     flatten = engine.flatten
 
@@ -90,11 +93,11 @@ def _copies(config: dict[str, Any]) -> int:
 def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
     assert on_ranks(1, _copies, config) == [0]
     after = config | {"pipeline": {"overlap_grad_reduce": False}}
-    assert min(on_ranks(2, _copies, after)) > 0  # or this test looks at the wrong place
+    assert min(on_ranks(2, _copies, after)) > 0  # otherwise this test would watch the wrong function
 
 
 def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
-    """How many messages the two stages copied before they sent them, and how many they sent."""
+    """Return how many messages two stages copied before sending, and how many they sent."""
     import tds
 
     copied = sent = 0
@@ -111,7 +114,7 @@ def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
         start(self, buffer)
 
     tds.channel.Channel._copy, tds.channel.Channel._start = counting_copies, counting_messages  # type: ignore[method-assign]
-    last = [nn.Tanh()] if keeps_outputs else []  # whose backward pass needs its output
+    last = [nn.Tanh()] if keeps_outputs else []  # Tanh's backward pass needs its output
     stage = [nn.Sequential(nn.Linear(WIDTH, WIDTH), *last) for _ in range(2)]
     model = tds.PipelineModule(stage, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
     config = {"train_batch_size": 4 * MICROS, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10**9}
@@ -293,7 +296,7 @@ def test_optimizers_that_only_gpus_have_are_refused(name: str, params: dict[str,
 
 
 def _looks_ahead() -> int:
-    """How many micro-batches are read before the first forward pass."""
+    """Return how many micro-batches were read ahead of the forward passes."""
     import tds
 
     read, seen = 0, []
@@ -320,12 +323,12 @@ def _looks_ahead() -> int:
 
 
 def test_data_are_read_when_the_schedule_wants_them() -> None:
-    """Of ten micro-batches, at most the depth of the pipeline is there next to the one that is computed."""
+    """Besides the current micro-batch, at most as many are read ahead as the pipeline is deep."""
     assert on_ranks(2, _looks_ahead)[0] == 3
 
 
 def _auto_cast(schedule: str) -> list[float]:
-    """fp32 batches into an fp16 model."""
+    """Return the losses of fp32 batches in an fp16 model with auto_cast."""
     config = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1},
               "zero_allow_untested_optimizer": True, "pipeline": {"schedule": schedule}}  # fmt: skip
     engine = build(2, {"chunks": 2 if schedule == "interleaved" else 1}, **config)
@@ -364,11 +367,11 @@ def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:
     assert "stage 1 got of rank 0: got 1 tensors, declared are 2: hidden, mask" in ends[0].stderr  # the report
 
 
-# ------------------------------------------------- what DeepSpeed's users do
+# ------------------------------------------------- features that DeepSpeed's users rely on
 
 
 class Net(nn.Module):
-    """A convolutional net in the manner of AlexNet, written for one process."""
+    """A small AlexNet-style network, written for one process."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -392,7 +395,7 @@ class Pictures(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], list[float], str]:
-    """DeepSpeed's pipeline tutorial: PipelineModule from a list of layers, training_data, train_batch() without arguments."""
+    """Run DeepSpeed's tutorial: layers in a PipelineModule, training_data, and train_batch() without arguments."""
     import argparse
     import contextlib
     import io
@@ -442,7 +445,7 @@ def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], lis
     [pytest.param("1f1b", 2, 2, marks=FULL), ("interleaved", 2, 1), pytest.param("zb-h1", 3, 1, marks=FULL)],
 )
 def test_the_pipeline_tutorial(tmp_path: Path, schedule: str, stages: int, ranks: int) -> None:
-    """Learns; the scheduler moves; progress, breakdown and monitor are written."""
+    """The tutorial learns, its scheduler moves, and progress, breakdown and monitor are written."""
     (found, lr, printed), *others = on_ranks(stages * ranks, _tutorial, str(tmp_path), schedule, stages)
     assert all(other[0] == found for other in others)
     assert found[-1] < 0.6 * found[0]
@@ -503,7 +506,7 @@ def test_a_hand_written_loop_with_client_state(tmp_path: Path) -> None:
 
 
 def _checkpoint(folder: str, chunks: int) -> tuple[list[float], list[float]]:
-    """DeepSpeed's own checkpoint of a pipeline, with client state."""
+    """Return losses after saving DeepSpeed's own pipeline checkpoint with client state, and after loading it."""
     pipeline = {"schedule": "interleaved" if chunks > 1 else "1f1b"}
     engine = build(2, {"chunks": chunks}, pipeline=pipeline)
     data = batches()
@@ -536,7 +539,7 @@ def _evaluate() -> Any:
         engine.set_dataloader(loader * 2)
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
-    second = engine.train_batch().item()  # goes on with the loader of training
+    second = engine.train_batch().item()  # continues with the training loader
     left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 
@@ -544,15 +547,15 @@ def _evaluate() -> Any:
 def test_eval_batch_returns_loss_and_logits_and_keeps_nothing() -> None:
     (first, loss, second, none, left), (*same, logits, kept) = on_ranks(2, _evaluate)
     assert same == [first, loss, second]
-    assert loss == pytest.approx(second, rel=1e-6)  # what the next step sees before it learns
+    assert loss == pytest.approx(second, rel=1e-6)  # the evaluation sees the weights of the next step's forward pass
     assert second < first
     assert none is None
-    assert logits == (4, WIDTH)  # of the last micro-batch, as in DeepSpeed
+    assert logits == (4, WIDTH)  # the last micro-batch's, as in DeepSpeed
     assert left == kept == 0
 
 
 def _overridden() -> tuple[list[str], float]:
-    """What handlers of a subclass are called for, in order, and the loss of a second step."""
+    """Return the order of a subclass's overridden handlers, and the loss of a second step."""
     import tds
     from tds.schedule import Instruction
 
@@ -577,7 +580,7 @@ def _overridden() -> tuple[list[str], float]:
 
 
 def _left_over() -> str:
-    """The words of the error if an instruction that hands something on is not done."""
+    """Return the error of a step whose backward instruction does nothing, so that saved activations are left over."""
     engine = build(1)
     engine.watchdog = None
     engine._backward = lambda instruction: None
@@ -627,10 +630,10 @@ def test_balanced_cuts_go_by_measured_time() -> None:
 
 
 def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
-    """What is handed to the communication library, in order: (send or recv, group, peer, bytes)."""
+    """Return the calls to the communication library in order: (send or recv, group, peer, bytes)."""
     import tds
 
-    with pytest.MonkeyPatch.context() as patch:  # make groups as on an accelerator
+    with pytest.MonkeyPatch.context() as patch:  # create groups as on an accelerator
         patch.setattr(tds.borders, "in_queues", lambda device: True)
         engine = build(2, {"chunks": 2}, pipeline={"schedule": "interleaved"})
     handed: list[tuple[str, tuple[int, ...], int, int]] = []
@@ -657,16 +660,16 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
 
 
 def _groups(engine: Any) -> Iterator[Any]:
-    """The groups in the order in which all ranks made them."""
+    """Yield the groups in the order in which all ranks created them."""
     ends = {channel.group.group_name: channel.group for channel in engine._borders.channels}
     yield from (ends[name] for name in sorted(ends, key=lambda name: (len(name), name)))
 
 
 def test_sends_and_receives_are_handed_over_in_the_same_order() -> None:
-    """NCCL matches the n-th send with the n-th receive of a communicator, and must not find both kinds at one end."""
+    """Each communicator has only sends at one end and receives in the same order at the other, as NCCL requires."""
     zero, one = on_ranks(2, _order)
     groups = {each[1] for each in zero}
-    assert len(groups) == 4  # one border inside and one between the chunks, two directions, whichever chunk
+    assert len(groups) == 4  # one boundary within and one between the chunks, in two directions
     for group in groups:
         ends = [[each for each in handed if each[1] == group] for handed in (zero, one)]
         kinds = [{each[0] for each in end} for end in ends]
@@ -682,7 +685,7 @@ def _bytes(micros: int) -> list[int]:
 
 @pytest.mark.parametrize(("micros", "words"), [(4, 0), (9, 2)])
 def test_bytes_on_the_wire_are_the_tensors_one_header_and_few_words(micros: int, words: int) -> None:
-    """4 x 6 floats a message; a header before the first activation; a word where the next 3 micro-batches were looked at."""
+    """Traffic is 4 x 6 floats a message, one header at the start, and one word for every 3 micro-batches ahead."""
     from tds.channel import HEADER_SIZE, WORD_SIZE
 
     message, more = 4 * WIDTH * 4, HEADER_SIZE + words * WORD_SIZE
@@ -720,7 +723,7 @@ assert type(engine).__module__ == "tds.engine" and last < 0.1 * first, (first, l
 
 
 def test_the_folder_works_when_copied_alone(tmp_path: Path) -> None:
-    """And with DeepSpeed's own PipelineModule and the config_params of old."""
+    """A copied tds/ works alone, also with DeepSpeed's own PipelineModule and the old config_params argument."""
     _alone(tmp_path, ALONE)
 
 

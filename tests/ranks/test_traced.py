@@ -1,4 +1,4 @@
-"""--trace over several ranks: the same numbers, a file of each rank, and one of all."""
+"""--trace over several ranks: the same losses, a file for each rank, and a merged one."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def flags(tiny_data: str, vocab_file: str) -> list[str]:
 
 
 def test_every_rank_is_in_the_timeline_of_all(tmp_path: Path, flags: list[str]) -> None:
-    """And nothing of an earlier start with more ranks, nor a file that is none, which would end the run."""
+    """The merged timeline has every rank, and ignores files of an earlier start with more ranks, even broken ones."""
     folder = tmp_path / "traced" / "trace"
     folder.mkdir(parents=True)
     (folder / "rank_00007.json").write_text("no timeline")

@@ -1,4 +1,4 @@
-"""tools/verify_layout.py: planted mistakes of a parallel model are found, and the layer that has them is named."""
+"""tools/verify_layout.py finds planted mistakes of a parallel model and names the faulty layer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +20,11 @@ from megatron.verification.records import Records
 from tds.pipe import PipelineModule
 from tests.support import covering, on_ranks
 
-MICROS, STEPS, AT = 2, 2, 2  # AT: the layer of the list that has the fault
+MICROS, STEPS, AT = 2, 2, 2  # AT: index of the faulty layer in the list
 
 
 class Faulty(nn.Module):
-    """Something after a block that a user might write, right in one process: [s, b, h] -> [s, b, h]."""
+    """A layer that a user might add after a block, right in one process: [s, b, h] -> [s, b, h]."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Faulty(nn.Module):
 
 
 class NoGather(Faulty):
-    """Takes the mean of its share of a split output for the mean of all."""
+    """A layer that uses the mean of its own output shard as the mean of all."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -47,7 +47,7 @@ class NoGather(Faulty):
 
 
 class NoSum(NoGather):
-    """The same by rows: each rank has a part of a sum."""
+    """A row-parallel layer without its all-reduce, so each rank has only a partial sum."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, _ = self.gate(hidden)
@@ -56,7 +56,7 @@ class NoSum(NoGather):
 
 
 class OwnDropout(Faulty):
-    """Each rank seeds its masks by its number."""
+    """A layer whose dropout is seeded by rank."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -64,7 +64,7 @@ class OwnDropout(Faulty):
 
 
 class OwnValues(Faulty):
-    """Each rank draws first values of its own for copies."""
+    """A layer whose replicated weight is initialised differently on each rank."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -73,7 +73,7 @@ class OwnValues(Faulty):
 
 
 class NoGradientSum(Faulty):
-    """A weight that meets each rank's own share only: its gradient is a part of the sum on each rank."""
+    """A layer whose weight meets only this rank's shard, so its gradient is partial and needs an all-reduce."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -88,7 +88,7 @@ class NoGradientSum(Faulty):
 
 
 class OwnStatistics(Faulty):
-    """A running mean of what one replica alone sees; it changes no output."""
+    """A layer with a running mean of one replica's data, which changes no output."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -123,7 +123,7 @@ def _decoder(fault: type[Faulty] | None) -> Callable[[], nn.Module]:
 
 
 class NormForgets(GPT2):
-    """A norm whose weight is a plain parameter: under sequence parallelism its gradient is of the rank's own tokens."""
+    """A norm with a plain parameter: under sequence parallelism its gradient covers only the rank's tokens."""
 
     def model(self, config: Any, tokenizer: Any) -> nn.Module:
         model = super().model(config, tokenizer)

@@ -1,4 +1,4 @@
-"""The tables of docs/migration.md and docs/migration_zh.md: `python -m tests.unit.flags_table` prints them."""
+"""Print the tables of docs/migration.md and docs/migration_zh.md: `python -m tests.unit.flags_table`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +41,7 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
 def _rows(
     kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS), chinese: bool = False
 ) -> dict[str, list[str]]:
-    """Flags by what they come to, in the order of the table."""
+    """Return the flags grouped by their effect, in the order of the table."""
     found: dict[str, list[str]] = {}
     for row in of:
         if isinstance(row.outcome, kinds):
@@ -77,7 +77,7 @@ def english() -> list[str]:
 
 
 def chinese() -> list[str]:
-    """Raises KeyError for words that flags_words.py does not have."""
+    """Return the Chinese tables. Raises KeyError for words that flags_words.py does not have."""
     return [
         _table("参数", "当作", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),

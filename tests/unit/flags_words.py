@@ -1,7 +1,7 @@
-"""What the tables of docs/migration_zh.md say, by what those of docs/migration.md say."""
+"""Chinese text of the tables in docs/migration_zh.md, by the English text in docs/migration.md."""
 
 CHINESE = {
-    # taken for another
+    # replaced by another flag
     "no pipeline is 1 there and 0 here": "没有流水线在那里是 1，在这里是 0",
     "the first iteration is 0 there and 1 here": "第一次迭代在那里是 0，在这里是 1",
     "gelu goes by tanh there if it is fused, else by erf": "那里融合的 gelu 用 tanh，否则用 erf",
@@ -102,7 +102,7 @@ CHINESE = {
     "give --data-path; corpus/sample.jsonl is a small text": "给出 --data-path；corpus/sample.jsonl 是一小段文本",
     "--data-path, --train-data-path and their sisters name corpora": "语料由 --data-path、--train-data-path 等给出",
     "give that run's config.json with --config": "用 --config 给出那次运行的 config.json",
-    # of Hugging Face's Trainer and of DeepSpeed
+    # flags of Hugging Face's Trainer and of DeepSpeed
     "the loss is the same; an evaluation reads --eval-iters global batches": "损失不变；一次评估读 --eval-iters 个全局批",
     "--train-iters says how long; an epoch has about tokens of the corpus / --seq-length samples": "训练多久由 --train-iters 决定；一轮约有 语料词元数 / --seq-length 个样本",
     "--min-lr says where it ends": "终点由 --min-lr 决定",

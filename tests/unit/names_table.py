@@ -1,4 +1,4 @@
-"""The tables of names in docs/migration.md and docs/migration_zh.md: `python -m tests.unit.names_table` prints them."""
+"""Print the tables of names in docs/migration.md and docs/migration_zh.md: `python -m tests.unit.names_table`."""
 
 from megatron.compat.names import COUNTERPARTS, GONE_MODULES, HOMES, MODULES
 

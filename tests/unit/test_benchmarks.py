@@ -1,4 +1,4 @@
-"""What the benchmarks print becomes tables, bars and a picture."""
+"""Output of the benchmarks is parsed into tables, bars and a plot."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Several corpora as one: proportions at every prefix, purity, and the position that proves what was read."""
+"""Blends of corpora: proportions at every prefix, purity, and a position that proves which samples were read."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_every_prefix_has_its_shares(counts: list[int]) -> None:
     for i, quota in enumerate(counts):
         taken = np.cumsum(order == i)
         assert taken[-1] == quota
-        # In whole numbers, so that a deviation of exactly one sample is not hidden by rounding.
+        # Use integers, so that rounding cannot hide a deviation of exactly one sample.
         assert (np.abs(taken * sum(counts) - prefix * quota) < sum(counts)).all()
 
 
@@ -72,14 +72,14 @@ def test_consumed_samples_are_those_that_were_located(weights: list[str], sample
     [((0.7, 0.3), 1), ((1, 2, 4), 1), ((1, 1e-6, 1e-5), 2), ((0.6, 0.4, 3e-6), 2), ((0.9999, 0.00004, 1e-7), 2)],
 )
 def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bound: int) -> None:
-    """The count of each corpus is within one sample of its share, or within two where tiny shares need a second level."""
+    """Each corpus's count is within one sample of its share, or within two if tiny shares need a second level."""
     samples = 400_000
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners, _ = blend._locate_all(0, samples)
     prefix = np.arange(1, samples + 1)
     for i, weight in enumerate(weights):
         deviation = np.abs(np.cumsum(owners == i) - prefix * (weight / sum(weights)))
-        drift = prefix * (weight / sum(weights)) / 65536  # weights that are rounded drift away
+        drift = prefix * (weight / sum(weights)) / 65536  # rounded weights drift
         assert (deviation < bound + drift * (bound > 1) + 1e-6).all()
 
 
@@ -92,7 +92,7 @@ def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bou
     ids=["mixed", "tiny", "short", "equal", "many", "many small"],
 )  # fmt: skip
 def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
-    """No floor: a corpus of a millionth gives a millionth, wherever one looks, and none of its samples twice."""
+    """Weights have no lower limit: a corpus of a millionth gets a millionth everywhere, without repeated samples."""
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     total = sum(weights)
     for n in (0, 10**6, 10**9 + 7, 10**12 + 1):
@@ -141,7 +141,7 @@ def test_the_position_does_not_depend_on_batches(cuts: list[int], first: int) ->
 
 
 def test_the_position_equals_a_loop() -> None:
-    """Horner's rule in whole numbers."""
+    """The position hash equals a loop of Horner's rule in integers."""
     from megatron.data.sample_hash import BASE, _mix
 
     state = 0

@@ -42,7 +42,7 @@ def test_what_is_mended(before: str, after: str) -> None:
     outcome = clean(before)
     assert outcome.text == after
     assert bool(outcome.changed) == (before != after)
-    assert clean(after).text == after  # once is enough
+    assert clean(after).text == after  # cleaning is idempotent
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_what_is_kept(text: str) -> None:
 
 
 def test_misread_text_is_found_everywhere() -> None:
-    """Of the bundled corpus each document, read in a wrong encoding; and none of it as it is."""
+    """Each document of the bundled corpus is detected if it is read in a wrong encoding, and never as it is."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):
@@ -104,7 +104,7 @@ def test_misread_text_is_found_everywhere() -> None:
             continue
         for wrong in (text.encode().decode("gb18030", "replace"), text.encode("gb18030", "ignore").decode("latin-1")):
             assert clean(wrong, off_length).reason == "mojibake"
-        for kind in thrown_away:  # here bytes are lost for good, and what is left can be anything
+        for kind in thrown_away:  # these conversions lose bytes, so the remainder can be anything
             wrong = text.encode("gb18030", "ignore").decode(kind, "ignore")
             thrown_away[kind].append(clean(wrong, off_length).reason == "mojibake")
     assert {kind: sum(found) / len(found) > 0.6 for kind, found in thrown_away.items()} == {"big5": True, "utf-8": True}
@@ -145,20 +145,20 @@ def test_exact_duplicates() -> None:
     found = ExactDuplicates()
     given = ["你好，世界", "你好世界！", "Hello", "hello.", "你好", "...", "!!!"]
     assert [found.seen(text) for text in given] == [False, True, False, True, False, False, False]
-    # Vowels of Hindi and Thai are marks: other words, which only look alike without them.
+    # Vowels of Hindi and Thai are combining marks, without which different words would look alike.
     assert not any(found.seen(text) for text in ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300"))
     assert found.seen("दिन।")
 
 
 def test_near_duplicates_against_the_definition() -> None:
-    """Pairs whose Jaccard similarity is clearly above or below the threshold are told apart."""
+    """Pairs whose Jaccard similarity is clearly above or below the threshold are classified correctly."""
     pytest.importorskip("datasketch")
     rng = random.Random(3)
     base = ["".join(chr(0x4E00 + rng.randrange(3000)) for _ in range(300)) for _ in range(30)]
     found = NearDuplicates(0.8)
     assert not any(found.seen(text) for text in base)
     for text in base:
-        near = text[:150] + "改" + text[151:]  # 5 of 296 shingles are others: similarity 0.97
+        near = text[:150] + "改" + text[151:]  # 5 of 296 shingles differ: similarity 0.97
         far = text[:150] + "".join(chr(0x4E00 + rng.randrange(3000)) for _ in range(150))  # similarity 0.33
         assert found.seen(near)
         assert not found.seen(far)
@@ -169,6 +169,7 @@ def test_shuffle() -> None:
     once, again, other = (list(shuffled(lines, seed, piles=7)) for seed in (1, 1, 2))
     assert once == again != other
     assert Counter(once) == Counter(lines)
-    # Every line is as likely at every place: the mean place of the first half is that of a fair shuffle.
+    # In a fair shuffle every line is equally likely at every position, which fixes the mean position of the
+    # first half.
     means = [sum(place for place, line in enumerate(shuffled(lines, s)) if int(line) < 1000) / 1000 for s in range(20)]
     assert abs(sum(means) / 20 - 999.5) < 4 * 2000 / (12 * 1000 * 20) ** 0.5

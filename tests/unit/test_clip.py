@@ -1,4 +1,4 @@
-"""The norm of gradients, against sums in fp64: a large weight and its shards give the same number."""
+"""The gradient norm against sums in fp64; a large weight and its shards give the same number."""
 
 import pytest
 import torch

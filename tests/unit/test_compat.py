@@ -1,4 +1,4 @@
-"""Code written for CPM-Pretrain: each name is here or names its counterpart, each mask is taken or refused."""
+"""Code written for CPM-Pretrain: names exist or point to their counterpart, and masks are accepted or refused."""
 
 import importlib
 import importlib.util
@@ -33,7 +33,7 @@ GONE_FROM_DEEPSPEED = {"tds.utils.distributed init_distributed", "tds.runtime.en
 
 
 def test_every_name_is_here_or_names_its_counterpart() -> None:
-    """A script says `from module import name`; the guide lists the counterpart of each name that is not here."""
+    """Every imported name exists or its error names the counterpart, which the guide lists."""
     pages = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("migration.md", "migration_zh.md")]
     here = 0
     for module, name in NAMES:
@@ -67,7 +67,7 @@ def test_every_setting_that_the_original_reads_has_a_value_or_a_reason() -> None
 
 
 def test_names_are_found_without_torch() -> None:
-    """Data tools import `megatron` and must not pay for torch."""
+    """Names resolve without importing torch, which data tools must not pay for."""
     code = "import sys, megatron, megatron.compat.names; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -118,7 +118,7 @@ EOD, PAD = 1, 0
 
 
 def by_loops(tokens: Tensor, eod: int) -> Tensor:
-    """[b, 1, s, s] which tokens may attend to which, position by position: to what precedes them in their document."""
+    """Return the attention mask [b, 1, s, s] position by position: each token sees its document's preceding tokens."""
     b, s = tokens.shape
     allowed = torch.zeros(b, 1, s, s, dtype=torch.bool)
     for n in range(b):
@@ -167,7 +167,7 @@ class Words:
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_masks_of_a_t5_are_taken(data: st.DataObject) -> None:
-    """Documents of both sides, padding at the end of either; compared by what each token of text may attend to."""
+    """T5 masks of padded documents are accepted and allow each token exactly its document."""
     b, k, q = 2, 10, 8
     contexts, targets = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)
     ends, labels = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What people read while a run or a tool goes on."""
+"""Console output while a run or a tool is working."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_numbers_are_short() -> None:
 
 def test_time_left_counts_evaluations_but_not_the_start() -> None:
     left = TimeLeft()
-    assert left.after(10, 100, 2.0, now=1000.0) == 180  # nothing else is known
+    assert left.after(10, 100, 2.0, now=1000.0) == 180  # no evaluation has been measured yet
     assert left.after(20, 100, 2.0, now=1050.0) == 400  # 10 iterations and an evaluation took 50 seconds
 
 
@@ -86,7 +86,7 @@ def test_a_tool_writes_no_carriage_return_into_a_log(
 
 
 def test_no_tool_draws_a_bar_of_its_own() -> None:
-    """tqdm writes carriage returns into files, too; `Progress` and the loop, which asks for a terminal, are where it is used."""
+    """Only `Progress` and the training loop use tqdm, which would write carriage returns into files."""
     from tests.support import ROOT
 
     users = [p.name for p in sorted((ROOT / "megatron").rglob("*.py")) if "tqdm(" in p.read_text()]

@@ -1,4 +1,4 @@
-"""Releases of DeepSpeed that scale gradients otherwise: refused by number, and by measurement where a user insists."""
+"""DeepSpeed releases that scale gradients differently are refused by version, and by measurement if a user insists."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,16 +42,16 @@ def _engine(**config: Any) -> Any:
 
 
 def _times(factor: float) -> Callable[[Any], Any]:
-    """Return a replacement for `DeepSpeedEngine.backward` after which gradients are `factor` times as large."""
+    """Return a replacement for `DeepSpeedEngine.backward` that multiplies gradients by `factor`."""
     before = DeepSpeedEngine.backward
     return lambda self, loss, *args, **more: before(self, loss * factor, *args, **more)
 
 
 def _measured(zero: int, precision: str, fault: str) -> list[str]:
-    """Return what the measurement says of a plain engine and of a pipeline's road, with a fault put into DeepSpeed."""
+    """Return the measured verdicts for a plain engine and for a pipeline, with a fault injected into DeepSpeed."""
     patch = pytest.MonkeyPatch()
     measure._right.clear()
-    if fault == "accumulation":  # DeepSpeed 0.17.0 to 0.18.2 did this
+    if fault == "accumulation":  # DeepSpeed 0.17.0 to 0.18.2 has this fault
         patch.setattr(DeepSpeedEngine, "backward", _times(2))
     elif fault == "replicas":
         patch.setattr(Zero12Optimizer, "gradient_average", property(lambda _: False, lambda *_: None), raising=False)
@@ -90,7 +90,7 @@ def test_a_wrong_factor_is_measured_and_a_right_one_passes() -> None:
         (3, "fp32", ""): ["right"],
         (0, "bf16", ""): ["right", "right"],
         (1, "fp16", ""): ["right", "right"],
-        (0, "fp32", "accumulation"): ["wrong", "right"],  # a pipeline calls autograd itself
+        (0, "fp32", "accumulation"): ["wrong", "right"],  # a pipeline calls autograd directly
         (2, "fp32", "accumulation"): ["wrong"],
         (1, "fp32", "replicas"): ["wrong", "wrong"],
         (1, "fp16", "loss scale"): ["wrong", "wrong"],
@@ -112,7 +112,7 @@ def _summed() -> str:
 
 
 def test_a_sum_over_replicas_that_the_user_asks_for_is_a_sum_under_a_pipeline() -> None:
-    """The gradient of the last bias is 1 on each of 2 replicas: their mean moves it by 0.1, their sum by 0.2."""
+    """A requested sum over replicas is a sum under a pipeline: gradients of 1 on 2 replicas move the bias by 0.2."""
     assert on_ranks(2, _summed) == ["0.2000", "0.2000"]
 
 

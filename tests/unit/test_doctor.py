@@ -1,4 +1,4 @@
-"""tools/doctor.py: each planted fault is found, in a line that says what to do."""
+"""tools/doctor.py reports each planted fault in a line that says what to do."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def only(found: Iterable[Finding], check: str) -> Finding:
 
 @pytest.fixture
 def examined(tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """All findings of a run with these flags, by check."""
+    """A function that returns all findings for a run with the given flags, by check."""
     for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
 
@@ -327,7 +327,7 @@ def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) ->
 
 
 def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
-    """A model for texts and one for conversations share a tokenizer.json, and so a fingerprint."""
+    """A corpus with another end token is detected even if both tokenizers have the same fingerprint."""
     train_byte_bpe(["The river runs"] * 9, str(tmp_path / "tokenizer.json"), 264, "hf", ["<|im_end|>"])
     pair, jsonl = str(tmp_path / "c_text_document"), tmp_path / "c.jsonl"
     jsonl.write_text("".join(json.dumps({"text": f"river {i} runs"}) + "\n" for i in range(9)))
@@ -369,17 +369,17 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     preprocess("d")
     with pytest.raises(ValueError, match="end their documents with different tokens"):
         inspect("merge", pair, f"{tmp_path}/d_text_document", "--output", f"{tmp_path}/m")
-    preprocess("e", "--no-append-eod")  # no such token is in it
+    preprocess("e", "--no-append-eod")  # this corpus has no end tokens
     assert checked(usual, f"{tmp_path}/e_text_document") == "ok"
     about = json.loads((tmp_path / "c_text_document.json").read_text())
-    del about["eod"]  # of an old corpus that does not say it
+    del about["eod"]  # an old corpus does not record it
     (tmp_path / "c_text_document.json").write_text(json.dumps(about))
     assert checked(other) == "ok"
 
 
 def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of documentation (RFC 5737), nobody's
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # an address reserved for documentation (RFC 5737)
     assert only(network.rank_0_is_here(), "MASTER_ADDR").state == "failed"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert not list(network.rank_0_is_here())
@@ -387,7 +387,7 @@ def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("broken", ["torch", "deepspeed"])
 def test_packages_that_are_there_and_broken(broken: str, tmp_path: Path) -> None:
-    """Every line up to the end, with and without the flags of a run."""
+    """Broken packages leave all other lines intact, with and without the flags of a run."""
     (tmp_path / broken).mkdir()
     (tmp_path / broken / "__init__.py").write_text('raise OSError("libmissing.so.12: cannot open shared object file")')
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Attention that goes through documents one by one is attention with their mask; a softmax written down is the reference."""
+"""Attention computed document by document equals attention with a mask; the reference is a written-out softmax."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ HEADS, WIDTH, SCALE = 3, 8, 0.3
 
 
 def _rows(*rows: list[tuple[int, int]]) -> Tensor:
-    """Document ids of rows, each a list of (id, tokens)."""
+    """Return document ids [b, s] from rows of (id, tokens) pairs."""
     return torch.stack([torch.cat([torch.full((count,), number) for number, count in row]) for row in rows])
 
 
@@ -51,7 +51,7 @@ def _written_down(
 
 
 def _drawn(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values as a projection leaves them, [b, n, s, d] of [s, b, n, d], and a gradient."""
+    """Return queries, keys, values and an output gradient, each [b, n, s, d] in the memory order [s, b, n, d]."""
     dice = torch.Generator().manual_seed(1)
     queries, keys, _ = documents
     shapes = [x.shape for x in (queries, *([queries if keys is None else keys] * 2), queries)]
@@ -158,7 +158,7 @@ FAMILIES = {
 
 
 def _learns(flags: str) -> list[Tensor]:
-    """The loss of a model in fp64 over two micro-batches, and its gradients."""
+    """Return a model's loss in fp64 over two micro-batches, and its gradients."""
     config = parse(flags.split())
     torch.manual_seed(1)
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config).double()
@@ -190,7 +190,7 @@ def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> 
 @pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 7)])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
-    """Rows that no document covers would keep whatever memory held."""
+    """Document ids of another shape are refused, since rows without documents would keep uninitialised memory."""
     config = parse(
         f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 32".split()
     )

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, both languages say the same, words do not drift, and what is taken from the code is that of the code."""
+"""The pages: links are valid, languages agree, terms are consistent, and generated parts match the code."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from docs.site import pages, reference
 from tests.support import ROOT
 
 ENGLISH = sorted(ROOT / f"{page}.md" for all_pages in pages.chapters().values() for page in all_pages)
-ALONE = {"CHANGELOG.md", "SECURITY.md", "corpus/README.md"}  # what is not there in Chinese
+ALONE = {"CHANGELOG.md", "SECURITY.md", "corpus/README.md"}  # pages without a Chinese version
 PAIRS = [path for path in ENGLISH if str(path.relative_to(ROOT)) not in ALONE]
 EVERY = [*ENGLISH, *(path.with_name(f"{path.stem}_zh.md") for path in PAIRS)]
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -37,7 +37,7 @@ def headings(path: Path) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Those that GitHub and the site make of headings."""
+    """Return the anchors that GitHub and the site make of headings."""
     found: set[str] = set()
     for line in headings(path):
         words = re.sub(r"[^\w\- ]", "", line.lstrip("# ").strip().lower()).replace(" ", "-")
@@ -66,18 +66,18 @@ def test_both_languages_have_the_same_commands_and_headings(path: Path) -> None:
     levels = [[line.split()[0] for line in headings(p)] for p in (path, other)]
     assert levels[0] == levels[1]
     rows = [len(re.findall(r"^ *\|", text(p), flags=re.MULTILINE)) for p in (path, other)]
-    if path.parent != reference.FOLDER and path.stem != "migration":  # whose Chinese tables are shorter
+    if path.parent != reference.FOLDER and path.stem != "migration":  # Chinese tables of these pages are shorter
         assert rows[0] == rows[1], "tables of another number of rows"
 
 
 def refused() -> list[str]:
-    """The words that the Chinese glossary says are not used."""
+    """Return the terms that the Chinese glossary rejects."""
     table = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]*) \| [^|]+ \|$", text(ROOT / "docs" / "glossary_zh.md"), flags=re.MULTILINE)  # fmt: skip
     return [word for cell in table for word in cell.strip().split("、") if word not in ("", "不用", "---")]
 
 
 def drifting(content: str) -> list[str]:
-    """Refused words in Chinese prose: not in code, in addresses, or in cells and lines that are English."""
+    """Return rejected terms in Chinese prose, ignoring code, addresses and English text."""
     found = []
     for line, prose in pages.outside_fences(content):
         for cell in re.split(r"\|", re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)) if prose else ():
@@ -90,7 +90,7 @@ def drifting(content: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in EVERY if p.stem.endswith("_zh")], ids=name)
 def test_words_do_not_drift(path: Path) -> None:
-    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # where words of the code stand
+    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # these pages contain terms of the code
         assert drifting(text(path)) == []
 
 
@@ -108,7 +108,7 @@ def test_the_reference_is_that_of_the_code() -> None:
 
 @cache
 def sentences() -> list[str]:
-    """Words of the code that could be of an error: parts of its strings between what is put into them, with one space."""
+    """Return string constants of the code and the scripts that could be parts of an error message, longest first."""
     found = set()
     for package in ("megatron", "tds", "data_utils"):
         for path in (ROOT / package).rglob("*.py"):
@@ -127,12 +127,15 @@ def test_errors_of_the_faq_are_those_of_the_code() -> None:
         rest = error.strip().partition(": ")[2]
         for sentence in sentences():
             rest = rest.replace(sentence, "")
-        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # besides numbers and names
+        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # neither number nor name
         assert not words, f"nothing in the code says this any more: {rest}"
 
 
 def test_console_commands_have_flags_that_there_are() -> None:
-    """Blocks that need a GPU, several machines or files of a user are not run; their flags are looked at."""
+    """Flags in `console` blocks exist.
+
+    These blocks need GPUs, several machines or users' files, so they are not run.
+    """
     from megatron.config.command_line import build_parser
 
     known = {option for action in build_parser()._actions for option in action.option_strings}
@@ -159,7 +162,7 @@ def test_console_commands_have_flags_that_there_are() -> None:
 
 
 def test_both_trees_of_the_site_are_whole(tmp_path: Path) -> None:
-    """Laid out without MkDocs: the same pages in both languages, whose links lead to pages and pictures of the tree."""
+    """Both languages of the site have the same pages, and their links lead to files of the site."""
     pages.main(tmp_path / "staged", tmp_path / "site")
     trees = [{p.relative_to(tmp_path / "staged" / lang) for p in (tmp_path / "staged" / lang).rglob("*.md")} for lang in pages.LANGUAGES]  # fmt: skip
     own = [{p for p in tree if p.parts[0] != "source"} for tree in trees]

@@ -1,4 +1,4 @@
-"""From files to documents: every document once, whatever the file looks like, and a word about all that is not read."""
+"""Files are split into documents, each exactly once, and everything unread is reported."""
 
 import bz2
 import csv
@@ -28,7 +28,7 @@ LARGEST = 4000
 
 
 def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "utf-8") -> tuple[list[str], list[str]]:
-    """(texts, what is said of the bad ones without the path)."""
+    """Return (texts, messages about bad documents without the path)."""
     found = [
         d for c in chunks(Source(str(path), encoding=encoding), size, largest) for d in documents(c, largest=largest)
     ]
@@ -39,7 +39,7 @@ def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "u
 @pytest.mark.parametrize("blank", ["", " ", "\t", "\u3000", "\u00a0 ", " \u3000\n\n "])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_a_blank_line_is_a_blank_line(tmp_path: Path, end: str, blank: str) -> None:
-    """Line ends of any system, and spaces of any kind between them; whole paragraphs of Chinese begin with U+3000."""
+    """Paragraphs are separated by blank lines of any kind, while indentation by U+3000 is kept."""
     expected = [f"\u3000\u3000第{i}篇，\n" + "  第二行\n" * (i % 5) + "完" for i in range(848)]
     content = (f"\n{blank}\n".join([blank, *expected, blank])).replace("\n", end).encode()
     for name, raw in (("x.txt", content), ("x.txt.gz", gzip.compress(content))):
@@ -137,7 +137,7 @@ def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
 
 
 def test_lines_are_counted_once(tmp_path: Path) -> None:
-    """A bad line in every second place of 2 MB: each message has its own line, and none reads the file again."""
+    """Bad lines in every second place of 2 MB are numbered correctly, without reading the file again."""
     path = tmp_path / "x.jsonl"
     path.write_text(('{"text": "good"}\n' + "x" * 40 + "\n") * 30_000)
     begin = time.process_time()
@@ -147,7 +147,7 @@ def test_lines_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    """All kinds that are read, in one order; the others are said; what is hidden is passed over."""
+    """A folder is read in one order; other files are reported, and hidden ones are skipped."""
     line = b'{"text": "%s"}\n'
     for name, content in {
         "a.ndjson": line % b"a", "b.JSONL": line % b"b", "c.jsonl.bz2": bz2.compress(line % b"c"), "d.TXT.GZ": gzip.compress(b"d"),
@@ -166,7 +166,10 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shards are cleaned into one folder, which is then cleaned as a whole: the reports in it are no texts. See docs/data.md."""
+    """Shards cleaned into one folder can be cleaned again as a whole, ignoring their reports.
+
+    See docs/data.md.
+    """
 
     def clean(source: Path, output: Path, *more: str) -> None:
         argv = ["--input", str(source), "--output", str(output), "--workers", "0", "--quiet", *more]
@@ -188,7 +191,7 @@ def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line that is none, a document that is too long: named with file and line, or left out and counted."""
+    """All tools name a bad line or an overlong document by file and line, or skip and count it."""
     dice = random.Random(1)
     lines = [json.dumps({"text": "".join(dice.choices("abcdefghij 春眠不觉晓", k=60))}) for _ in range(300)]
     lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
@@ -232,7 +235,10 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_columns_of_parquet_as_the_hub_has_them(tmp_path: Path) -> None:
-    """Text is read in every type that Arrow has for it, conversations as lists of structs; other columns are named."""
+    """Parquet text is read from every Arrow string type, and conversations from lists of structs.
+
+    Other columns are named.
+    """
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -286,7 +292,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
     path.write_bytes("\n\n".join("plain words"[:i] for i in range(1, 12)).encode("utf-16-le"))
     assert "looks like utf-16" in read(path)[1][0]
     dice = random.Random(1)
-    for _ in range(200):  # damaged UTF-8 is not taken for anything else
+    for _ in range(200):  # damaged UTF-8 is not mistaken for another encoding
         raw = bytearray("\n\n".join(CHINESE[:3]).encode())
         raw[dice.randrange(len(raw))] ^= 0x80
         path.write_bytes(raw)
@@ -301,7 +307,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:
-    """English in one long document suggests no encoding, and --encoding does not turn it into Chinese."""
+    """ASCII text suggests no other encoding, and --encoding does not turn it into Chinese."""
     path = tmp_path / "x.txt"
     path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
     _, bad = read(path)
@@ -312,7 +318,7 @@ def test_ascii_is_ascii(tmp_path: Path) -> None:
             path.write_text(text)
             with pytest.raises(InputError, match=f"ASCII.*{encoding}.*--encoding"):
                 read(path, encoding=encoding)
-    for encoding in ("gb18030", "hz", "utf-7"):  # ASCII is part of these
+    for encoding in ("gb18030", "hz", "utf-7"):  # ASCII is a subset of these
         for text in ("plain words, and more of them", CHINESE[0]):
             path.write_bytes(text.encode(encoding, "ignore"))
             assert read(path, encoding=encoding) == ([text.encode(encoding, "ignore").decode(encoding)], [])
@@ -322,7 +328,10 @@ def test_ascii_is_ascii(tmp_path: Path) -> None:
 
 
 def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
-    """In CPU time of reading and parsing; the array is parsed twice, once to find where its items end."""
+    """A JSON array takes at most five times the CPU time of JSON lines.
+
+    It is parsed twice, to find where items end.
+    """
     records = [{"text": f"{i} " + "一段话" * 40} for i in range(12_000)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
     (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False))
@@ -340,7 +349,7 @@ def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
 def test_what_follows_a_stream_is_read_or_is_damage(
     tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
 ) -> None:
-    """Files of several streams, as parallel compressors write them."""
+    """Files of several compressed streams, as parallel compressors write them, are read, and damage is detected."""
     streams = [compress(b"".join(b'{"text": "%d"}\n' % i for i in range(k, k + 100))) for k in (0, 100, 200)]
     path = tmp_path / f"x.jsonl{ending}"
     padding = b"\0" * 4 if ending == ".xz" else b""
@@ -364,7 +373,7 @@ def test_a_link_to_nothing_ends_it(tmp_path: Path) -> None:
 
 
 def test_folders_behind_links_and_patterns(tmp_path: Path) -> None:
-    """They are read, each once: a link may lead to where it stands."""
+    """Folders reached by links and patterns are read once, even if a link leads back to its own folder."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "raw/c").mkdir(parents=True)
     for name in ("raw/a.jsonl", "raw/c/c.jsonl", "raw/c/.no.jsonl", "disk/w.jsonl"):
@@ -384,7 +393,7 @@ def test_folders_behind_links_and_patterns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [True, False], ids=["listing", "entering"])
 def test_a_folder_that_cannot_be_read_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
-    """Root reads all, so that the system's word is made up."""
+    """An unreadable folder is an error; it is simulated, since root can read everything."""
     (tmp_path / "a/b").mkdir(parents=True)
     for name in ("a/a.jsonl", "a/b/b.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n')

@@ -1,4 +1,4 @@
-"""A fractional weight takes a random part of a file: independent over seeds, files and neighbouring documents."""
+"""A fractional weight takes a random part of a file, independent over seeds, files and neighbouring documents."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ SAMPLING_ERROR = 5 / LINES**0.5  # five standard deviations of the correlation o
 
 
 def taken(path: Path, seed: int, number: int = 0, weight: float = 0.5) -> NDArray[np.float64]:
-    """[LINES] 1 for each line of the file that is taken, else 0."""
+    """Return an array [LINES] with 1 for each selected line of the file, else 0."""
     found = np.zeros(LINES)
     for chunk in chunks(Source(str(path), weight, number)):
         for (text,) in documents(chunk, seed=seed):
@@ -60,7 +60,7 @@ def test_neighbours_are_independent(lines: Path, weight: float) -> None:
 
 
 def test_weights_nest(lines: Path) -> None:
-    """A larger weight of the same seed takes all that a smaller one takes, as a threshold on one number does."""
+    """A larger weight with the same seed selects all lines that a smaller weight selects."""
     assert (taken(lines, 7, weight=0.3) <= taken(lines, 7, weight=0.6)).all()
 
 
@@ -82,7 +82,7 @@ def test_a_journal_of_an_earlier_version_continues_with_its_draws(
             tool.main(tool.build_parser().parse_args(argv))
     journal = tmp_path / "b.part.json"
     content = json.loads(journal.read_text())
-    del content["state"]["draw"]  # earlier versions did not name their draws
+    del content["state"]["draw"]  # earlier versions did not record it
     journal.write_text(json.dumps(content))
     tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
     offsets = np.cumsum([0, *(len(line.encode()) for line in [*records[:150], "not JSON\n", *records[150:]])])

@@ -1,4 +1,4 @@
-"""docs/reliability.md and the drills are about the same faults, and each drill is a test that there is."""
+"""docs/reliability.md and the drills list the same faults, and each drill is an existing test."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Dropout sites draw from streams of their own: as torch's dropout does from a seed, and as often as they are asked."""
+"""Each dropout site has its own random stream, seeded like torch's dropout, and draws once per call."""
 
 import copy
 import pickle
@@ -69,7 +69,7 @@ def test_a_compiled_graph_draws_the_same_and_takes_any_stream() -> None:
 
 
 def test_several_draws_in_one_graph_are_several() -> None:
-    """torch merges operations that are given the same: the turn is what tells them apart."""
+    """Several draws in one compiled graph differ by their turn; torch would merge identical operations."""
     rng, x = _rng(), torch.ones(64, requires_grad=True)
     stream = mpu.Stream(rng, "a")
 

@@ -1,4 +1,4 @@
-"""Exported tokenizers of all kinds: transformers gets the same ids of texts that no training saw, or loads none at all."""
+"""Exported tokenizers give the same ids in transformers for unseen texts, or are not exported."""
 
 import contextlib
 import io
@@ -86,7 +86,7 @@ def held_out(dice: random.Random) -> Iterator[str]:
 
 
 def train_foreign(kind: str, path: Path, given: list[str], dice: random.Random) -> None:
-    """A sentencepiece model with options as other projects choose them."""
+    """Train a sentencepiece model with options that other projects choose."""
     t5 = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     options: dict[str, Any] = {"byte_fallback": dice.random() < 0.5, "add_dummy_prefix": dice.random() < 0.5}
     options |= {"model_type": dice.choice(("bpe", "bpe", "unigram", "unigram", "char", "word"))}
@@ -122,7 +122,7 @@ def train_foreign(kind: str, path: Path, given: list[str], dice: random.Random) 
 
 
 def fitting(train: Callable[[int], None]) -> None:
-    """Train with the largest vocabulary that the text has room for."""
+    """Train with the largest vocabulary that the text allows."""
     for size in range(600, 260, -10):
         with contextlib.suppress(TokenizerError):
             train(size)
@@ -130,7 +130,7 @@ def fitting(train: Callable[[int], None]) -> None:
 
 
 def trained(folder: Path, dice: random.Random) -> tuple[str, Path]:
-    """The kind and the file of a tokenizer, learned from texts drawn by chance."""
+    """Train a random tokenizer on random texts; return its kind and file."""
     given, kind = texts(dice, 120), dice.choice((*FOREIGN, *OWN, "sentencepiece", "pieces"))
     path = folder / dice.choice(("tokenizer.model", "spiece.model", "zh.model"))
     if kind in FOREIGN:
@@ -182,7 +182,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
         assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
         return
     given = ours.encode
-    if kind == "t5":  # segmentations of a run tie, so transformers is compared with itself before the export
+    if kind == "t5":  # Unigram segmentations may tie, so the reference is transformers' own conversion
         (source / "config.json").write_text('{"model_type": "t5"}')
         before = transformers.AutoTokenizer.from_pretrained(source)
         given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -192,7 +192,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
 def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> None:
-    """The first piece that BPE learns has the score 0, which user-defined symbols have too."""
+    """A first BPE piece of punctuation stays a piece, although its score 0 is also that of user-defined symbols."""
     path = tmp_path / "zh.model"
     train_sentencepiece([given], str(path), 268)
     ours, output = load_tokenizer(str(path)), tmp_path / "out"

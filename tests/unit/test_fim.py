@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: what a document becomes, how often, and that it follows from the seed."""
+"""Fill-in-the-middle: how documents are rearranged, how often, and reproducibly from the seed."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,10 @@ HALF = gaps(0.5)
 
 
 def pieces(ids: list[int]) -> tuple[list[int], list[int], list[int], bool]:
-    """(prefix, middle, suffix, whether suffix comes first), read by the paper's formats; the middle of SPM stands behind the prefix."""
+    """Return (prefix, middle, suffix, suffix first) of a document in the paper's formats.
+
+    In SPM format the middle follows the prefix directly.
+    """
     assert ids[0] == PREFIX and [ids.count(mark) for mark in (PREFIX, MIDDLE, SUFFIX)] == [1, 1, 1]
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)
     assert suffix < middle
@@ -49,23 +52,23 @@ def test_the_pieces_are_the_text(length: int, closed: bool, spm: bool, first: fl
         return
     assert found[len(found) - closed :] == end
     prefix, middle, suffix, suffix_first = pieces(found[: len(found) - closed])
-    # Suffix first: the prefix stands with the middle behind the last mark.
+    # Suffix first: prefix and middle both follow the last token.
     assert (middle + suffix if suffix_first and spm else prefix + middle + suffix) == text[: length - 3]
     assert gaps().document(ids, False, spm, (first, second)).tolist() == ids.tolist()
 
 
 def test_rates_and_cuts() -> None:
-    """Of 4000 documents of 12 tokens and an end, in windows of 8; 9 tokens of each stay, so a cut is one of 10 places."""
+    """Rearrangement and cuts have the expected rates: 9 tokens of each document remain, so a cut has 10 places."""
     window = np.tile(np.append(np.arange(1, 13), EOD), 8)
     found = np.concatenate([gaps(0.6, 0.3).window(window, [13] * 8, [7, n]) for n in range(500)]).reshape(4000, 13)
     rearranged = found[found[:, 0] == PREFIX]
     assert (found[found[:, 0] != PREFIX] == [*range(1, 13), EOD]).all()
     assert abs(len(rearranged) / 4000 - 0.6) < 4 * (0.6 * 0.4 / 4000) ** 0.5
-    # Prefix first, and not empty: both cuts behind the first place.
+    # A non-empty prefix in PSM order means that both cuts are after the first place.
     first = rearranged[rearranged[:, 1] == 1]
     chance = 0.7 * 0.9**2
     assert abs(len(first) / len(rearranged) - chance) < 4 * (chance * (1 - chance) / len(rearranged)) ** 0.5
-    # The earlier of two cuts is at place k with a chance of (19 - 2 k) / 100.
+    # The earlier of two cuts is at place k with probability (19 - 2 k) / 100.
     shares = np.bincount([row.index(SUFFIX) - 1 for row in first.tolist()], minlength=10)[1:] / len(first)
     wanted = np.array([19 - 2 * k for k in range(1, 10)]) / 81
     assert np.abs(shares - wanted).max() < 4 * (0.21 * 0.79 / len(first)) ** 0.5
@@ -100,7 +103,7 @@ def test_marks_must_be_in_the_tokenizer(vocab_file: str) -> None:
 
 
 def test_marks_need_not_be_special(tmp_path: Path) -> None:
-    """Qwen's are added tokens that a text may hold."""
+    """Fill-in-the-middle tokens may be ordinary added tokens, like Qwen's."""
     marks, path = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"], tmp_path / "tokenizer.json"
     train_byte_bpe(["the quick brown fox"] * 9, str(path), 270, "hf", marks)
     content = json.loads(path.read_text())
@@ -129,7 +132,7 @@ def test_flags_that_do_not_go_together(flags: str, message: str) -> None:
 
 
 def test_a_run_reads_rearranged_text(tmp_path: Path) -> None:
-    """From a tokenizer with marks to the samples of a run, which the checkpoint knows."""
+    """A run trains on rearranged text, and its checkpoint records the rate."""
     marks, vocab_file = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"], str(tmp_path / "t.model")
     train_sentencepiece(["abc abd <fim_middle> bcd"] * 9, vocab_file, 280, specials=marks)
     tokenizer = load_tokenizer(vocab_file)

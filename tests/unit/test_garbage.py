@@ -1,4 +1,4 @@
-"""Garbage goes when the loop says so, and Python's ways come back after it."""
+"""Garbage is collected when the training loop asks for it, and Python's own settings are restored afterwards."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ class _Ring:
 def test_at_the_interval_and_not_before() -> None:
     with Garbage(3) as garbage:
         gone = weakref.ref(_Ring())
-        for _ in range(2000):  # enough for a collection of Python's own
+        for _ in range(2000):  # enough to trigger Python's own collection
             _Ring()
         for iteration, there in ((1, True), (2, True), (3, False)):
             garbage.after(iteration)

@@ -1,4 +1,4 @@
-"""Incremental decoding gives what recomputing gives; greedy and beam search give what Hugging Face gives."""
+"""Incremental decoding equals recomputation, and greedy and beam search equal Hugging Face's."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_a_decoder_goes_on_behind_its_last_position(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral", "cpm", "t5"])
 def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> None:
-    """Token for token: greedy, by draws, and by beams, which end after different numbers of tokens."""
+    """Prompts processed together are continued like each alone, by greedy decoding, sampling and beam search."""
     dice = torch.Generator().manual_seed(5)
     prompts = torch.randint(48, (4, 7), generator=dice).tolist()
     single = build(kind, True)
@@ -80,7 +80,7 @@ def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> 
         return GPT2Stepper(model, given, 24) if kind in DECODERS else T5Stepper(model, given, 1)
 
     lengths = set()
-    # The end of a text is the token that the second prompt's beams or greedy text has in the middle.
+    # Choose an end token that occurs in the middle of the second prompt's continuation.
     end = sample(reads(prompts[1:2]), 1, 12, -1, Sampling(temperature=0), 0)[0][3]
     for sampling in (Sampling(temperature=0), Sampling(0.8, 20, 0.9)):
         alone = [row for prompt in prompts for row in sample(reads([prompt]), 2, 14, end, sampling, seed=7)]
@@ -102,9 +102,9 @@ def test_prompts_of_different_lengths_are_not_read_together() -> None:
 
 
 class Elsewhere:
-    """A stepper whose model is on a device that nothing can be read from but by `cpu`: torch's meta stands in for a GPU.
+    """A stepper whose model is on torch's meta device, in place of a GPU, whose values only `cpu` can read.
 
-    It likes the token after the last one, and fails if it is given what is on the CPU.
+    It prefers the token after the last one, and fails on CPU tensors.
     """
 
     def __init__(self, rows: int) -> None:
@@ -141,7 +141,7 @@ def test_what_goes_to_the_model_goes_to_its_device() -> None:
 
 @pytest.mark.parametrize("kind", [*DECODERS, "cpm", "t5"])
 def test_a_model_on_another_device_meets_no_tensor_of_the_cpu(kind: str) -> None:
-    """torch's fake tensors refuse to compute with tensors of two devices, as a GPU would."""
+    """A model on another device meets no CPU tensor; torch's fake tensors refuse mixed devices as a GPU would."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     stepper: Any = build(kind, True)
@@ -174,7 +174,7 @@ def test_greedy_is_hugging_faces() -> None:
 
 @pytest.mark.parametrize(("kind", "window"), [("Llama", None), ("Qwen3", None), ("Mistral", 7)])
 def test_greedy_decoders_are_hugging_faces(kind: str, window: int | None) -> None:
-    """Theirs keep keys and values as well, and leave those behind the window."""
+    """Greedy decoding equals Hugging Face's, beyond the window and with cached keys and values."""
     other = twins.theirs(kind, window=window)
     ours = GPT2Model(parse(twins.flags_of(kind, window=window).split()), parallel_output=False).eval()
     twins.copy_weights(other, ours, twins.USUAL)
@@ -204,7 +204,7 @@ def test_beam_search_is_hugging_faces(beams: int, end: int) -> None:
 @pytest.mark.parametrize(("kind", "window"), [("Llama", None), ("Qwen3", None), ("Mistral", 7)])
 @pytest.mark.parametrize("end", [1, 40])
 def test_beams_of_decoders_are_hugging_faces(kind: str, window: int | None, end: int) -> None:
-    """Over a cache with fewer heads than queries, whose rows change places; theirs computes anew. Beams go past the window."""
+    """Beam search with grouped-head caches and past the window equals Hugging Face's without a cache."""
     other = twins.theirs(kind, window=window)
     ours = GPT2Model(parse(twins.flags_of(kind, window=window).split()), parallel_output=False).eval()
     twins.copy_weights(other, ours, twins.USUAL)

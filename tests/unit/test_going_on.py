@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py after an accident: what is done stays, a run that goes on writes what an undisturbed one writes."""
+"""tools/preprocess_data.py after an accident: finished work stays, and a resumed run gives the same output."""
 
 import errno
 import importlib
@@ -20,7 +20,7 @@ BAD = 300
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The preprocessor, with chunks of a few documents and a journal after each."""
+    """The preprocessor, with chunks of a few documents and a journal entry after each."""
     module = importlib.import_module("megatron.commands.preprocess_data")
     monkeypatch.setattr(module, "JOURNAL_SECONDS", 0)
     honest = module.chunks
@@ -53,7 +53,7 @@ def kept(folder: Path) -> None:
 
 
 class Disk:
-    """A file that is full after some writes."""
+    """A file on a disk that is full after some writes."""
 
     def __init__(self, file: Any, writes: int) -> None:
         self._file, self._left = file, writes

@@ -1,4 +1,4 @@
-"""What lm-eval is told, against sums over a table of bigrams; and a task of our own where lm-eval is installed."""
+"""The lm-eval adapter against sums over a table of bigrams, and a custom task if lm-eval is installed."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def ask(*args: Any) -> Any:
 
 
 def log_probability(text: str, first: int = 1) -> float:
-    """Of letters `first` and later of `$text`, by the table."""
+    """Return the log probability of letters `first` and later of `$text`, from the table."""
     ids = Letters.encode("$" + text)
     logs = TABLE.log_softmax(-1)
     return sum(float(logs[a, b]) for a, b in list(zip(ids, ids[1:], strict=False))[first - 1 :])
@@ -58,7 +58,7 @@ def test_loglikelihood() -> None:
 
 
 class Pairs(Letters):
-    """The same, but `ab` is one token, of the id of `i`, and a space at the end of a text is none."""
+    """Letters with `ab` as one token, with the id of `i`, and without trailing spaces."""
 
     @staticmethod
     def encode(text: str) -> list[int]:
@@ -95,7 +95,7 @@ def test_generation_stops_at_the_first_stop_word() -> None:
 
 
 def test_a_task_of_our_own(tmp_path: Path) -> None:
-    """Multiple choice, where the better continuation is known from the table."""
+    """A custom multiple-choice task is scored by the table's better continuation."""
     pytest.importorskip("lm_eval")
     rows = [{"q": q, "a": [a, b], "label": int(log_probability(q + b) > log_probability(q + a))} for q, a, b in
             (("ab", "c", "d"), ("fg", "h", "i"), ("e", "a", "b"), ("hi", "d", "e"))]  # fmt: skip

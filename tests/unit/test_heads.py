@@ -1,4 +1,4 @@
-"""A fused projection cut into queries, keys and values: gradients as autograd's, laid down once."""
+"""Splitting a fused QKV projection: gradients equal autograd's and are written only once."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ S, B, N, D = 7, 2, 3, 4
 
 
 class Copied(TorchDispatchMode):
-    """Numbers that are written by operations which only move them."""
+    """Counts elements written by operations that only move data."""
 
     numbers = 0
 

@@ -1,4 +1,4 @@
-"""Steps that are not applied, and losses that jump: what a run concludes from its numbers, read late."""
+"""Skipped steps and loss jumps: what a run concludes from its numbers, which it reads late."""
 
 import math
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Keys of config.json: what the classes of transformers declare is known, what none of them reads is named, what computes is refused.
+"""Keys of config.json: declared ones are known, unread ones named, and ones that change the computation refused.
 
-The tables of megatron/convert, which needs no transformers, are held against its classes here.
+The tables of megatron/convert, which needs no transformers, are compared with transformers' classes here.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tests.unit.test_hf_configs import KINDS, difference, old, write
 
 transformers = pytest.importorskip("transformers")
 WHERE = Path("config.json")
-# Keys of other families that name files, lengths of texts, parts for images or sound, weights of further losses, initialisation.
+# Other families' keys for files, text lengths, image or sound parts, further losses and initialisation.
 REVIEWED = {
     "z_loss_coefficient", "init_std", "pooling", "prompt_types", "prompt_length", "max_seq_len", "vocabulary_map", "mm_tokens_per_image",
     "audio_soft_tokens_per_image", "image_seq_length", "aux_loss_coef", "init_device", "chroma_length", "seed", "context_length",
@@ -74,7 +74,7 @@ ALIVE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", covering(list(range(100)), lambda seed: seed < 8))
 def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
-    """Dead keys change no logit; one that computes among them is refused by its name."""
+    """Ignored keys change no logit in any combination; a key that changes the computation is refused by name."""
     dice = random.Random(seed)
     family = dice.choice(list(KINDS))
     known = {*FAMILIES[family].defaults, *FAMILIES[family].aliases, *MUST}
@@ -89,7 +89,7 @@ def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_class_declares_is_known(family: str) -> None:
-    """Read the configuration that transformers' own class writes out in full."""
+    """A configuration that transformers' own class writes out in full is read."""
     content = KINDS[family][0](**KINDS[family][2]).to_dict()
     assert read_config({**content, "model_type": family}, WHERE)
     assert unread_keys({**content, "model_type": family}) == []
@@ -102,7 +102,7 @@ def test_tensors_to_ignore_are_those_of_the_class(family: str) -> None:
 
 
 def test_keys_by_which_other_families_compute_are_refused() -> None:
-    """Every field of every configuration of transformers for text."""
+    """Fields of all text configurations in transformers are refused, unless they were reviewed as harmless."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

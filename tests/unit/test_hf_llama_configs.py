@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral of transformers, of as many configurations as people have: right to 1e-5, or refused by name."""
+"""Llama, Qwen2, Qwen3 and Mistral in many configurations keep their logits to 1e-5, or are refused by name."""
 
 import copy
 import itertools
@@ -54,7 +54,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def as_before(key: str) -> Edit:
-    """Rotary positions as transformers 4 wrote them, with the type under `key`."""
+    """Return an edit that writes rotary positions as transformers 4 did, with the type under `key`."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         content = config.pop("rope_parameters")
@@ -67,13 +67,13 @@ def as_before(key: str) -> Edit:
 
 
 def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Rotary positions of both versions, which say the same; the older form alone is what transformers reads then."""
+    """Write rotary positions in both versions' forms, which agree; transformers then reads only the older one."""
     theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
 
 
 def without_prefix(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """As LlamaModel is saved, with a constant that the first Llamas had among their tensors."""
+    """Remove the prefix as in LlamaModel, and add a constant that the first Llamas had among their tensors."""
     for key in list(tensors):
         tensors[key.removeprefix("model.")] = tensors.pop(key)
     for i in range(config["num_hidden_layers"]):
@@ -132,7 +132,7 @@ def right() -> Iterator[Case]:
 
 
 def by_chance(dice: random.Random) -> Case:
-    """Any of all that at once."""
+    """Return a random case that combines all of these."""
     kind, heads, name = dice.choice(KINDS), dice.choice((1, 2, 3, 4, 6, 8)), dice.choice(list(ROPES))
     settings: dict[str, Any] = {
         "hidden_size": heads * dice.choice((2, 3, 5, 8)), "num_attention_heads": heads, "head_dim": 2 * dice.randint(1, 9),
@@ -157,7 +157,7 @@ CASES = list(right())
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_it_is_right_and_comes_back(number: int, tmp_path: Path) -> None:
-    """The same logits; and what is written of it again is the same model, to the bit."""
+    """An imported model has the same logits, and its export is bit-identical."""
     family, settings, edit, dtype = CASES[number]
     write(tmp_path, family, settings, edit, dtype)
     assert difference(tmp_path, family) <= 1e-5
@@ -298,13 +298,13 @@ def test_what_none_of_theirs_is(flags: str, message: str) -> None:
 
 
 def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() -> None:
-    """transformers 4 took null elsewhere; transformers 5 takes it nowhere."""
+    """Null layers without windows are accepted where transformers 4 accepted them; transformers 5 accepts no null."""
     read = read_config({"model_type": "qwen2", "max_window_layers": None}, Path("config.json"))
     assert settings_of(read, False, Path("config.json"))[0]["sliding_window"] is None
 
 
 def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
-    """Why the two are refused where they differ: a theta that only one of them has would be lost."""
+    """rope_parameters that differ from rope_scaling are refused, since transformers would ignore their theta."""
     import transformers
 
     both = {
@@ -323,7 +323,7 @@ def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
 
 
 def test_defaults_are_theirs() -> None:
-    """What a config.json may leave out, of all keys that theirs have."""
+    """Keys missing from config.json have transformers' defaults."""
     import transformers
 
     for kind in KINDS:

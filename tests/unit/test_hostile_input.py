@@ -1,4 +1,4 @@
-"""Damaged or malicious files and environments: each gets one sentence that names it, and nothing waits for ever."""
+"""Damaged or malicious files and environments each give one sentence that names the cause, and nothing hangs."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def test_a_template_without_an_end_is_named(vocab_file: str, monkeypatch: pytest
 
 
 def test_a_regular_expression_without_an_end_is_named_by_a_worker(tmp_path: Path) -> None:
-    """The library panics, with an error that is no Exception and cannot be pickled."""
+    """A regular expression that never ends is named by a worker, although the library's panic cannot be pickled."""
     path = tmp_path / "tokenizer.json"
     train_byte_bpe(["What is the capital of France? system user assistant. " * 20], str(path), 290, "hf")
     content: dict[str, Any] = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Cuts by measured time."""
+"""Partitioning layers by measured time."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ from tds.layer_times import cut_by_time
 
 
 def test_the_slowest_stretch_is_as_fast_as_can_be() -> None:
-    """Against all ways to cut; of those that are as fast the evenest."""
+    """The chosen partition has the fastest slowest stage, and is the most even of those."""
     rng = random.Random(1)
     for count in range(1, 9):
         for stretches in range(1, count + 1):

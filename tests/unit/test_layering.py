@@ -1,4 +1,7 @@
-"""The rules of the house, read off the source. A new arrow is a decision: change MAY_IMPORT in the same commit."""
+"""The project's rules, checked on the source.
+
+A new import arrow is a decision: change MAY_IMPORT in the same commit.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -8,10 +11,10 @@ import pytest
 
 from tests.support import ROOT
 
-# Package -> which of ours it may import. Longest name wins.
+# Package -> our packages that it may import. The longest matching name wins.
 MAY_IMPORT = {
     "tds": set(),
-    "megatron._torch": set(),  # private names of torch, which everything may need
+    "megatron._torch": set(),  # private names of torch, which any package may need
     "data_utils": set(),
     "megatron.atomic": set(),
     "megatron.config": set(),
@@ -89,7 +92,7 @@ MAY_IMPORT = {
         "megatron.training",
         "megatron.utils",
     },
-    # For entry scripts of the original, which call any of these; the arrows into it are those of the names that they import.
+    # Modules that only the original's entry scripts import; arrows into them are the names that scripts import.
     "megatron.compat": {
         "megatron.config",
         "megatron.mpu",
@@ -164,13 +167,13 @@ MAY_IMPORT = {
         "megatron.mpu",
         "megatron.ranks",
         "megatron.training",
-    },  # what tutorials import from here
+    },  # tutorials import these names from here
 }
-# Package -> which of the outside world it may import besides the standard library.
+# Package -> third-party packages that it may import.
 OUTSIDE = {
     "megatron.atomic": set(),
     "tds": {"torch", "deepspeed"},
-    "data_utils": {"regex", "zstandard", "datasketch", "pyarrow", "ray"},  # each imported where it is needed
+    "data_utils": {"regex", "zstandard", "datasketch", "pyarrow", "ray"},  # each is imported where it is needed
     "megatron.config": set(),
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
@@ -264,7 +267,7 @@ def test_a_broken_arrow_is_found(tmp_path: Path) -> None:
 
 
 def test_no_circles_inside_a_package() -> None:
-    """Files of a package import each other one way."""
+    """Files of a package import each other in one direction only."""
     graph: dict[str, set[str]] = {}
     for path, module, tree in sources():
         top = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
@@ -289,7 +292,8 @@ def test_no_circles_inside_a_package() -> None:
         visit(module, ())
 
 
-# File -> private names of other people's libraries that it uses. An upgrade of torch is these files, one of DeepSpeed is tds/.
+# File -> private names of third-party libraries that it uses. An upgrade of torch affects these files, one of
+# DeepSpeed tds/.
 PRIVATE = {
     "megatron/_torch.py": {
         "_C",
@@ -303,25 +307,26 @@ PRIVATE = {
         "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
         "_get_backend", "_get_default_store", "_storage_Use_Count",
     },
-    "tds/diagnose.py": {"_current_frames"},  # of sys: there is no other way to another thread's stack
-    "megatron/commands/launch.py": {"_monitor_workers", "_remaining_restarts"},  # of torchrun's agent
-    # Of a parameter that DeepSpeed has tied or cut up; mpu stands below tds, and reads them as it reads Megatron's.
+    "tds/diagnose.py": {"_current_frames"},  # part of sys: the only way to another thread's stack
+    "megatron/commands/launch.py": {"_monitor_workers", "_remaining_restarts"},  # torchrun's agent
+    # Attributes of parameters that DeepSpeed has tied or partitioned. mpu is below tds and reads them like
+    # Megatron's.
         "megatron/mpu/parameters.py": {"ds_shape"},
 }  # fmt: skip
 OF_TORCH = {name for file, names in PRIVATE.items() for name in names if not file.startswith("megatron/mpu/")}
-# What DeepSpeed's engines, optimizers, modules and parameters have without a promise.
+# Undocumented attributes of DeepSpeed's engines, optimizers, modules and parameters.
 OF_DEEPSPEED = {
     "bf16_groups", "buffered_allreduce_fallback", "check_grad_overflow", "cur_iter", "cur_scale", "ds_id",
     "ds_pipe_replicated", "ds_process_group", "ds_shape", "ds_tensor", "enable_backward_allreduce",
     "fp32_groups_gradients", "fp32_partitioned_groups_flat", "get_grads_for_norm", "immediate_grad_update", "tied_comms",
     "using_bf16_optimizer", "StockPipelineEngine", "StockPipelineModule",
 }  # fmt: skip
-# With an underscore, but promised: by Python, or by Megatron-LM, whose users set them on their models.
+# Underscored but public names: Python's, and Megatron-LM's, which users set on their models.
 PROMISED = {"_asdict", "_replace", "_exit", "_fields", "_megatron_batch_fn"}
 
 
 def _own_names(root: Path) -> set[str]:
-    """Names with an underscore that our own classes and modules define."""
+    """Return the underscored names that our own classes and modules define."""
     found: set[str] = set()
     for _, _, tree in sources(root):
         for node in ast.walk(tree):
@@ -336,7 +341,7 @@ def _own_names(root: Path) -> set[str]:
 
 
 def private_names(root: Path) -> dict[str, set[str]]:
-    """By file, what it uses of the inside of torch, DeepSpeed and others: attributes, names given to getattr, imports."""
+    """Return, by file, the private names of other libraries that it uses."""
     ours, used = _own_names(root), dict[str, set[str]]()
     for path, module, tree in sources(root):
         found: set[str] = set()
@@ -402,7 +407,7 @@ def test_every_file_says_what_it_holds() -> None:
 
 
 def test_settings_are_passed_not_looked_up() -> None:
-    """get_args() is for entry scripts; torch.cuda stands in one file; nobody declares globals."""
+    """Settings are passed as arguments: library code has no get_args(), no globals, and cuda in one file only."""
     for path, module, tree in sources():
         for node in ast.walk(tree):
             if (
@@ -417,7 +422,7 @@ def test_settings_are_passed_not_looked_up() -> None:
 
 
 def test_the_project_names_no_place_of_ours() -> None:
-    """No absolute paths, no loose ends."""
+    """The source contains no absolute paths and no unfinished work."""
     for path, _, _ in sources():
         text = path.read_text()
         for word in ("/root/", "/home/", "/tmp/", "TODO", "FIXME", "XXX"):

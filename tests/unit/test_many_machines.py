@@ -1,4 +1,4 @@
-"""More machines than one: whoever does the work, the bytes are those of one machine."""
+"""Work on several machines gives the bytes of one machine."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ def tool() -> Tool:
 
 
 def shards(folder: Path) -> list[Path]:
-    """Three files; of the documents of each some are nearly those of another."""
+    """Write three files, in which some documents nearly duplicate documents of other files."""
     dice = random.Random(2)
     texts = ["".join(dice.choices("春眠不觉晓处闻啼鸟夜来风雨声花落知多少", k=200)) for _ in range(60)]
     texts += [text[:100] + "改" + text[101:] for text in texts[:30]]
@@ -44,7 +44,7 @@ def same(folder: Path, one: str, other: str) -> None:
 
 
 def test_shards_and_merge_are_one_run(tool: Tool, tmp_path: Path, vocab_file: str) -> None:
-    """The recipe of docs/data.md for those who have only a scheduler."""
+    """The recipe of docs/data.md for clusters with only a scheduler gives the bytes of a single run."""
     pytest.importorskip("datasketch")
     paths, quiet = shards(tmp_path), ("--workers", 0, "--quiet")
     near = (*quiet, "--near-duplicates", "--min-chars", 20)
@@ -84,7 +84,7 @@ def begin(marker: str) -> None:
 def square(number: int) -> int:
     if number == 7 and not os.path.exists(_Told.marker):
         Path(_Told.marker).touch()
-        os._exit(1)  # as a machine that goes away
+        os._exit(1)  # simulates a machine that disappears
     if number == 30:
         raise ValueError("thirty is no number")
     return number * number
@@ -92,7 +92,7 @@ def square(number: int) -> int:
 
 @FULL
 def test_ray_gives_what_one_machine_gives(tmp_path: Path) -> None:
-    """Two workers: in order, past a death, and with the error of the work."""
+    """Ray with two workers keeps the order, survives a worker's death, and passes on the work's errors."""
     pytest.importorskip("ray", reason="needs ray")
     found = []
     with pytest.raises(ValueError, match="thirty is no number"):

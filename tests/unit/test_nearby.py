@@ -1,4 +1,4 @@
-"""A run directory holds what is needed to use it, wherever it is."""
+"""A run directory is self-contained and usable from any place."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "model.safetensors"):
         (source / name).write_text("{}" if name == "tokenizer_config.json" else name)
     assert kept_tokenizer(home, "anything") is None
-    keep_tokenizer(str(source), home)  # the folder, as Hugging Face's are given
+    keep_tokenizer(str(source), home)  # a folder, in Hugging Face's style
     assert sorted(p.name for p in (home / "tokenizer").iterdir()) == [
         "merges.txt",
         "tokenizer_config.json",
@@ -29,8 +29,8 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     ]
     assert kept_tokenizer(home, str(source)) == str(home / "tokenizer")
     assert kept_tokenizer(home, str(source / "vocab.json")) == str(home / "tokenizer" / "vocab.json")
-    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # nothing to do
-    for name in ("own.model", "other.model"):  # names by which no folder is known
+    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # already there
+    for name in ("own.model", "other.model"):  # names that no loader recognises as a folder
         (source / name).write_text(name)
         keep_tokenizer(str(source / name), home)
     assert kept_tokenizer(home, "/was/there/other.model") == str(home / "tokenizer" / "other.model")

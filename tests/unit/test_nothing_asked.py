@@ -1,4 +1,4 @@
-"""What a layer needs it is given when it is built: no forward or backward pass asks what is entered in the process."""
+"""Layers get all they need when they are built; no forward or backward pass looks up global state."""
 
 from typing import Any
 

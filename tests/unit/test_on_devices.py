@@ -1,4 +1,4 @@
-"""What is done otherwise on an accelerator, shown with stand-ins: nobody waits for a device in the middle of a step."""
+"""Behaviour on accelerators, tested with stand-ins: no step waits for the device."""
 
 import importlib
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tds import _deepspeed, launched, progress, start
 
 
 class Event:
-    """Notes the time that `now` says; done when `done` says so."""
+    """An event that records the time in `now`, and completes when `done` is set."""
 
     now, done, waited = 0.0, False, 0
 
@@ -35,7 +35,7 @@ class Event:
 
 
 def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait in a step is for the messages that are posted, too, of which one may come only after this rank goes on."""
+    """A breakdown waits for the device only between steps, since posted messages may need this rank to continue."""
     monkeypatch.setattr(progress.torch, "Event", Event)
     found = progress.Progress(torch.device("meta"), None, breakdown=True)
     for _ in range(3):
@@ -63,7 +63,10 @@ def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
-    """As DeepSpeed's ZeRO 3 gives it with an optimizer on the CPU; a line of the log reads both at once."""
+    """A norm on the CPU, as with ZeRO 3 and an offloaded optimizer, moves to the loss's device.
+
+    One read fetches both.
+    """
     engine = SimpleNamespace(optimizer=SimpleNamespace(), fp16_enabled=lambda: False)
     step = _result(engine, torch.zeros((), device="meta"), torch.ones(()), {})
     assert isinstance(step.grad_norm, torch.Tensor) and step.grad_norm.device == step.loss.device
@@ -84,7 +87,7 @@ def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatc
     import torch.distributed as dist
 
     given: dict[str, Any] = {}
-    module = importlib.import_module("torch.distributed.rendezvous")  # of which the package hides the name
+    module = importlib.import_module("torch.distributed.rendezvous")  # the package hides this module
     monkeypatch.setattr(module, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -1,4 +1,4 @@
-"""What tools write when they fail: the file before stays, a full disk is named by its file, and no link is followed."""
+"""Outputs of failing tools: the previous file stays, a full disk is named with its file, and no link is followed."""
 
 import bz2
 import gzip
@@ -62,7 +62,7 @@ def test_a_cleaning_run_that_fails_leaves_the_files_of_the_run_before(tmp_path: 
 
 
 def _on_a_small_disk() -> None:
-    """Let no file grow beyond 16 kB, as on a disk that is full."""
+    """Limit files to 16 kB, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
@@ -124,7 +124,7 @@ def test_a_killed_tool_leaves_no_warning_of_python(tmp_path: Path) -> None:
     ]
     tool = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*.tmp")) and time.monotonic() < deadline:  # the output is open, workers begin
+    while not list(tmp_path.glob("*.tmp")) and time.monotonic() < deadline:  # workers are starting
         time.sleep(0.02)
     time.sleep(0.5)
     tool.send_signal(signal.SIGKILL)
@@ -243,11 +243,11 @@ def test_an_xz_that_asks_for_a_dictionary_of_gigabytes_is_refused(tmp_path: Path
 
 
 def _huge_dictionary() -> bytes:
-    """An .xz whose block header names a dictionary of 4 GiB; its check sum is right."""
+    """Return an .xz file whose block header claims a dictionary of 4 GiB, with a valid checksum."""
     import zlib
 
     whole = bytearray(lzma.compress(b"small"))
-    at = 12  # behind the stream header: size, flags, filter id, size of properties, dictionary size
+    at = 12  # after the stream header: size, flags, filter id, size of properties, dictionary size
     size = (whole[at] + 1) * 4
     assert whole[at + 2 : at + 4] == b"\x21\x01"
     whole[at + 4] = 40  # 4 GiB - 1

@@ -1,4 +1,4 @@
-"""Attention over packed documents, with a stand-in for torch's kernel, which needs a GPU: it takes what that takes, and says where it begins and ends."""
+"""Attention over packed documents, with a stand-in for torch's GPU kernel that takes the same arguments."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Which weights decay."""
+"""The weights that are subject to weight decay."""
 
 import pytest
 from torch import nn
@@ -21,7 +21,7 @@ def _decaying(model: nn.Module, embeddings: bool) -> set[str]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_may_be_left_out(tied: bool) -> None:
-    """A matrix that gives the logits by itself is none."""
+    """Embeddings may be excluded from decay; an untied output matrix is no embedding."""
     model = GPT2Model(parse(f"{SIZES} {'' if tied else '--no-tie-embeddings'}".split()))
     left_out = {"embedding.word_embeddings.weight", "position_embedding.weight"}
     everything = {name for name, p in global_parameters(model) if p.dim() > 1}

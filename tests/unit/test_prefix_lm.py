@@ -1,4 +1,4 @@
-"""Prefixes of a decoder: who sees whom, what is learned, how long they are, and how a prompt is read."""
+"""Prefix LM: attention masks, targets, prefix lengths, and how a prompt is read."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def _seen(documents: list[int], inside: list[int]) -> list[list[bool]]:
-    """Place by place, as it is defined."""
+    """Return which tokens each token may see, written out position by position."""
     places = range(len(documents))
     return [
         [documents[q] == documents[k] and (k <= q or bool(inside[q] and inside[k])) for k in places] for q in places
@@ -43,7 +43,7 @@ def test_who_sees_whom_and_what_counts() -> None:
     assert mask is not None and mask[0, 0].tolist() == _seen([0] * 9, inside)
     plain = document_mask(torch.tensor([documents]) + 1, causal=True)
     assert plain is not None and plain[0, 0].tolist() == _seen(documents, [0] * 9)
-    for shortcut in (chunks_of, borders):  # which go by causal documents
+    for shortcut in (chunks_of, borders):  # these work only for causal documents
         assert shortcut(Documents(ids, None, True)) is None
 
 
@@ -69,7 +69,7 @@ def _model() -> tuple[GPT2Model, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_prompt_is_read_both_ways(cached: bool) -> None:
-    """Against the reference with the mask written down, also where the window has left the beginning of the prompt behind."""
+    """A prompt is read bidirectionally, even after the window has left its beginning."""
     model, weights = _model()
     prompt = [3, 14, 15, 9, 26, 5, 35]
     stepper = GPT2Stepper(model, prompt, 12, cached, prefix=True)

@@ -1,4 +1,4 @@
-"""The JSON files of configs/: by name, in a checkout and where pip put them."""
+"""Presets in configs/ are found by name, in a checkout and in an installation."""
 
 import importlib.metadata
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron.planning.memory import rank_memory
 from megatron.planning.sizes import parameters, stages_of
 from tests.support import ROOT
 
-# max_position_embeddings of the config.json of their makers.
+# max_position_embeddings in the makers' config.json
 READ = {
     **dict.fromkeys(("llama_1b", "llama_3b", "llama_8b", "llama_70b"), 131072),
     **dict.fromkeys(("qwen3_0.6b", "qwen3_1.7b", "qwen3_8b"), 40960),
@@ -40,7 +40,7 @@ def test_a_file_of_ones_own_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_where_pip_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record of an installation with --target names them by a path that leads out of site-packages."""
+    """Presets are found even if pip recorded them outside of site-packages, as with --target."""
     there = tmp_path / "share/megatron-tds/configs/clusters"
     there.mkdir(parents=True)
     (there / "mine.json").write_text((ROOT / "configs/clusters/a100.json").read_text())
@@ -69,7 +69,10 @@ def test_models_read_as_far_as_published_at_no_cost(name: str) -> None:
 
 @pytest.mark.parametrize("name", READ)
 def test_an_export_of_a_preset_says_how_far_it_reads(name: str) -> None:
-    """As transformers reads it; of llama3 with the length before scaling, which is not that one."""
+    """transformers reads a preset's maximum length from an export.
+
+    For llama3 it is not the length before scaling.
+    """
     transformers = pytest.importorskip("transformers")
     config = parse(["--config", name, "--vocab-size", "32000"])
     described = llama_config(config.model, config.positions, 1, 2, "fp32")

@@ -1,4 +1,4 @@
-"""What others import: a name that goes away or comes is a decision, written down in public_names.txt."""
+"""Public names: adding or removing one is a decision that is recorded in public_names.txt."""
 
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +16,7 @@ def names() -> list[str]:
 
 
 def test_public_names_are_those_of_the_list() -> None:
-    """CONTRIBUTING.md says how a name is taken away."""
+    """Public names equal the list. CONTRIBUTING.md describes how to remove one."""
     assert names() == LIST.read_text(encoding="utf-8").split()
 
 

@@ -1,4 +1,4 @@
-"""What a model is asked, as tokens: texts with names of special tokens and conversations as transformers has them, gaps as training has them."""
+"""Prompts as tokens: special tokens and conversations as in transformers, fill-in-the-middle as in training."""
 
 import json
 from argparse import Namespace
@@ -37,7 +37,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE with the marks of conversations and gaps, as transformers and we read it."""
+    """A byte-level BPE with chat and fill-in-the-middle tokens, as transformers and we read it."""
     folder = tmp_path_factory.mktemp("hf")
     text = ["What is the capital of France? system user assistant. " * 20]
     train_byte_bpe(text, str(folder / "tokenizer.json"), 300, "hf", [BEGIN, END, *FIM])
@@ -65,7 +65,7 @@ def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tok
         assert not set(plain.tokens) & set(tokenizer.specials.values()) and tokenizer.decode(plain.tokens) == text
 
 
-# The frame of a turn has other marks for each role.
+# Each role has its own turn tokens.
 ROLE_MARKS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
@@ -74,7 +74,7 @@ ADDED = ["<think>", "<tool_call>", "<|system|>", "<|user|>", "<|assistant|>", BE
 
 
 def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
-    """Words are words everywhere; a prompt is cut as a corpus is; in a conversation all may name what is no frame of a turn, as in transformers."""
+    """Added words are tokenized as in transformers, and messages may contain any token that does not frame a turn."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     train_byte_bpe(["What is the capital of France? 春天 covid"] * 9, str(tmp_path / "tokenizer.json"), 290, "hf")
@@ -100,7 +100,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["llama2", "llama3", "qwen"])
 def test_names_in_tokenizers_of_their_models(style: str, tmp_path: Path) -> None:
-    """Those that begin a text with a token, and put a space in front of its first word only."""
+    """Named special tokens are read as in transformers, after a start token and without a space at later words."""
     transformers = pytest.importorskip("transformers")
     made, named = tokenizer_of(style)
     made.save(str(tmp_path / "tokenizer.json"))
@@ -163,7 +163,7 @@ def test_the_template_of_the_training_comes_first(
 def test_a_corpus_from_before_there_were_dates(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A template that asked whether there is strftime_now was told no: so it is asked, and so merging and exporting say."""
+    """An undated corpus is prompted without a date, as its template was rendered, and merging and exporting say so."""
     pytest.importorskip("jinja2")
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
     old = tmp_path / "old_sft"
@@ -180,7 +180,7 @@ def test_a_corpus_from_before_there_were_dates(
         assert chat.end == tokenizer.marks[END]
         (note,) = chat.notes
         assert ("the run learned without one" if date is None else "the run learned with 2024-07-26") in note
-    assert template_from(source, tokenizer, str(folder)).date is not None  # of a tokenizer, without a corpus
+    assert template_from(source, tokenizer, str(folder)).date is not None  # a tokenizer's template, without a corpus
     for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
         corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))
@@ -191,7 +191,7 @@ def test_a_corpus_from_before_there_were_dates(
 
 @pytest.mark.parametrize("spm", [False, True])
 def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, spm: bool) -> None:
-    """What the model is given, the middle and the end are a document as the data set rearranges it."""
+    """A fill-in-the-middle prompt, its middle and its end make up a document as the dataset rearranges it."""
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
     gaps = Gaps(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
@@ -206,7 +206,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
 
 
 def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
-    """Qwen's marks of gaps, and ChatML's of some fine-tunes: asked with, ended by, and in a prompt what they are in a corpus; what fills a gap or is said names none."""
+    """Non-special fill-in-the-middle and chat tokens work as in a corpus, but contents cannot produce them."""
     theirs_of = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -272,7 +272,7 @@ def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> Non
 
 
 def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Path) -> None:
-    """Ids of a byte-level vocabulary may stop between the three bytes of a Chinese character."""
+    """An answer never ends within a character, even if its ids stop between a Chinese character's bytes."""
     question = Reader(tokenizer).question("a")
     ids = tokenizer.encode("b春天")
     assert answer(tokenizer, question, ids) == "b春天"

@@ -1,4 +1,4 @@
-"""Messages that stand in queues: what would hang on NCCL is found, and none of our schedules does."""
+"""Schedules under queued messages: deadlocks under NCCL's rules are found, and none of our schedules has one."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -48,7 +48,7 @@ def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
 def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
-    """Before every computation of every stage."""
+    """Receives posted when needed cannot deadlock, even if stages wait for their device before each computation."""
     for stages in (2, 3, 4, 8):
         for micros in (1, stages + 1, 4 * stages):
             finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))
@@ -61,11 +61,11 @@ def test_no_two_borders_of_a_stage_have_the_same_colour(stages: int) -> None:
     assert {colour(border, stages) for border in range(stages - 1)} <= {0, 1}
 
 
-# ------------------------------------------------ that what hangs is found
+# ------------------------------------------------ deadlocks are found
 
 
 def one_group(border: int, stages: int, right: bool) -> Hashable:
-    """All borders of a direction in one queue, as it is with one process group for each direction."""
+    """Return one queue key for each direction, as with one process group per direction."""
     return right
 
 
@@ -97,12 +97,12 @@ def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
     finish(plan_of("gpipe", 4, 8), Rules(queue=one_group))
 
 
-# ----------------------------------------------------------- what queues cost
+# ----------------------------------------------------------- the cost of queues
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
 def test_groups_by_colour_cost_no_time(name: str) -> None:
-    """As fast as with a queue for each border, and with messages that take no time as fast as the timetable."""
+    """Two groups per direction, by boundary parity, cost no time compared with one queue per boundary."""
     for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
         plan = plan_of(name, stages, micros)
         apart = finish(plan, Rules(queue=lambda border, stages, right: (border, right)))

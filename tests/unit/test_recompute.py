@@ -1,4 +1,4 @@
-"""What is computed again is not kept, and changes no number."""
+"""Recomputed tensors are not kept, and recomputation changes no number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +59,7 @@ def test_numbers_are_the_same_to_the_bit(flags: str, modules: str) -> None:
 
 
 def _kept(flags: str) -> dict[str, int]:
-    """How many outputs of norms, projections and activations are in memory between the passes."""
+    """Return how many outputs of norms, projections and activations are alive between the passes."""
     model, loss = _loss(flags)
     outputs: dict[str, list[StorageWeakRef]] = {"norm": [], "qkv": [], "activation": []}
 

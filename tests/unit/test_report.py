@@ -1,4 +1,4 @@
-"""The page about runs: what it says is what the runs wrote, it needs no other file, and nobody else can read it while it is served."""
+"""The report page of runs shows what they logged, needs no other file, and is private while it is served."""
 
 import http.client
 import json
@@ -26,7 +26,7 @@ FLAGS = (
 
 
 def made(folder: Path, flags: str = "", **more: Any) -> Path:
-    """A folder as a run of two replicas leaves it after 20 iterations."""
+    """Write a run directory as two replicas leave it after 20 iterations; return it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(
         json.dumps(parse([*FLAGS.split(), *flags.split()], {"family": "gpt2"}, 4).to_dict())

@@ -1,4 +1,4 @@
-"""What pyproject.toml promises, requirements.txt pins and scripts/setup.sh chooses."""
+"""pyproject.toml, requirements.txt and scripts/setup.sh agree on versions."""
 
 import os
 import re
@@ -56,7 +56,8 @@ def test_no_registry_is_named() -> None:
     assert [str(path) for path in texts if hosts.search(path.read_text(encoding="utf-8"))] == []
 
 
-# ------------------------------------------------- which torch setup.sh takes, with a stand-in for Python and its pip
+# ------------------------------------------------- torch as chosen by setup.sh, with a stand-in for Python and
+# pip
 
 STAND_IN = """#!/bin/bash
 # torch is what the file `torch` says; pip writes down what it is asked for, and has what `served` matches
@@ -72,7 +73,7 @@ esac
 
 
 def set_up(folder: Path, torch: str = "", served: str = "torch==2.13.0", **env: str) -> tuple[int, str, str]:
-    """The exit code and the lines of setup.sh in a checkout whose .venv has `torch`, and what pip was asked for."""
+    """Run setup.sh where .venv has this `torch`; return its exit code, its output and pip's arguments."""
     for name in ("scripts/setup.sh", "scripts/_torch.sh", "requirements.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())

@@ -25,7 +25,7 @@ from tests.support import command
 
 @pytest.fixture
 def indexed(tmp_path: Path) -> IndexedDataset:
-    """100 documents; token k of document d is 100 d + k, so that every token is known by its value."""
+    """100 documents in which token k of document d is 100 d + k, so that values identify tokens."""
     rng = np.random.default_rng(3)
     with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
         for d in range(100):
@@ -34,7 +34,7 @@ def indexed(tmp_path: Path) -> IndexedDataset:
 
 
 def test_an_epoch_is_the_documents_once(indexed: IndexedDataset) -> None:
-    """Against a loop that lays the documents end to end."""
+    """An epoch reads each document once, as in a loop over concatenated documents."""
     dataset = GPT2Dataset(indexed, range(10, 90), seq_length=16, seed=1, part="train")
     for number in (0, 1, 5):
         epoch = dataset.order.epoch(number)
@@ -144,7 +144,7 @@ def orders_of(prefix: str) -> list[str]:
 def test_a_large_epoch_is_a_file_that_all_map(
     indexed: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same samples as from memory; made once, found again, and in another folder where the data cannot be written to."""
+    """A large epoch is stored once in a file that all processes map, or elsewhere if the data folder is read-only."""
 
     def dataset() -> GPT2Dataset:
         return GPT2Dataset(indexed, range(10, 100), seq_length=16, seed=1, part="train")
@@ -161,7 +161,7 @@ def test_a_large_epoch_is_a_file_that_all_map(
     assert len(first) == 1
     large = dataset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleOrder, "_fill", None)  # made by another already
+        patch.setattr(SampleOrder, "_fill", None)  # another process has written it already
         assert [pickle.loads(pickle.dumps(large))[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert [large[n]["text"].tolist() for n in numbers] == expected
     assert len(orders_of(indexed.prefix)) == 2, "the epoch before the last is not needed"
@@ -176,13 +176,13 @@ def test_a_large_epoch_is_a_file_that_all_map(
     for path in Path(f"{indexed.prefix}.orders").glob("*"):
         path.unlink()
     Path(f"{indexed.prefix}.orders").rmdir()
-    Path(f"{indexed.prefix}.orders").write_text("")  # no folder can be made here
+    Path(f"{indexed.prefix}.orders").write_text("")  # blocks creating the folder here
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert "it is kept in" in capsys.readouterr().err
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert capsys.readouterr().err == "", "said once"
 
-    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # nor here
+    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # blocks the temporary folder as well
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert "every process keeps it in memory" in capsys.readouterr().err
 
@@ -226,7 +226,7 @@ def test_one_process_makes_the_file(indexed: IndexedDataset, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 million documents: 41 MB in memory; of its own a process that maps the file needs little, and a worker is told bytes."""
+    """A mapped epoch of 3 million documents, 41 MB in memory, costs a process little and pickles to a few bytes."""
     documents = 3_000_000
     sizes = np.full(documents, 3, np.int32)
     with IndexedDatasetBuilder(tmp_path / "x", np.uint8) as builder:
@@ -268,7 +268,7 @@ def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
 )
 @settings(max_examples=300, deadline=None)
 def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, overlap: int, n: int) -> None:
-    """Documents laid end to end, cut into windows, token by token."""
+    """The sample order equals concatenated documents cut into windows, token by token."""
     if sum(sizes) < length + overlap:
         return
     order = SampleOrder(np.array(sizes, np.int32), length, seed=3, stream="train", overlap=overlap)
@@ -291,7 +291,7 @@ def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, over
 )
 @settings(max_examples=100, deadline=None)
 def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tuple[int, int, int]]) -> None:
-    """Other ranks, batch sizes and accumulation after every break: no sample is left out or read twice."""
+    """A sampler resumes with the next sample after changes of ranks, batch size and accumulation."""
     at, seen = start, []
     for ranks, batch, gas in runs:
         iterators = [iter(ConsecutiveSampler(batch, gas, rank, ranks, at)) for rank in range(ranks)]
@@ -302,7 +302,7 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
 
 
 def test_no_signal_reaches_the_processes_that_read() -> None:
-    """Python starts a process of its own with the first of these semaphores, and lets signals through again after that."""
+    """Signals stay blocked while reader processes start, although Python unblocks them after starting its tracker."""
     code = (
         "import multiprocessing, signal\n"
         "from megatron.data.workers import sheltered\n"

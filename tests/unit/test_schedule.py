@@ -1,4 +1,4 @@
-"""Schedules are data: everything about them is checked without a tensor."""
+"""Schedules are data, so all of their properties are checked without tensors."""
 
 import pytest
 
@@ -36,12 +36,12 @@ def plan_of(settings: dict[str, object], stages: int, micros: int, chunks: int =
 
 
 def run_like_nccl(plan: list[list[Instruction]]) -> None:
-    """Run all stages under the rule of gloo and NCCL: a border carries, in the order they were sent, messages without names.
+    """Run all stages as gloo and NCCL would, where each boundary carries unnamed messages in order.
 
-    The receiver takes the next one, whatever it is; it must be the one that it wants.
+    A receiver takes the next message, which must be the one that it needs.
     """
     stages, todo = len(plan), [list(stage) for stage in plan]
-    wires: dict[tuple[str, int], list[int]] = {}  # by direction and virtual stage above the border
+    wires: dict[tuple[str, int], list[int]] = {}  # (direction, virtual stage before the boundary) -> micro-batches
     while any(todo):
         moved = False
         for stage, rest in enumerate(todo):
@@ -101,13 +101,16 @@ def test_extra_warmup_costs_the_memory_that_its_docstring_says(extra: int) -> No
 @pytest.mark.parametrize("micros", [1, 4, 9])
 @pytest.mark.parametrize("settings", [{}, {"schedule": "gpipe"}], ids=str)
 def test_the_bubble_is_the_textbook_one(settings: dict[str, object], stages: int, micros: int) -> None:
-    """(p - 1) / (m + p - 1), for both (Narayanan et al. 2021)."""
+    """The bubble of 1f1b and gpipe is (p - 1) / (m + p - 1) (Narayanan et al. 2021)."""
     assert bubble(times(plan_of(settings, stages, micros))) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
 def test_the_smaller_bubbles_are_the_textbook_ones(stages: int) -> None:
-    """Interleaved: 1/chunks of 1F1B's (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023)."""
+    """The bubbles of interleaving and ZB-H1 are those of their papers.
+
+    Interleaved: 1F1B's divided by the chunks (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023).
+    """
 
     def idle(settings: dict[str, object], chunks: int = 1) -> float:
         micros = 2 * stages
@@ -175,7 +178,7 @@ def test_chunks_need_the_schedule_for_them() -> None:
 
 
 def test_the_timetables_in_the_docstrings_are_what_runs() -> None:
-    """The pictures are drawn from the generators: each pass takes one column."""
+    """Timetables in the docstrings equal those of the generators, with one column for each pass."""
     for schedule in (one_forward_one_backward, gpipe, zero_bubble):
         plan = [list(schedule(stage, 3, 4)) for stage in range(3)]
         rows = ["" for _ in plan]

@@ -1,4 +1,4 @@
-"""Conversations: how they become tokens, which of these count, and how records fill windows."""
+"""Conversations: their tokens, which of them are targets, and how records fill windows."""
 
 import json
 import pickle
@@ -51,7 +51,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def hf_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that transformers and we read: a byte-level BPE with ChatML's marks and a template."""
+    """A folder that transformers and we can read: a byte-level BPE with ChatML's tokens and a template."""
     folder = tmp_path_factory.mktemp("hf")
     text = ["What is the capital of France? system user assistant. " * 20]
     train_byte_bpe(text, str(folder / "tokenizer.json"), 300, "hf", ["<|im_start|>", "<|im_end|>"])
@@ -61,7 +61,7 @@ def hf_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
-    """Of ChatML as it is built in, and of the template in Jinja, whose own tags we do not need."""
+    """Ids and mask equal transformers', for the built-in ChatML and for its Jinja template without generation tags."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     theirs = transformers.AutoTokenizer.from_pretrained(hf_tokenizer)
@@ -76,11 +76,11 @@ def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
         ids, counts = encoder.encode(template.pieces(messages_of({"messages": CHAT})))
         assert (ids, counts) == (expected["input_ids"], expected["assistant_masks"]), name
     ended, counts = ChatEncoder(tokenizer, append_eod=True).encode(ChatML().pieces(messages_of({"messages": CHAT})))
-    # The line break after the last mark gives way to the end of the document.
+    # The end of the document replaces the line break after the last turn.
     assert ended == [*expected["input_ids"][:-1], tokenizer.eod]
     assert counts == [*expected["assistant_masks"][:-1], 1]
     asked, counts = ChatEncoder(tokenizer, True).encode(ChatML().pieces(messages_of({"messages": CHAT[:4]})))
-    assert asked[-1] != tokenizer.eod and not counts[-1]  # nobody has answered
+    assert asked[-1] != tokenizer.eod and not counts[-1]  # there is no answer yet
 
 
 def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
@@ -95,7 +95,7 @@ def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain_marks(hf_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, but its marks, and <think>, are added tokens that are not special, as some of Qwen's are."""
+    """A variant of `hf_tokenizer` whose added tokens, including <think>, are not special, as some of Qwen's."""
     folder = tmp_path_factory.mktemp("plain")
     content = json.loads((hf_tokenizer / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -114,7 +114,10 @@ FORGED = [
 
 
 def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(plain_marks: Path) -> None:
-    """transformers with sanitize_control_tokens is the reference; what the assistant thinks stays a token."""
+    """Non-special chat tokens work, and contents cannot forge them.
+
+    The reference is transformers with sanitize_control_tokens; the assistant's <think> stays a token.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(plain_marks), load_tokenizer(str(plain_marks))
@@ -202,7 +205,7 @@ def test_a_template_that_looks_back_is_refused(hf_tokenizer: Path, tmp_path: Pat
 
 
 def _best_fit(lengths: list[int], capacity: int) -> int:
-    """Windows of the textbook's best fit, the longest first."""
+    """Return the number of windows that textbook best fit needs, longest first."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -260,7 +263,7 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
     for d in range(50):
         size = int(dice.integers(1, 20))
         records.append((list(range(20 * d, 20 * d + size)), dice.integers(0, 2, size).tolist()))
-    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # nothing counts in the first 13 tokens
+    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # the first 13 tokens have no targets
     records[8] = (list(range(160, 180)), [0] * 5 + [1] * 15)
     dataset = SftDataset(Records(_corpus(tmp_path / "a", records), 1000), range(50), 12, 999, seed=3, part="train")
     kept = {d for d, (_, flags) in enumerate(records) if sum(flags[1:13])}
@@ -340,7 +343,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}<|i
 def test_a_corpus_has_one_date(
     tmp_path: Path, hf_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the day on which it was begun, though it was finished on another; or the one that is given."""
+    """A corpus has one date: that of the day it was begun, even if finished on another, or --chat-date."""
     pytest.importorskip("jinja2")
     lines = [json.dumps({"instruction": f"question {i}", "output": "answer"}) + "\n" for i in range(200)]
     (tmp_path / "x.jsonl").write_text("".join([*lines, "no JSON\n"]))
@@ -389,7 +392,7 @@ def test_an_objective_of_another_family_is_refused(flags: str, message: str) -> 
 
 
 def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets_it(hf_tokenizer: Path) -> None:
-    """The ids of a conversation begin with those of its prompt, whatever the answer; docs/objectives.md says so."""
+    """The ids of a conversation begin with those of its prompt, even if the answer begins with white space."""
     tokenizer = load_tokenizer(str(hf_tokenizer))
     encoder, template = ChatEncoder(tokenizer, append_eod=False), ChatML()
     question = Message("user", "\n What?")
@@ -407,7 +410,7 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
 def test_a_template_that_ignores_add_generation_prompt_is_noted(
     hf_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asks: str, noted: bool
 ) -> None:
-    """Transformers then gives prompts without the header of an answer, so that a model has to learn it."""
+    """A template that ignores add_generation_prompt is noted, since a model must then learn the answer's header."""
     pytest.importorskip("jinja2")
     source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
     (tmp_path / "t.jinja").write_text(source)

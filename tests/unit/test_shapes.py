@@ -1,4 +1,4 @@
-"""Whoever calls a public function on tensors reads their shapes in its docstring."""
+"""Public functions on tensors document the shapes of their tensors."""
 
 import ast
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
 
 
 def without_shapes(text: str) -> list[str]:
-    """Public functions whose signature has tensors and whose docstring has neither [shape] nor the word scalar."""
+    """Return public functions on tensors whose docstrings have neither [shape] nor the word scalar."""
     found = []
     for node in _public(ast.parse(text).body):
         every = [*(a.annotation for a in (*node.args.args, *node.args.kwonlyargs)), node.returns]
@@ -40,7 +40,7 @@ def test_one_without_is_found() -> None:
     assert without_shapes(text) == ["f"]
 
 
-# What answers to a method that is described elsewhere, in the class or the protocol that it stands for.
+# Their methods are documented in a base class or protocol.
 OF_A_PROTOCOL = {
     "HFTokenizer", "SentencePieceTokenizer", "PipeEngine", "PlainEngine", "WatchedEngine", "FunctionsTask", "Reductions",
     "Checkpoints", "Parser",
@@ -49,7 +49,7 @@ OF_EVERY_COMMAND = {"main", "build_parser", "cli"}
 
 
 def _undescribed(source: str, path: str) -> Iterator[str]:
-    """Public names without a docstring."""
+    """Yield public names without a docstring."""
 
     def inside(node: ast.Module | ast.ClassDef, owner: str) -> Iterator[str]:
         for each in node.body:

@@ -1,4 +1,4 @@
-"""The two halves of a backward pass together are the whole of it, and the second is not in the first."""
+"""The two halves of a backward pass together are the whole, and the first does not compute the second."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from tds.split_backward import backward_input
 
 
 class Odd(nn.Module):
-    """Weights used twice, squared, unused, next to the way from the input, and an output that needs no input."""
+    """A module with weights used twice, squared or never, or off the input's path, and an input-free output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_two_halves_make_a_whole(make: Callable[[], nn.Module], shape: tuple[int
 
 
 def test_the_second_half_does_not_compute_the_first_again() -> None:
-    """Gradients of the layer outputs are asked for once, and none while weights are done."""
+    """The second half does not recompute the first: gradients of layer outputs are computed once."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True)
     seen: list[str] = []
     hidden = model[1](model[0](x))

@@ -1,4 +1,4 @@
-"""Standard output and standard error that cannot be written: work continues, and the other stream names the one that failed."""
+"""Work continues if stdout or stderr cannot be written, and the other stream names the broken one."""
 
 import errno
 import io
@@ -77,7 +77,7 @@ def test_the_result_of_a_tool_names_the_stream_that_it_cannot_go_to() -> None:
 
 
 def test_closed_streams_are_not_taken_by_files(tmp_path: Path) -> None:
-    """Else the first files that a run opens would get the lines that C++ writes to its standard error."""
+    """Files never take the numbers of closed streams; C++ code would write its stderr into them."""
     code = "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); print(open('file').fileno())"
     script = f"cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c \"import os; exec(os.environ['CODE']); open('number', 'w').write(str(os.open('file', 0)))\" <&- >&- 2>&-"
     subprocess.run(["bash", "-c", script], env={**os.environ, "CODE": code}, check=True, timeout=60)

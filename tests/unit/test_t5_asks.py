@@ -1,4 +1,4 @@
-"""A T5 is taught and asked alike: where a document ends, and what a prompt is to it."""
+"""Prompts of a T5 match its training: where a document ends, and how a prompt is presented."""
 
 import argparse
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 
 
 def test_what_follows_an_end_of_document_does_not_count() -> None:
-    """As for a decoder by itself: the end is learned, by T5's own as by that of a document."""
+    """Tokens after an end of document do not count, while the end itself is learned, as in a decoder."""
     eod, pad, first, second = 3, 48, 47, 46
     config = parse(f"{SMALL} --vocab-size 50 --enc-seq-length 8 --seq-length 8 --eod-mask-loss".split())
     labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])
@@ -52,7 +52,7 @@ class _Letters(Tokenizer):
 
 
 class _Writes:
-    """In the place of a model: these tokens, then z without end."""
+    """A stand-in for a model: it generates these tokens, then z forever."""
 
     def __init__(self, ids: list[int], vocab: int) -> None:
         self.ids, self.vocab, self.at = ids, vocab, 0
@@ -72,7 +72,7 @@ class _Writes:
 
 @pytest.mark.parametrize("convention", ["t5", "cpm"])
 def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
-    """Of the text "abcd" the data set gives the encoder "ab"; what it then teaches is what a perfect model writes."""
+    """A T5 trained to continue text does so: for the text "abcd" and the input "ab", generation equals the labels."""
     tokenizer = SentinelTokenizer(_Letters(), 10, convention)
     data = T5Dataset.__new__(T5Dataset)
     data.objective = Objective("prefix-lm", convention)

@@ -1,4 +1,4 @@
-"""Masked spans: nothing of the text is lost, lengths fit, conventions are kept."""
+"""Masked spans: no text is lost, lengths fit, and both conventions are followed."""
 
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ CPM = Specials(EOD, TEXT, tuple(range(TEXT + 1, TEXT + COUNT + 1)))
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents of 2 to 400 tokens, each ended by EOD."""
+    """A corpus of documents of 2 to 400 tokens, each ended by EOD."""
     path = str(tmp_path_factory.mktemp("t5") / "corpus")
     rng = np.random.default_rng(2)
     with IndexedDatasetBuilder(path, np.uint16) as builder:
@@ -43,7 +43,7 @@ def numbers(sample: dict[str, object], key: str) -> list[int]:
 
 
 def put_together(encoder: list[int], written: list[int], sentinels: tuple[int, ...]) -> list[int]:
-    """The text that an encoder's and a decoder's tokens came from."""
+    """Reconstruct the text from an encoder's and a decoder's tokens."""
     spans: dict[int, list[int]] = {}
     for token in written:
         if token in sentinels:
@@ -114,7 +114,7 @@ def test_prefix_lm_goes_on_where_the_encoder_stops(prefix: str, convention: str)
 
 
 def test_lengths_are_those_of_t5() -> None:
-    """512 / 114 from 568 tokens, the published numbers of density 0.15 and mean span 3."""
+    """568 tokens give lengths 512 / 114, as published for density 0.15 and mean span 3."""
     assert plan_spans(512, None, 0.15, 3.0, 100, True) == SpanPlan(568, 85, 28, 512, 114)
 
 
@@ -127,7 +127,7 @@ def test_lengths_fit(encoder: int, decoder: int | None, ends: bool) -> None:
     assert decoder is None or plan.decoder <= decoder
     assert plan.tokens - plan.noise + plan.spans + ends == plan.encoder
     if decoder is None:
-        assert plan.encoder >= encoder - 1  # one token more of text may be one more of noise, and none here
+        assert plan.encoder >= encoder - 1  # an extra token may become noise, which the encoder does not see
 
 
 def test_too_few_sentinels_are_refused_with_the_knobs() -> None:
@@ -160,7 +160,7 @@ def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
 
 
 def test_compositions_are_even() -> None:
-    """Each of the 6 ways to write 5 as 3 positive numbers comes about as often."""
+    """Random compositions are uniform: each of the 6 ways to write 5 as 3 positive numbers is equally frequent."""
     rng = np.random.default_rng(0)
     seen: dict[tuple[int, ...], int] = {}
     for _ in range(6000):
@@ -174,7 +174,7 @@ def test_compositions_are_even() -> None:
 @pytest.mark.parametrize("length", [128, 24])
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 17, 200])
 def test_borders_of_any_density_fit(every: int, length: int, density: float) -> None:
-    """Down to documents of one token, and to a single span that has to end where there is little in front of it."""
+    """Span boundaries fit any density, down to one-token documents and a single span with little text before it."""
     plan = plan_spans(length, None, density, 3.0, 100, False)
     ends = np.zeros(plan.tokens, dtype=bool)
     ends[min(every, 3) - 1 :: every] = True
@@ -185,12 +185,12 @@ def test_borders_of_any_density_fit(every: int, length: int, density: float) -> 
         assert noise + spans <= plan.decoder
         assert masked[:used][ends[:used]].all()
         assert (masked | ~first).all()
-        after = np.flatnonzero(ends[: used - 1]) + 1  # after an end a span may begin, but none goes on
+        after = np.flatnonzero(ends[: used - 1]) + 1  # a span may begin after an end, but none crosses it
         assert (~masked[after] | first[after]).all()
 
 
 def lines(folder: Path, mean: int) -> str:
-    """Documents of about `mean` tokens, EOD included, some of them long."""
+    """Write a corpus of documents with about `mean` tokens, EOD included, some of them long; return its prefix."""
     rng = np.random.default_rng(mean)
     with IndexedDatasetBuilder(folder / f"lines{mean}", np.uint16) as builder:
         for size in [*rng.poisson(mean - 2, 60_000 // mean) + 1, *rng.integers(100, 300, 5)]:
@@ -202,7 +202,7 @@ def lines(folder: Path, mean: int) -> str:
 @pytest.mark.parametrize("decoder", [None, 60])
 @pytest.mark.parametrize("mean", [3, 8, 14, 40])
 def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decoder: int | None) -> None:
-    """An epoch, put together again, is all tokens once; and no more is masked than must be or was asked for."""
+    """An epoch of short documents contains all tokens once, and no more is masked than required or requested."""
     path = lines(tmp_path, mean)
     (data, _, _), notes = build_train_valid_test_datasets(
         path, "1", Objective(convention="cpm"), 256, decoder, CPM, 1, TEXT
@@ -230,7 +230,7 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
 
 
 def test_ordinary_documents_have_the_plan_of_t5(prefix: str) -> None:
-    """Their samples, and so the runs on them, stay what they were."""
+    """Ordinary documents keep T5's plan, so that existing runs read the same samples."""
     assert dataset(prefix, "cpm", encoder=512).plan == plan_spans(512, None, 0.15, 3.0, COUNT, False)
 
 
@@ -243,7 +243,7 @@ def test_a_sample_is_a_pure_function_of_its_number_and_epochs_differ(prefix: str
 
 
 def test_reading_is_not_the_bottleneck(prefix: str) -> None:
-    """A loose bound on shared machines, ten times below what is measured: a loop over tokens in Python would miss it."""
+    """Reading is far faster than a Python loop over tokens; the bound is loose, since machines are shared."""
     data = dataset(prefix, "t5", encoder=512)
     data[0]
     begin = time.process_time()
@@ -259,7 +259,7 @@ def test_damaged_corpora_are_refused(prefix: str, tmp_path: Path) -> None:
 
 
 def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
-    """The first documents of a corpus, masked beforehand."""
+    """Write the first documents of a corpus, masked in advance."""
     source, path = IndexedDataset(prefix), str(folder / "triple")
     ends = source.document_ends()
     builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in cpm_masking.PARTS]
@@ -273,7 +273,10 @@ def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
 
 
 def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path) -> None:
-    """Put together by the format's own words: ids V + j, spans by offset and length."""
+    """Triples hold each document and mask its end, by the format's definition.
+
+    Ids are V + j, spans are offset and length.
+    """
     path, source = write_triple(prefix, tmp_path), IndexedDataset(prefix)
     parts = [IndexedDataset(f"{path}_{name}") for name in ("context", "target", "target_offset")]
     for document in range(40):
@@ -293,7 +296,7 @@ def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path
 
 @pytest.mark.parametrize("decoder", [20, 60])
 def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
-    """Sentinels numbered again in each sample, a closing one, padding where a span finds no room, no span in part."""
+    """Triples are read as CPM does: sentinels renumbered, a closing one, and padding instead of partial spans."""
     path = write_triple(prefix, tmp_path)
     (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
     assert data is not None

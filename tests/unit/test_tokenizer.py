@@ -36,7 +36,7 @@ KINDS = ("sentencepiece", "unigram", "borders", "cpm", "cpm-vocab", "gpt2-bpe", 
 
 @pytest.fixture(scope="session")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """One of each kind, trained on the bundled corpus."""
+    """One tokenizer of each kind, trained on the bundled corpus."""
     folder = tmp_path_factory.mktemp("tokenizers")
     corpus = list(texts([str(SAMPLE)]))[:150]
     train_sentencepiece(corpus, str(folder / "sentencepiece.model"), 2000)
@@ -105,7 +105,7 @@ def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> Non
 
 
 def test_ids_do_not_depend_on_what_is_installed(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """jieba cuts unless another is asked for, and who asks gets another fingerprint, and another name."""
+    """jieba segments words unless another segmenter is requested, which changes the fingerprint and the name."""
     path = tmp_path / "vocab.txt"
     path.write_text("<unk>\n<eod>\n你\n", encoding="utf-8")
     plain, fast = load_tokenizer(str(path)), load_tokenizer(str(path), "cpm-vocab+rjieba")
@@ -125,7 +125,7 @@ def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tm
 
 
 def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """gpt2-vocab.json and gpt2-merges.txt, by the folder, by the file, or with merges.txt under its short name."""
+    """Megatron-LM's gpt2-vocab.json and gpt2-merges.txt load by folder or file, even as merges.txt."""
     train_byte_bpe(list(texts([str(SAMPLE)]))[:150], str(tmp_path), 2000, "gpt2-bpe")
     (tmp_path / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
     for name in ("merges.txt", "gpt2-merges.txt"):
@@ -135,7 +135,7 @@ def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, To
 
 
 def test_cpm_is_jieba_joined_by_spaces(tokenizers: dict[str, Tokenizer], sample_corpus: Path) -> None:
-    """What CPM-1 does, spelled out: its translation table, its join, sentencepiece on the whole."""
+    """The cpm tokenizer equals CPM-1's steps: its translation table, joined jieba words, and sentencepiece."""
     import jieba
 
     cpm = tokenizers["cpm"]
@@ -156,7 +156,7 @@ def longest_match(word: str, vocabulary: dict[str, int]) -> list[int]:
 
 @pytest.mark.parametrize("ending", ["txt", "json"])
 def test_a_published_cpm_vocabulary(tmp_path: Path, ending: str) -> None:
-    """No bytes in it: unknown characters are <unk>, and words of more than 200 characters, too."""
+    """Unknown characters and words over 200 characters are <unk> in a published CPM vocabulary without bytes."""
     import jieba
 
     tokens = [
@@ -230,13 +230,13 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("train", [train_sentencepiece, train_cpm])
 @pytest.mark.parametrize(
     ("size", "direction", "model_type"),
-    # The largest unigram size falls with --vocab-size, as fewer characters are then covered.
+    # The largest unigram size falls with --vocab-size, since fewer characters are then covered.
     [(600, "raise", "bpe"), (600, "raise", "unigram"), (90_000, "lower", "bpe")],
 )
 def test_the_size_that_an_error_names_can_be_trained(
     tmp_path: Path, train: Any, model_type: str, size: int, direction: str
 ) -> None:
-    """A Chinese text has thousands of characters: too few tokens for them is the first error a beginner meets."""
+    """The vocabulary size that an error suggests can be trained; beginners meet this error with Chinese text."""
     dice = random.Random(1)
     text = ["".join(chr(0x4E00 + int(dice.random() ** 3 * 1400)) for _ in range(60)) for _ in range(200)]
     with pytest.raises(TokenizerError, match=f"{direction} --vocab-size") as error:
@@ -252,7 +252,7 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "
 
 
 def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> Path:
-    """A folder as of 2023: a sentencepiece model like Llama 2's, and what tokenizer_config.json says of it."""
+    """Write a 2023-style folder with a sentencepiece model like Llama 2's and a tokenizer_config.json; return it."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -272,7 +272,7 @@ def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> 
 def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
     tmp_path: Path, begins: bool, more: dict[str, bool]
 ) -> None:
-    """What begins a text, and what follows a special token inside of one."""
+    """A Llama without tokenizer.json has transformers' ids, at the start of a text and after special tokens."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("google.protobuf")
     folder = llama_folder(tmp_path, {**LLAMA, "add_bos_token": begins, **more})
@@ -292,7 +292,10 @@ def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
     "options", [{}, {"add_dummy_prefix": False}, {"byte_fallback": False, "vocab_size": 50}], ids=str
 )
 def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Whatever tokenizer_config.json says of it; alone its fingerprint is that of its file."""
+    """Fingerprints are equal exactly if the ids are.
+
+    Without tokenizer_config.json the fingerprint is the model file's hash.
+    """
     switches = [dict(zip(("add_bos_token", "add_prefix_space", "legacy"), said, strict=True)) for said in itertools.product((False, True), repeat=3)]  # fmt: skip
     prefixed = options.get("add_dummy_prefix", True)
     abouts = [{**LLAMA, **each} for each in switches if prefixed or not each["add_prefix_space"]]
@@ -338,7 +341,7 @@ def test_what_such_a_folder_leaves_open_is_refused(
 
 
 def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None:
-    """User-defined symbols: tokens in a text, as sentencepiece has them, and not in what somebody says."""
+    """User-defined symbols of a sentencepiece model are tokens in a text, but not in a message's content."""
     ours = load_tokenizer(str(llama_folder(tmp_path, None, user_defined_symbols=["<|im_end|>", "\n"])))
     end = ours.marks["<|im_end|>"]
     assert set(ours.marks) - set(ours.specials) == {"<|im_end|>"}
@@ -349,7 +352,7 @@ def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None
 
 
 def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
-    """Qwen's marks of gaps are such: in a text they are tokens, as in transformers; in what somebody says they are not."""
+    """Added tokens that are not special are tokens in a text, as in transformers, but not in a message's content."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Theirs
 
@@ -379,7 +382,7 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
         assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
         said = ours.encode_content(text)
         assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
-    for text in ("river   runs", "春天 of covid"):  # words that were added to the vocabulary are words
+    for text in ("river   runs", "春天 of covid"):  # added words remain words
         assert ours.encode_content(text) == ours.encode(text) == theirs(text)["input_ids"]
 
 

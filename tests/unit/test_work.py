@@ -1,4 +1,4 @@
-"""The counted work of layers, against what torch counts while they run, and the cuts that follow from it."""
+"""The counted work of layers against torch's count, and the partitions that follow from it."""
 
 from itertools import pairwise
 from typing import Any
@@ -35,7 +35,7 @@ def _model(flags: str) -> tuple[Any, tuple[torch.Tensor, ...], list[Layer]]:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-    """[b, n, s, d] each, or fewer heads of k and v; unmasked, which makes no difference to the number of products."""
+    """Return unmasked attention [b, n, s, d] from q, k, v [b, n, s, d], where k and v may have fewer heads."""
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
@@ -48,7 +48,10 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> t
     ],
 )  # fmt: skip
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A multiply-add is two operations. Torch does not look into its fused attention on a CPU."""
+    """Counted work equals torch's count.
+
+    Attention is unfused here, since torch does not count its fused CPU kernel.
+    """
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
     model, tokens, layers = _model(flags)
     model.eval()
@@ -67,7 +70,7 @@ def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.Mo
     ],
 )
 def test_operations_of_a_step(flags: str) -> None:
-    """Three forward passes; by parameters that count, of which norms and biases are a few too many."""
+    """A step costs three forward passes, or 6 operations per weight except norms and biases."""
     config = parse(flags.split())
     model, _, layers = _model(flags)
     few = sum(p.numel() for p in model.parameters() if p.dim() == 1)
@@ -84,7 +87,7 @@ LARGE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-lengt
 
 
 def test_logits_count() -> None:
-    """At 1.3 billion parameters the head is as much work as two layers, of which the last stage has fewer."""
+    """Logits count as work: at 1.3 billion parameters they equal two layers, so the last stage has fewer layers."""
     layers = gpt2_layers(parse(LARGE.split()), 50257)
     by_blocks = [0, 5, 8, 11, 14, 17, 20, 23, 28]
     cuts = balanced_cuts(layers, 8, recomputed=False)
@@ -96,7 +99,10 @@ def test_logits_count() -> None:
 @pytest.mark.parametrize("stages", range(1, 12))
 @pytest.mark.parametrize("flags", [GPT2, f"{T5} --position-embedding relative"])
 def test_every_number_of_stages(flags: str, stages: int) -> None:
-    """Each has a layer; what a layer needs before it, as a table of positions, is on its stage as long as that can be."""
+    """Every number of stages gives each stage a layer.
+
+    A position table shares a stage with its layer if possible.
+    """
     layers = _model(flags)[2]
     if stages > len(layers):
         return
