@@ -56,8 +56,11 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float)
     grads = [numbers_of(p) for p in parameters if p.grad is not None]
     if limit > 0 and grads:
         # Multiplying by a clamped factor avoids reading a value back from the device.
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        scale_all(grads, factor.to(grads[0].device, grads[0].dtype))
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device)
+        for dtype in dict.fromkeys(g.dtype for g in grads):
+            # A factor in half precision would be rounded, or even 0.
+            wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+            scale_all([g for g in grads if g.dtype == dtype], factor.to(wide))
 
 
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:

@@ -44,6 +44,19 @@ def no_zeros_for_nothing(module: nn.Module, replicas: Any) -> Iterator[None]:
             weight.grad = None
 
 
+def fill_for_replicas(module: nn.Module, replicas: Any) -> None:
+    """Give zeros to each weight that has no gradient here but has one on another replica. Collective over the replicas.
+
+    ZeRO packs gradients one after another and leaves out missing ones, so that buckets of replicas would not match.
+    """
+    weights = [p for p in module.parameters() if p.requires_grad]
+    if not weights:
+        return
+    for weight, somewhere in zip(weights, _somewhere([p.grad for p in weights], replicas), strict=True):
+        if somewhere and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+
+
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
     """Sum the gradients of each tied weight over its stages. Collective over them.
 
@@ -227,6 +240,7 @@ class Reductions:
             for weight in tied_weights(self.module):
                 if weight.grad is not None:
                     weight.grad.zero_()
+        fill_for_replicas(self.module, self._replicas)
         self._exec_reduce_grads()
 
     def _exec_reduce_tied_grads(self: Any) -> None:

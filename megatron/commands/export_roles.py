@@ -48,6 +48,8 @@ def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
     given = _name_of(named_roles(tokenizer, source).get("pad_token"))
     if given in tokenizer.marks:
         return given
+    if settings_beside(source):  # a folder without a padding token goes out without one
+        return None
     spare = [name for name in PADS if name in tokenizer.specials and tokenizer.specials[name] != tokenizer.eod]
     return next((name for name in spare if tokenizer.specials[name] not in tokenizer.encode(NO_TEXT)), None)
 
@@ -67,6 +69,8 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
         described.setdefault("pad_token", pad)
     if tokenizer.start:
         described.setdefault("bos_token", names[tokenizer.start[0]])
+    if class_beside(source).startswith("Llama"):  # other classes pad on the right by default
+        described.setdefault("padding_side", "left")
     if positions is not None:
         longest = given.get("model_max_length")
         described["model_max_length"] = min(longest, positions) if type(longest) is int else positions

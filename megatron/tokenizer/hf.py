@@ -94,7 +94,7 @@ class HFTokenizer(Tokenizer):
         more = {name: i for name, i in more.items() if name not in self.specials}
         self._marks = {**self.specials, **more}
         with no_panic(path):
-            self.start = _start_of(tokenizer)
+            self.start = _start_of(tokenizer, self.eod)
             self._words = _Words(tokenizer, self.specials)
         self._contents = None if more else self._words  # both are created on first use
         self._named: Any = None
@@ -176,9 +176,14 @@ def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
     return other
 
 
-def _start_of(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that the post-processor prepends to a text, or () if it also appends some, as BERT's does."""
+def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
+    """Return the ids that the post-processor prepends to a text.
+
+    It may also append `eod`, with which documents end here anyway. () if it appends other ids, as some of BERT's kind do.
+    """
     whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+    if whole[-1:] == [eod] and bare[-1:] != [eod]:
+        whole = whole[:-1]
     added = len(whole) - len(bare)
     return tuple(whole[:added]) if added > 0 and whole[added:] == bare else ()
 

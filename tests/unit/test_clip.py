@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tds.clip import squared_norm_here
+from tds.clip import clip_by_norm, squared_norm_here
 
 
 def norm_of(gradients: list[Tensor]) -> float:
@@ -42,3 +42,20 @@ def test_a_value_that_is_not_finite_shows(bad: float, place: int) -> None:
     gradient = torch.ones(10_000)
     gradient[place] = bad
     assert not torch.tensor(norm_of([gradient])).isfinite()
+
+
+@pytest.mark.parametrize("first", [torch.float16, torch.bfloat16, torch.float32])
+def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
+    """A norm of 3e10 leaves gradients of 1e-3, whatever the dtype of the first weight."""
+    gradients = [torch.ones(4, dtype=first), torch.full((4,), 1.5e10), torch.full((4,), 1.5e10, dtype=torch.float64)]
+    parameters = []
+    for gradient in gradients:
+        parameters.append(nn.Parameter(torch.zeros_like(gradient)))
+        parameters[-1].grad = gradient.clone()
+    norm = squared_norm_here(parameters, 0, torch.device("cpu")).sqrt()
+    clip_by_norm(parameters, norm, 1e-2)
+    factor = 1e-2 / norm.item()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None
+        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # half precision rounds
+        torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)

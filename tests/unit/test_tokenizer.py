@@ -393,3 +393,22 @@ def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
         load_tokenizer(str(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps({**about, "add_prefix_space": False}))
     assert load_tokenizer(str(folder)).start
+
+
+def test_a_tokenizer_json_that_adds_both_ends_begins_documents(tmp_path: Path) -> None:
+    """The ids in front of a text are those of transformers, whether or not the file also appends the end of a document."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    train_byte_bpe(["春天来了 spring"] * 20, str(tmp_path / "tokenizer.json"), 270, "hf", ["<s>", "</s>"])
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = {name: made.token_to_id(name) for name in ("<s>", "</s>")}
+    for template, start in (("<s> $A </s>", True), ("<s> $A", True), ("$A </s>", False)):
+        made.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=list(ids.items()))
+        made.save(str(tmp_path / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        ours, theirs = load_tokenizer(str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+        expected = theirs("spring").input_ids
+        assert ours.start == ((ids["<s>"],) if start else ())
+        ended = [*ours.start, *ours.encode("spring"), ours.eod]
+        assert ended == (expected if expected[-1] == ours.eod else [*expected, ours.eod])
