@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from .nested import as_tuple
@@ -71,8 +72,14 @@ def warn_of_untied(module: Any) -> None:
 
 
 def _things(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a layer and its weights by name, which another layer may share. A LayerSpec always builds new ones."""
+    """Yield the modules and weights of a layer by name, which another layer may share: its own, or arguments of its LayerSpec."""
     if isinstance(layer, nn.Module):
         if any(True for _ in layer.parameters()):
             yield "", layer
         yield from layer.named_parameters()
+    elif isinstance(layer, LayerSpec):
+        for argument in (*layer.module_args, *layer.module_kwargs.values()):
+            if isinstance(argument, nn.Parameter):
+                yield "", argument
+            elif isinstance(argument, nn.Module):
+                yield from _things(argument)

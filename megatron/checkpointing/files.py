@@ -160,11 +160,22 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
     return sums
 
 
+def _begins_with(path: Path, head: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(head)) == head
+
+
 def open_tensors(path: Path) -> Any:
     """Open a safetensors file for reading tensors by name. Raises CheckpointError."""
     try:
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError) as error:
+        if _begins_with(path, b"version https://git-lfs"):
+            raise CheckpointError(
+                f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull there"
+            ) from None
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
