@@ -59,8 +59,23 @@ def test_each_mistake_is_a_sentence() -> None:
     on_ranks(1, _all_mistakes)
 
 
+class Around(nn.Module):
+    """A layer that is given the module which computes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
 def _one_object(kind: str) -> list[str]:
-    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    first: Any = nn.Linear(4, 4)
+    last: Any = nn.Linear(4, 4)
+    if kind == "argument":
+        first = last = tds.pipe.LayerSpec(Around, first)
     if kind == "module":
         last = first
     if kind == "weight":
@@ -75,7 +90,9 @@ def _one_object(kind: str) -> list[str]:
     return [str(each.message) for each in said if "stages" in str(each.message)]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("module", "0 is one"), ("weight", "0.weight is one"), ("neither", "")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("module", "0 is one"), ("weight", "0.weight is one"), ("argument", "0 is one"), ("neither", "")]
+)
 def test_what_is_one_object_on_two_stages_is_named(kind: str, name: str) -> None:
     first, second = on_ranks(2, _one_object, kind)
     assert second == [] and len(first) == (kind != "neither")
