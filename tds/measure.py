@@ -45,6 +45,7 @@ class _Number(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(SIZE))
+        self.weight.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norms then count it on every rank
 
     def forward(self, factor: float) -> torch.Tensor:
         return (self.weight * factor).sum()
