@@ -30,6 +30,7 @@ END = re.compile(r"settings {2,}")  # here the list of files begins
 def run(name: str, folder: str, *flags: str) -> list[str]:
     """Run scripts/run_NAME.sh with `folder` as run directory; return its lines with that path shown as runs/NAME."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RUN_DIR": folder}
+    flags = "--precision", "fp32", *flags  # CPUs with AMX tiles would choose bf16
     done = subprocess.run(["bash", f"scripts/run_{name}.sh", *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False)  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])

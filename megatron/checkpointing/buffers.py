@@ -2,33 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.layers import global_buffers
-from megatron.ranks.agreement import fingerprint
+from megatron.ranks.buffers import Held
 
 from .files import BUFFER
 from .stream import CODES, Slot, StreamWriter, stored
-
-_begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
-
-
-class Held(NamedTuple):
-    """One rank's copy of a buffer, as its grid position and fingerprint.
-
-    changed: whether it has changed since the run began or was resumed.
-    """
-
-    pipe: int
-    data: int
-    model: int
-    fingerprint: int
-    changed: bool
 
 
 class Buffers:
@@ -37,9 +20,9 @@ class Buffers:
     def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, Held]]) -> None:
         """Copy the buffers that this rank owns.
 
-        surveys: the result of `survey` on each rank.
+        surveys: the result of `megatron.ranks.buffers.survey` on each rank.
         """
-        mesh, here = mpu.get_mesh(), dict(_savable(model))
+        mesh, here = mpu.get_mesh(), dict(global_buffers(model))
         by_name: dict[str, list[Held]] = {}
         for each in surveys:
             for name, held in each.items():
@@ -68,32 +51,15 @@ class Buffers:
         return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": set()}
 
 
-def remember(model: nn.Module) -> None:
-    """Record fingerprints of the buffers of `model`, so that a save knows which stage has changed a buffer since."""
-    _begun[model] = {name: _fingerprint(buffer) for name, buffer in _savable(model)}
-
-
-def survey(model: nn.Module) -> dict[str, Held]:
-    """Return the fingerprints of this rank's buffers, which all ranks exchange before a save."""
-    mesh, before = mpu.get_mesh(), _begun.get(model, {})
-    found = {}
-    for name, buffer in _savable(model):
-        now = _fingerprint(buffer)
-        place = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
-        found[name] = Held(*place, now, before.get(name, now) != now)
-    return found
-
-
-def _savable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in global_buffers(model):
-        if buffer.numel() and _real_dtype(buffer) in CODES:
-            yield name, buffer
+def savable(buffer: Tensor) -> bool:
+    """Return whether our files can store a buffer of this dtype."""
+    return (buffer.real.dtype if buffer.is_complex() else buffer.dtype) in CODES
 
 
 def _not_savable(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each buffer or module state of this process that our files cannot store."""
     for name, buffer in global_buffers(model):
-        if buffer.numel() and _real_dtype(buffer) not in CODES:
+        if buffer.numel() and not savable(buffer):
             yield f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: it begins again after a resume"
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -101,14 +67,6 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
                 f"warning: the module {name or type(module).__name__} has get_extra_state(), which checkpoints do not hold: "
                 f"keep that state in buffers"
             )
-
-
-def _real_dtype(buffer: Tensor) -> torch.dtype:
-    return buffer.real.dtype if buffer.is_complex() else buffer.dtype
-
-
-def _fingerprint(buffer: Tensor) -> int:
-    return int(fingerprint(stored(buffer.detach()).resolve_conj()).item())
 
 
 def _owner(name: str, held: Sequence[Held]) -> int:

@@ -13,12 +13,12 @@ from megatron import mpu
 from megatron.config import Config
 from megatron.config.fields import flag
 from megatron.model.layers import global_parameters
+from megatron.ranks.buffers import remember
 from megatron.ranks.errors import on_all_ranks
 from megatron.ranks.initialize import ranks_here
 from megatron.ranks.rank_0 import print_rank_0
 from tds import optimizer_state as zero_state
 
-from .buffers import remember
 from .files import BUFFER, INDEX, WEIGHT, CheckpointError
 from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState

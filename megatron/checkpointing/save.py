@@ -17,11 +17,12 @@ from megatron.atomic import remove
 from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.ranks.agreement import check_replicas
+from megatron.ranks.buffers import survey
 from megatron.ranks.errors import RunError, on_all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from tds import optimizer_state as zero_state
 
-from .buffers import Buffers, survey
+from .buffers import Buffers, savable
 from .files import FORMAT, publish
 from .retention import prune
 from .share import Part, expected_shapes, merge, parts_of, steps_of, values_of, without_moments, write_share
@@ -130,7 +131,9 @@ class Saver:
 
         self._guard(prepare, temporary)
         module = self.engine.module
-        known = _gather((zero_state.get_step(self.engine), zero_state.moment_names(self.engine), survey(module)))
+        known = _gather(
+            (zero_state.get_step(self.engine), zero_state.moment_names(self.engine), survey(module, savable))
+        )
         optimizer: dict[str, Any] = {
             "step": max(step for step, _, _ in known),
             "moments": sorted({name for _, names, _ in known for name in names}),

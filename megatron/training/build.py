@@ -13,13 +13,13 @@ from tds import optimizer_state as zero_state
 from tds.apart import taken_apart
 
 from .. import mpu
-from ..checkpointing.buffers import remember
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
 from ..model.embedding import looked_up
 from ..model.layers import after_each_layer, global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
+from ..ranks.buffers import remember
 from ..ranks.errors import on_all_ranks
 from ..ranks.initialize import initialize_megatron
 from .compiling import compile_layers

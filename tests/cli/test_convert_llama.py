@@ -134,7 +134,7 @@ def check_text(folder: Path, tokenizer: Any, model: Any) -> None:
         assert [*asked.tokens, *found] == wanted
         shown = tokenizer.decode(wanted, skip_special_tokens=True)
         if shown.startswith(prompt):  # incomplete characters may change the prompt's last character in `shown`
-            assert writer.text(asked, found) == shown
+            assert writer.text(asked, found) == shown.rstrip("\ufffd")  # a trailing partial character is not shown
 
 
 def test_a_text_goes_on_with_its_spaces() -> None:
@@ -151,9 +151,9 @@ def test_a_text_goes_on_with_its_spaces() -> None:
             assert known + answer(Plain(), Question(TEXT, ids[:cut], -1), ids[cut:]) == TEXT  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 0), ("$A", 0)])
+@pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 1), ("$A", 0)])
 def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> None:
-    """A leading special token begins every text; with a trailing one the template is not for plain text."""
+    """A leading special token begins every text, and a trailing one is left to the end of documents."""
     made, named = tokenizer_of("llama2")
     ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
     made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)

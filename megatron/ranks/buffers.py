@@ -1,0 +1,53 @@
+"""Fingerprints of a model's buffers: which ranks hold other values, and which have changed theirs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .. import mpu
+from ..model.layers import global_buffers
+from .agreement import fingerprint
+
+_begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
+
+
+class Held(NamedTuple):
+    """One rank's copy of a buffer, as its grid position and fingerprint.
+
+    changed: whether it has changed since the run began or was resumed.
+    """
+
+    pipe: int
+    data: int
+    model: int
+    fingerprint: int
+    changed: bool
+
+
+def remember(model: nn.Module) -> None:
+    """Record fingerprints of the buffers of `model`, so that a save knows which stage has changed a buffer since."""
+    _begun[model] = _fingerprints(model, lambda buffer: not buffer.is_quantized)
+
+
+def survey(model: nn.Module, savable: Callable[[Tensor], bool]) -> dict[str, Held]:
+    """Return the fingerprints of this rank's savable buffers, which all ranks exchange before a save."""
+    mesh, before = mpu.get_mesh(), _begun.get(model, {})
+    place = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
+    return {
+        name: Held(*place, now, before.get(name, now) != now) for name, now in _fingerprints(model, savable).items()
+    }
+
+
+def _fingerprints(model: nn.Module, included: Callable[[Tensor], bool]) -> dict[str, int]:
+    return {
+        name: int(fingerprint(_real(buffer.detach())).item())
+        for name, buffer in global_buffers(model)
+        if buffer.numel() and included(buffer)
+    }
+
+
+def _real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
