@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .rubbish import (
+from .quality import (
     broken_characters,
     encoded_characters,
     html_characters,

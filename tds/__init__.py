@@ -15,7 +15,7 @@ buckets.py    weights and gradients in flat memory; distributed_optimizer.py ste
 apart.py      ZeRO-3: layers sharded over the replicas while a model is built
 trace.py      recorded timeline; align.py compares clocks, timeline.py reads it
 simulator.py  predicted timeline
-launched.py   ends ranks whose launcher died
+parent_death.py ends ranks whose launcher died
 measure.py    check of how DeepSpeed scales gradients
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
@@ -30,10 +30,10 @@ from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
-from .launched import end_with_launcher, meet_again, refuse_impossible_ranks
 from .lines import say
 from .measure import check_scale_of_fp16
 from .mistakes import warn_of_untied
+from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .plain import PlainEngine
 from .recorder import record_collectives
 from .starting import watch_the_start
@@ -78,7 +78,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
     _deepspeed.settle_local_rank()
-    meet_again(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
+    rejoin_store(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
     _ds.init_distributed(dist_backend, *args, **kwargs)
     watch_the_start()
 

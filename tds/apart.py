@@ -15,7 +15,7 @@ from . import _deepspeed
 _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
-def taken_apart(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
+def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
     """Return a callable that ZeRO-3-partitions an initialised layer; None if DeepSpeed partitions the whole model.
 
     `deepspeed.zero.Init` as a context would initialise in half precision, with other values than without ZeRO.

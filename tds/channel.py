@@ -61,11 +61,11 @@ class Run:
         """Start a run of `count` messages of this layout, from number `first`, after a header."""
         self.layout, self.end, self._long = layout, first + count, count > 1
 
-    def go_on(self, count: int) -> None:
+    def extend(self, count: int) -> None:
         """Extend the run by `count` messages, after a word."""
         self.end, self._long = self.end + count, count > 0
 
-    def word_is_due(self, index: int) -> bool:
+    def marker_due(self, index: int) -> bool:
         """Return whether a word precedes message `index`."""
         return self._long and index == self.end - 1 and self.end < self.total
 
@@ -162,9 +162,9 @@ class Channel:
                 f"{what} puts out tensors of other number, shapes, dtypes or gradients for micro-batch {index} than for the one "
                 f"before, though its inputs are alike; if they depend on the data, say PipelineModule(..., dynamic_shape=True)"
             )
-        if run.word_is_due(index):
+        if run.marker_due(index):
             more = max(same_until - run.end, 0)
-            run.go_on(more)
+            run.extend(more)
             self._start(torch.tensor([more], device=self.device).view(torch.uint8))
         self.send(tensors)
 
@@ -194,14 +194,14 @@ class Channel:
     def _go_on(self, at: At, count: int) -> None:
         run = self._runs[at.chunk]
         before = run.end
-        run.go_on(count)
+        run.extend(count)
         self._expect_run(at.chunk, before)
 
     def _expect_run(self, chunk: int, first: int) -> None:
         run = self._runs[chunk]
         for at in (At(index, chunk) for index in range(first, run.end)):
             self._layouts[at] = run.layout
-            if run.word_is_due(at.micro):
+            if run.marker_due(at.micro):
                 self._words.add(at)
         self._post(self.ahead)
 

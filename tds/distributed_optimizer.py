@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .advice import ways
+from .bucket_launch import Departures, pack
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
-from .departures import Departures, pack
 from .replaced import ADVICE, ReplacedWeightError
 
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # optimizers with a step count per tensor, or none
@@ -35,7 +35,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of a
     step, then `finish()` and `clip()`. Gradients are summed, not averaged, so divide losses by the number of
-    replicas. bucket_bytes: see `tds.departures.pack`.
+    replicas. bucket_bytes: see `tds.bucket_launch.pack`.
 
     If a weight's storage was replaced between two steps (`p.data = new`), the new values are copied into the
     bucket. In-place changes of half-precision weights are copied too. Raises RuntimeError in a backward pass if a

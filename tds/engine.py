@@ -23,11 +23,11 @@ from .diagnose import Watchdog
 from .lines import say
 from .losses import Losses
 from .measure import check_factor
-from .memory import alias, given_up_grad, handed
+from .memory import alias, non_leaf_view, pop_grad
 from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
 from .nested import as_tuple, in_full, unwrap
 from .outside import Outside
-from .plain import TakesDistributedOptimizer
+from .plain import DistributedOptimizerMixin
 from .progress import MOST_TIMED, Progress
 from .reductions import Reductions
 from .reports import Reports
@@ -38,7 +38,7 @@ from .start import checked_schedule, refuse_idle_stages, shake_hands
 from .step import Step
 
 
-class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -216,11 +216,11 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         if self._borders.has_previous(instruction.chunk):
             of = self._step.of(instruction.at)
             received = of.received if self.module.training else of.take_received()
-            return unwrap(tuple(handed(each.tensor) for each in received))
+            return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
         inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
             # Re-entrant checkpointing needs an input with requires_grad.
-            inputs = tuple(handed(t.requires_grad_(t.is_floating_point())) for t in inputs)
+            inputs = tuple(non_leaf_view(t.requires_grad_(t.is_floating_point())) for t in inputs)
         return unwrap(inputs)
 
     def _forward(self, instruction: Instruction) -> None:
@@ -318,9 +318,7 @@ class PipelineEngine(Reports, Reductions, TakesDistributedOptimizer, Checkpoints
         due = of.inputs_that_learn
         of.received = []
         if due:
-            self._borders.to_previous.send(
-                [BoundaryTensor(given_up_grad(each.tensor), split=each.split) for each in due]
-            )
+            self._borders.to_previous.send([BoundaryTensor(pop_grad(each.tensor), split=each.split) for each in due])
 
     def _recv_grad(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)

@@ -76,7 +76,7 @@ def _made_once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     return _Made.groups[key]
 
 
-def lines_like(line: Sequence[int], topology: Any) -> list[list[int]]:
+def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
     """Return all groups parallel to `line`: the same varying axes, every value of the fixed ones.
 
     topology: DeepSpeed's, or an object with its methods.
@@ -105,7 +105,7 @@ def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
     def new_group(ranks: Sequence[int]) -> Any:
         line = tuple(sorted(ranks))
         if line not in known:
-            lines = [line] if len(line) == dist.get_world_size() else [*map(tuple, lines_like(line, topology()))]
+            lines = [line] if len(line) == dist.get_world_size() else [*map(tuple, parallel_groups(line, topology()))]
             if line not in lines:
                 return honest(ranks)  # not a group along axes of the grid
             known.update(dict.fromkeys(lines, shared(lines)))

@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ._deepspeed import finish
-from .memory import handed
+from .memory import non_leaf_view
 from .nested import as_tuple, each_tensor, in_full, to_device
 
 ROUNDS = 5  # the first one warms up
@@ -46,7 +46,7 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
 
 def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
     """Return the seconds of a forward and backward pass, and the detached outputs."""
-    inputs = each_tensor(inputs, lambda t: handed(t.detach().clone().requires_grad_(t.is_floating_point())))
+    inputs = each_tensor(inputs, lambda t: non_leaf_view(t.detach().clone().requires_grad_(t.is_floating_point())))
     finish(device)
     begin = time.perf_counter()
     outputs = in_full(call(inputs))

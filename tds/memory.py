@@ -42,7 +42,7 @@ class _Handed(torch.autograd.Function):
         return grad
 
 
-def handed(tensor: Tensor) -> Tensor:
+def non_leaf_view(tensor: Tensor) -> Tensor:
     """Return a non-leaf tensor in the memory of a leaf, which a layer may modify in place.
 
     It works like `tensor.clone()` without the copy, so an in-place layer overwrites the values of `tensor`.
@@ -50,7 +50,7 @@ def handed(tensor: Tensor) -> Tensor:
     return _Handed.apply(tensor) if tensor.requires_grad else alias(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def given_up_grad(tensor: Tensor) -> Tensor:
+def pop_grad(tensor: Tensor) -> Tensor:
     """Return the gradient of a tensor and clear it there, so it can be sent without a copy."""
     grad, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if grad is None else plain(grad)

@@ -220,7 +220,7 @@ def least_loss_scale(engine: Any) -> float | None:
     return float(scaler.min_scale)
 
 
-def heed_copies(engine: Any) -> None:
+def check_all_copies(engine: Any) -> None:
     """Make DeepSpeed's optimizers skip a step if a replicated or tied weight's gradient is non-finite on one rank only.
 
     Their norms count such weights on one rank, so the other ranks would take the step. ZeRO-1 and ZeRO-2 in fp32,

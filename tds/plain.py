@@ -12,13 +12,13 @@ import torch
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, is_tested
 from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunks, tied_weights
-from .reductions import no_zeros_for_nothing
+from .reductions import keep_missing_grads
 from .replaced import KnownModel
 from .saving import ComparesReplicas
 from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
-class TakesDistributedOptimizer:
+class DistributedOptimizerMixin:
     """Mixin of both engines that supports a DistributedOptimizer.
 
     DeepSpeed then neither wraps the optimizer nor reduces gradients.
@@ -61,7 +61,7 @@ class TakesDistributedOptimizer:
             self.optimizer.zero_grad()
 
 
-class PlainEngine(TakesDistributedOptimizer, ComparesReplicas, DeepSpeedEngine):  # type: ignore[misc]
+class PlainEngine(DistributedOptimizerMixin, ComparesReplicas, DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeed's engine for a model without a pipeline.
 
     With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()`
@@ -73,7 +73,7 @@ class PlainEngine(TakesDistributedOptimizer, ComparesReplicas, DeepSpeedEngine):
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
-        with no_zeros_for_nothing(self.module, self.seq_data_parallel_group):
+        with keep_missing_grads(self.module, self.seq_data_parallel_group):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .departures import Departures, pack
+from .bucket_launch import Departures, pack
 from .sparse import sparse_weights, sum_sparse
 
 

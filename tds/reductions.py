@@ -31,7 +31,7 @@ def _somewhere(grads: Sequence[Tensor | None], group: Any) -> list[bool]:
 
 
 @contextmanager
-def no_zeros_for_nothing(module: nn.Module, replicas: Any) -> Iterator[None]:
+def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
     """Run a reduction, then remove the zeros that it filled in for gradients that no replica has."""
     weights = [p for p in module.parameters() if p.requires_grad]
     there = _somewhere([p.grad for p in weights], replicas) if weights else []
@@ -213,7 +213,7 @@ class Reductions:
         if self.using_bf16_optimizer:  # this optimizer keeps fp32 sums for all weights
             reduce(*args, **kwargs)
             return
-        with no_zeros_for_nothing(self.module, self._replicas):
+        with keep_missing_grads(self.module, self._replicas):
             reduce(*args, **kwargs)
 
     def _reduce_gradients(self: Any) -> None:

@@ -19,7 +19,7 @@ from .timetable import check
 
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
     """Return the schedule named in `settings`, "pipeline" of the ds_config. Raises ValueError for invalid settings."""
-    _refuse_what_cannot_be(engine, settings, chunks)
+    _validate(engine, settings, chunks)
     schedule = schedule_of(settings, chunks)
     _check(schedule, engine, chunks)
     return schedule
@@ -57,7 +57,7 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
             ) from None
 
 
-def _refuse_what_cannot_be(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
+def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     """Raise ValueError for settings that would compute wrong numbers, hang or have no effect."""
     name = settings.get("schedule", "1f1b")
     if engine.fp16_enabled() and not engine.zero_optimization():

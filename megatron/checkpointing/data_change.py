@@ -6,7 +6,7 @@ from megatron.config import Config
 from megatron.data.blend import consumed_by_corpus
 from megatron.data.corpora import parse_blend
 
-from .nearby import look_of
+from .relocation import look_of
 
 
 class Corpus(NamedTuple):

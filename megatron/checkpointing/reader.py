@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.checkpointing.nearby import with_kept_tokenizer
+from megatron.checkpointing.relocation import with_kept_tokenizer
 from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, with_values
 from megatron.config.fields import ConfigError, describe

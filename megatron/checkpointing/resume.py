@@ -16,8 +16,8 @@ from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from . import data_change
 from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint, settings_of_samples
-from .nearby import look_of
 from .reader import CheckpointReader, plain_config
+from .relocation import look_of
 from .state import TrainState
 
 MANY = 10**8  # samples; comparing more takes longer than a few seconds

@@ -14,7 +14,7 @@ from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
-from megatron.checkpointing.nearby import keep_roles, kept_beside
+from megatron.checkpointing.relocation import keep_roles, kept_beside
 from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.shapes import check_model
 from megatron.checkpointing.stream import Entry

@@ -227,7 +227,7 @@ def sample(args: argparse.Namespace) -> None:
     path = Path(args.run_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")
-    from megatron.checkpointing.nearby import relocated
+    from megatron.checkpointing.relocation import relocated
     from megatron.config.command_line import from_file
     from megatron.tasks import task_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.atomic import whole_file, write_text
-from megatron.checkpointing.nearby import relocated
+from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.config.fields import describe

@@ -207,7 +207,7 @@ def parse(
     line = Translation(flags_given)
     for name, value in foreign.items():
         line.add(name, value)
-    values, dropped = _laid_over(sources, line)
+    values, dropped = _merge(sources, line)
     for where, source in sources:
         notes += [f"{where}: {note}" for note in source.notes]
         problems += [f"{where}: {problem}" for problem in source.problems]
@@ -217,7 +217,7 @@ def parse(
         said, trained = config.model.family, (defaults or {}).get("family")
         if trained and said != trained:
             line.problems.append(f"this script trains a {trained}: it cannot take --family {said}")
-        _refuse_a_rise(config)
+        _check_min_lr(config)
     except ConfigError as error:
         line.problems.append(str(error))
     problems += line.problems
@@ -229,7 +229,7 @@ def parse(
     return config
 
 
-def _refuse_a_rise(config: Config) -> None:
+def _check_min_lr(config: Config) -> None:
     """Raise ConfigError if the minimum learning rate exceeds the peak.
 
     The section itself does not check this, so that checkpoints of such older runs stay readable.
@@ -239,7 +239,7 @@ def _refuse_a_rise(config: Config) -> None:
         raise ConfigError(f"--min-lr {o.min_lr:g} is above --lr {o.lr:g}, the peak: give a smaller --min-lr")
 
 
-def _laid_over(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:
+def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:
     """Merge settings of files with those of the command line, which wins; return them with notes on dropped ones.
 
     Dropped are parameters of a file's --rope-scaling that a later --rope-scaling does not use. The user did not

@@ -69,7 +69,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     path = path or "ds_config"
     _refuse_unknown(given, path)
     _check_sections(given, path)
-    _refuse_blindness(given, path)
+    _require_overflow_checks(given, path)
     batch, notes = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
     zero = _zero_stage(config, given, path, precision)
@@ -148,7 +148,7 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
             raise ConfigError(f"{path}: {key!r} must be a number, not {json.dumps(given[key])}")
 
 
-def _refuse_blindness(given: dict[str, Any], path: str) -> None:
+def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
     """Raise ConfigError for settings that would make DeepSpeed apply non-finite gradients."""
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if given.get(section, {}).get(key) is False:

@@ -25,7 +25,7 @@ from .grouped_heads import by_head, cut_groups, own_queries
 from .heads import split_heads
 from .masks import Documents, added_mask, causal_mask
 from .norm import build_head_norm
-from .recompute import Recipe, instead_of
+from .recompute import Recipe, save_recipe_for
 from .rotary import Rotation
 
 
@@ -282,13 +282,13 @@ class SelfAttention(Attention):
         mask, bias: see `attend`. recipe: of `hidden`. turn: rotation of queries and keys.
         """
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
-        with instead_of((again, qkv)):
+        with save_recipe_for((again, qkv)):
             query, key, value = self._cut(qkv, turn)
         if again is not None and self.in_groups:  # autograd saves the parts, all in the memory of `query`
             again, qkv = Recipe(lambda given: self._cut(given, turn)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)
-        with instead_of((again, qkv)):
+        with save_recipe_for((again, qkv)):
             context = self.attend(query, key, value, mask, bias)
         return self.dense(context)  # type: ignore[no-any-return]
 
@@ -334,6 +334,6 @@ class CrossAttention(Attention):
             key, value = split_heads(both, self.heads, 2)
             if cache is not None:
                 cache.extend(key, value)
-        with instead_of((again, projected), (both_again, both)):
+        with save_recipe_for((again, projected), (both_again, both)):
             context = self.attend(query, key, value, mask, None)
         return self.dense(context)  # type: ignore[no-any-return]

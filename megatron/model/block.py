@@ -18,7 +18,7 @@ from .masks import Documents, window_mask, within
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
-from .recompute import Recipe, instead_of
+from .recompute import Recipe, save_recipe_for
 from .rotary import Rotation, rotation
 
 
@@ -100,16 +100,16 @@ class TransformerLayer(nn.Module):
         turn: Rotation | None,
     ) -> Tensor:
         normed, recipe = self._normed(self.input_layernorm, hidden)
-        with instead_of((recipe, normed)):
+        with save_recipe_for((recipe, normed)):
             added, added_bias = self.attention(normed, mask, bias, caches and caches.own, recipe, turn)
         hidden = hidden + self.attention_dropout(added if added_bias is None else added + added_bias)
         if encoded is not None:
             normed, recipe = self._normed(self.cross_layernorm, hidden)
-            with instead_of((recipe, normed)):
+            with save_recipe_for((recipe, normed)):
                 added, added_bias = self.cross_attention(normed, *encoded, caches and caches.cross, recipe)
             hidden = hidden + self.cross_dropout(added if added_bias is None else added + added_bias)
         normed, recipe = self._normed(self.post_attention_layernorm, hidden)
-        with instead_of((recipe, normed)):
+        with save_recipe_for((recipe, normed)):
             added, added_bias = self.mlp(normed)
         out: Tensor = hidden + self.mlp_dropout(added if added_bias is None else added + added_bias)
         return out

@@ -68,7 +68,7 @@ def _find(documents: Documents) -> Chunks | None:
         ends = [pair.keys for pair in pairs]
         length = (queries if keys is None else keys).shape[1]
         once = once and [0, *(end for _, end in ends)] == [*(begin for begin, _ in ends), length]
-        for group in small_together(pairs):
+        for group in group_short(pairs):
             of_queries, of_keys = (slice(first[0], last[1]) for first, last in zip(group[0], group[-1], strict=True))
             mask = None
             if len(group) > 1:
@@ -97,7 +97,7 @@ def _pairs(queries: Tensor, keys: Tensor | None) -> list[Pair] | None:
     return [Pair(stretch, theirs.get(number, everything)) for number, stretch in mine.items()]
 
 
-def small_together(pairs: list[Pair]) -> list[list[Pair]]:
+def group_short(pairs: list[Pair]) -> list[list[Pair]]:
     """Group neighbouring documents as long as a group has at most SMALL x SMALL scores."""
     groups: list[list[Pair]] = []
     for pair in pairs:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron import mpu
 from megatron._torch import flash_on_cpu, flash_on_cpu_backward, has_flash_on_cpu
 
-from .chunks import Chunk, Pair, runs, small_together
+from .chunks import Chunk, Pair, group_short, runs
 from .document_attention import laid_out, parts
 from .masks import Documents, added_mask, follows
 
@@ -166,7 +166,7 @@ def _documents(
     if here[0][2] < begin:
         cut = here.pop(0)
         found += _stretch(slice(row, row + 1), shift, *cut)
-    for group in small_together([Pair((first + shift, last + shift), (first, last)) for first, last, _ in here]):
+    for group in group_short([Pair((first + shift, last + shift), (first, last)) for first, last, _ in here]):
         queries, keys = (slice(first[0], last[1]) for first, last in zip(group[0], group[-1], strict=True))
         ids = views.ids[row, keys]
         mask = (ids[:, None] == ids).tril()[None, None] if len(group) > 1 else None

@@ -116,7 +116,7 @@ class FinalNorm(nn.Module):
         return self.norm(hidden), document_ids
 
 
-def looked_up(model: nn.Module) -> set[nn.Parameter]:
+def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
     """Return the token and position tables, including an output weight that is tied to one of them."""
     tables = [
         m

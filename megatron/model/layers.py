@@ -109,7 +109,7 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
     raise RuntimeError("this layer is on another pipeline stage")
 
 
-class LooksAside:
+class AuxLossMixin:
     """Model whose loss function may report values besides the loss."""
 
     loss_fn: Any = None
@@ -122,7 +122,7 @@ class LooksAside:
         return getattr(self.loss_fn, "aside", {})
 
 
-class LayerStack(LooksAside, nn.Module):
+class LayerStack(AuxLossMixin, nn.Module):
     """All layers of a model in one process.
 
     seed: seed of the initial weights.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .recompute import Recipe, instead_of
+from .recompute import Recipe, save_recipe_for
 
 # (gradient of a function's output, the function's input) -> gradient of its input
 Slope = Callable[[Tensor, Tensor], Tensor]
@@ -115,5 +115,5 @@ class ParallelMLP(nn.Module):
         inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
         active = self.activation(inner)
         recipe = Recipe(self.activation, inner) if self.activation_again else None
-        with instead_of((recipe, active)):
+        with save_recipe_for((recipe, active)):
             return self.dense_4h_to_h(active)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from tds.layer_times import cut_by_time
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
-from .layers import Layer, LooksAside, init_weights, run
+from .layers import AuxLossMixin, Layer, init_weights, run
 from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
@@ -36,7 +36,7 @@ BOUNDARIES = {
 }
 
 
-class LayerStackPipe(LooksAside, PipelineModule):
+class LayerStackPipe(AuxLossMixin, PipelineModule):
     """One pipeline stage of a list of layers: a range of layers, or one range per virtual-pipeline chunk."""
 
     def __init__(

@@ -25,9 +25,9 @@ class Recipe:
         self._uses = self._left = 0
         self._found: Tensor | None = None
 
-    def cook(self) -> Tensor:
+    def recompute(self) -> Tensor:
         """Recompute the result [...] from its source."""
-        source = self._source.cook() if isinstance(self._source, Recipe) else self._source
+        source = self._source.recompute() if isinstance(self._source, Recipe) else self._source
         with torch.no_grad():
             return self._function(source)
 
@@ -39,7 +39,7 @@ class Recipe:
     def ask(self) -> Tensor:
         """Return the result [...], computed once for all views."""
         if self._found is None:
-            self._found, self._left = self.cook(), self._uses
+            self._found, self._left = self.recompute(), self._uses
         found, self._left = self._found, self._left - 1
         if not self._left:
             self._found = None
@@ -54,7 +54,7 @@ class _View(NamedTuple):
 
 
 @contextmanager
-def instead_of(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[None]:
+def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[None]:
     """Make autograd save the recipe, if there is one, in place of these results and their views inside the block."""
     recipes = {r.untyped_storage().data_ptr(): recipe for recipe, r in results if recipe and r is not None}
     if not recipes:

@@ -22,7 +22,7 @@ from .mappings import (
 from .mesh import ALONE, Axis, Options, surroundings
 from .parameters import NORMAL, InitMethod, declare
 from .sequence import reduce_scatter_to_sequence_parallel_region
-from .traced import is_traced, leave
+from .traced import is_traced, traced_reduce
 
 
 def _divide(total: int, axis: Axis, what: str) -> int:
@@ -120,7 +120,7 @@ def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
     if axis.size == 1:
         return x
     if is_traced(axis):
-        return leave(x, axis, options.sequence_parallel)
+        return traced_reduce(x, axis, options.sequence_parallel)
     if options.sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x, axis)
     return mappings.sum_in_place(x, axis)

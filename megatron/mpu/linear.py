@@ -21,7 +21,7 @@ from torch import Tensor
 from .._torch import onednn_linear, will_run
 from .mesh import Axis, Options
 from .sequence import Pending, start_all_gather, start_reduce_scatter
-from .traced import enter, is_traced
+from .traced import is_traced, traced_gather
 
 # Matmuls with fewer rows, as in decoding, are bound by reading the weights, where torch's BLAS is as fast.
 FEWEST_ROWS = 32
@@ -37,7 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     if axis.size == 1 and not onednn and _taker(x, weight, options) is None:
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
-        x = enter(x, axis, options.sequence_parallel) if is_traced(axis) else x
+        x = traced_gather(x, axis, options.sequence_parallel) if is_traced(axis) else x
         return _in_graph(x, weight, bias) if onednn else F.linear(x, weight, bias)
     return _own_linear(x, weight, bias, axis, options, onednn)
 

@@ -34,7 +34,7 @@ class Batch:
     gas: int
 
 
-def third(replicas: int, total: int | None = None, micro: int | None = None, gas: int | None = None) -> Batch:
+def solve_batch(replicas: int, total: int | None = None, micro: int | None = None, gas: int | None = None) -> Batch:
     """Complete a batch from two of its sizes: global batch = micro-batch x gas x replicas.
 
     Raises ValueError if the sizes contradict each other or if two are missing.
@@ -86,7 +86,7 @@ class Layout:
         return " x ".join(words)
 
 
-def judged(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAULT, timed: bool = True) -> Layout:
+def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAULT, timed: bool = True) -> Layout:
     """Return a layout with its memory, and its cost if `timed`.
 
     Raises ConfigError or ValueError, naming the setting to change, for an invalid layout.
@@ -102,7 +102,7 @@ def judged(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAU
 class Wanted:
     """Request for a plan.
 
-    total, micro, gas: as in `third`, None where the search may choose. fixed: settings that the search must
+    total, micro, gas: as in `solve_batch`, None where the search may choose. fixed: settings that the search must
     keep.
     """
 
@@ -175,7 +175,7 @@ def _batches(wanted: Wanted, replicas: int) -> Iterator[Batch]:
     search = wanted.micro is None and (wanted.gas is None or wanted.total is None)
     for micro in MICROS if search else [wanted.micro]:
         try:
-            yield third(replicas, wanted.total, micro, wanted.gas)
+            yield solve_batch(replicas, wanted.total, micro, wanted.gas)
         except ValueError:
             continue
 
@@ -194,7 +194,7 @@ def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
     leanest: Layout | None = None
     for config in candidates(wanted):
         try:
-            layout = judged(config, wanted.devices, wanted.cluster, e, timed=False)
+            layout = evaluate(config, wanted.devices, wanted.cluster, e, timed=False)
         except ConfigError:
             continue
         if leanest is None or layout.worst.total < leanest.worst.total:
@@ -241,8 +241,8 @@ def _why(wanted: Wanted) -> str:
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
     try:
         replicas = c.parallel.data_parallel_size(wanted.devices)
-        batch = third(replicas, wanted.total, wanted.micro or (None if wanted.gas else 1), wanted.gas)
-        judged(
+        batch = solve_batch(replicas, wanted.total, wanted.micro or (None if wanted.gas else 1), wanted.gas)
+        evaluate(
             with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas}),
             wanted.devices,
             wanted.cluster,

@@ -7,7 +7,7 @@ from functools import lru_cache
 from megatron.config import Config
 from megatron.config.ds_config import Resolved
 from megatron.model.layers import Layer
-from tds.departures import BUCKET_BYTES, BYTES_A_REPLICA
+from tds.bucket_launch import BUCKET_BYTES, BYTES_A_REPLICA
 from tds.schedule import schedule_of
 from tds.timetable import most_in_flight
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.nearby import relocated
+from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.rows import RowError, row_of

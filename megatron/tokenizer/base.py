@@ -129,7 +129,7 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
 
 
-def past_first(names: Iterable[str]) -> re.Pattern[str]:
+def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern whose matches start after the first character of each name.
 
     A text that is cut at these places contains none of the names as a whole.

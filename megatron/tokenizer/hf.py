@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, fingerprint, past_first
+from .base import Tokenizer, TokenizerError, fingerprint, split_name_pattern
 from .beside import SETTINGS, named_beside, refuse_lacking, settings_beside, token_beside
 from .sentinels import MARK as SENTINEL
 
@@ -151,7 +151,7 @@ class _Words:
         self._inside = _without_prefix(tokenizer, description, "first")
         self._bare = _without_prefix(tokenizer, description, "first", "always")
         # A unigram model also holds special tokens' names as ordinary pieces and would match them in a text.
-        self.names = past_first(name for name, i in specials.items() if i in _ids(tokenizer, name))
+        self.names = split_name_pattern(name for name, i in specials.items() if i in _ids(tokenizer, name))
 
     def ids(self, text: str, inside: bool) -> list[int]:
         """Return the ids of `text`, cut after the first character of each name that would match a special token."""

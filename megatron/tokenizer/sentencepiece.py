@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, past_first
+from .base import Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, split_name_pattern
 from .beside import SETTINGS, refuse_lacking, settings_beside, token_beside
 from .model_proto import USER_DEFINED, read_facts
 from .sentinels import MARK as SENTINEL
@@ -170,7 +170,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
         if not self._defined:
             return super().encode_content(text, inside)
-        cuts = [0, *(name.start() for name in past_first(self._defined).finditer(text)), len(text)]
+        cuts = [0, *(name.start() for name in split_name_pattern(self._defined).finditer(text)), len(text)]
         ids = super().encode_content(text[: cuts[1]], inside)
         for begin, end in itertools.pairwise(cuts[1:]):
             ids += self._bare.encode(text[begin:end])

@@ -10,12 +10,12 @@ from torch import nn
 
 import tds
 from tds import optimizer_state as zero_state
-from tds.apart import taken_apart
+from tds.apart import zero3_partitioner
 
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
-from ..model.embedding import looked_up
+from ..model.embedding import embedding_weights
 from ..model.layers import after_each_layer, global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
@@ -53,7 +53,7 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Toke
 
     Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
     """
-    cut = taken_apart(resolved.deepspeed, mpu, DTYPES[resolved.precision])
+    cut = zero3_partitioner(resolved.deepspeed, mpu, DTYPES[resolved.precision])
     with tds.pipe.seeded_layers(config.train.seed), after_each_layer(cut):
         model = on_all_ranks(lambda: checked_model(task, config, tokenizer))
     if cut is not None:
@@ -75,7 +75,7 @@ def build_engine(
     if not pipeline and config.parallel.pipe_parallel_size:  # an entry script may build a plain model for size 1
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
-    spared = () if config.optim.embedding_weight_decay else looked_up(model)
+    spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
     optimizer = build_optimizer(model, config.optim, config.model.kernels, spared)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer)
@@ -86,7 +86,7 @@ def build_engine(
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
-        zero_state.heed_copies(engine)
+        zero_state.check_all_copies(engine)
     batch_of = partial(task.checked_batch, config=config, tokenizer=tokenizer)
     if not pipeline:
         return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)

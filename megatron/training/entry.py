@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tds.diagnose import Watchdog, out_of_memory
-from tds.launched import ImpossibleRanks, refuse_impossible_ranks
+from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 
 from ..config.command_line import parse
 from ..config.ds_config import resolve

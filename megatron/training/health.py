@@ -17,7 +17,7 @@ LEAST = 16  # recent losses needed before any loss counts as a spike
 DEVIATIONS, SHARE = 8.0, 0.05
 
 
-class Taken(NamedTuple):
+class SampleRange(NamedTuple):
     """One iteration: its number, counted from 1, and its range of samples."""
 
     iteration: int
@@ -31,7 +31,7 @@ class Taken(NamedTuple):
 class Spike(NamedTuple):
     """A loss far above those before it."""
 
-    taken: Taken
+    taken: SampleRange
     loss: float
     median: float
 
@@ -53,7 +53,7 @@ class Fault(NamedTuple):
     streak: skipped steps in a row, without those of fp16's initial search for a loss scale.
     """
 
-    taken: Taken
+    taken: SampleRange
     streak: int
     loss: float
     scale: float | None  # the loss scale, if it is at its minimum
@@ -74,11 +74,11 @@ class Health:
     ) -> None:
         self._most, self._scale, self._least = most, scale, least_scale
         self._good, self._streak, self._starts = replace(state), 0, least_scale is not None
-        self._unread: list[tuple[Step, Taken, TrainState]] = []
+        self._unread: list[tuple[Step, SampleRange, TrainState]] = []
         self._before: deque[float] = deque(maxlen=REMEMBERED)
         self.fault: Fault | None = None
 
-    def add(self, step: Step, taken: Taken, state: TrainState) -> None:
+    def add(self, step: Step, taken: SampleRange, state: TrainState) -> None:
         """Add a step.
 
         state: state of the run after the step.
@@ -119,7 +119,7 @@ class Health:
                 found = found._replace(skipped=found.skipped + 1)
         return found
 
-    def _judge(self, step: Step, taken: Taken, loss: float, applied: bool) -> None:
+    def _judge(self, step: Step, taken: SampleRange, loss: float, applied: bool) -> None:
         at_the_end = not applied and self._least is not None and self._scale == step.loss_scale == self._least
         self._scale = step.loss_scale
         if applied:
@@ -129,7 +129,7 @@ class Health:
         if self.fault is None and (at_the_end or self._streak >= self._most or (applied and not math.isfinite(loss))):
             self.fault = Fault(taken, self._streak, loss, self._least if at_the_end else None)
 
-    def _spikes(self, taken: Taken, loss: float) -> list[Spike]:
+    def _spikes(self, taken: SampleRange, loss: float) -> list[Spike]:
         """Return the loss as a spike if it exceeds the median of recent losses by more than their noise explains.
 
         Noise is measured by the median absolute deviation (Hampel 1974), which single spikes do not affect.

@@ -29,14 +29,14 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.signals import StopSignal, StopSignals
 from ..ranks.stragglers import straggler
 from ..tokenizer import Tokenizer
-from . import culprit
+from . import find_nonfinite
 from .console import TimeLeft, training_line
+from .data_ranks import lengths_of, read
 from .engine import Engine, Step
-from .garbage import Garbage
+from .gc_interval import Garbage
 from .gradient_watch import GradientWatch
-from .health import Fault, Health, Taken
+from .health import Fault, Health, SampleRange
 from .metrics import MetricsWriter, Timers, flops_per_token
-from .reading import lengths_of, read
 from .run_folder import release
 from .run_lock import RunLock
 from .task import Datasets
@@ -161,11 +161,11 @@ def _evaluate_once(run: Run, part: str) -> None:
         evaluate(run, part)
 
 
-def _advance(run: Run) -> Taken:
+def _advance(run: Run) -> SampleRange:
     """Count an iteration and its samples, whether trained on or skipped."""
     state, count = run.state, run.global_batch
     state.iteration += 1
-    taken = Taken(state.iteration, state.consumed_samples, count)
+    taken = SampleRange(state.iteration, state.consumed_samples, count)
     if is_rank_0():  # only rank 0 writes the index of checkpoints
         state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
     state.consumed_samples += count
@@ -246,13 +246,13 @@ class _Window:
         self.spikes: list[dict[str, Any]] = []
         self.z_losses: list[Any] = []
 
-    def add(self, step: Step, taken: Taken) -> None:
+    def add(self, step: Step, taken: SampleRange) -> None:
         self.health.add(step, taken, self.run.state)
         self.loss_scale = step.loss_scale
         self.z_losses += [step.aside["z_loss"]] if "z_loss" in step.aside else []
         self.timed += 1
 
-    def pass_over(self, taken: Taken) -> None:
+    def pass_over(self, taken: SampleRange) -> None:
         """Record and report an iteration that was skipped on request."""
         self.check()
         self.health.passed_over(self.run.state)
@@ -351,8 +351,8 @@ def _sentence(run: Run, fault: Fault) -> str:
 
     if not fault.streak:
         return f"the loss became {fault.loss} at {taken}, its gradient did not; {GENTLER} may help"
-    found = culprit.find(run.engine.deepspeed.module, again)
-    why = culprit.words(found, taken.first_sample, t.batch_size * t.gas)
+    found = find_nonfinite.find(run.engine.deepspeed.module, again)
+    why = find_nonfinite.words(found, taken.first_sample, t.batch_size * t.gas)
     begin = taken.iteration - fault.streak + 1
     skip = f"--skip-iterations {begin}-{taken.iteration} goes on past them, {GENTLER} may keep them away"
     if fault.scale is not None:

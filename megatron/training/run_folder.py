@@ -9,7 +9,7 @@ from tds import timeline
 
 from ..atomic import write_text
 from ..checkpointing.files import latest_name
-from ..checkpointing.nearby import keep_tokenizer
+from ..checkpointing.relocation import keep_tokenizer
 from ..config import Config
 from . import profile
 from .run_lock import CHECKPOINTS, RunLock, RunLockedError

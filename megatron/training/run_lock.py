@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tds.launched import process_table, started
+from tds.parent_death import process_table, started
 
 from ..atomic import process_name
 from . import advisory
@@ -34,10 +34,10 @@ class Holder:
 
     host: str
     pid: int
-    started: str  # see tds.launched.started
+    started: str  # see tds.parent_death.started
     since: str  # date and time, only for messages
     job: str = ""  # SLURM job id and restart count
-    table: str = ""  # see tds.launched.process_table; also "" in locks of older versions
+    table: str = ""  # see tds.parent_death.process_table; also "" in locks of older versions
     advisory: bool = False  # whether the process holds an advisory lock on the file
 
     @classmethod

@@ -26,11 +26,11 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder, writers
 from .build import build_engine, build_model
+from .data_ranks import open_datasets
 from .estimate import estimate
 from .global_vars import publish
 from .loop import Run
 from .metrics import MetricsWriter, Timers
-from .reading import open_datasets
 from .run_lock import RunLock
 from .task import Task, what
 from .watch import memory_advice, watched

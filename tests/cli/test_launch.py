@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tds
 from megatron.ranks import signals
 from megatron.ranks.signals import StopSignal, StopSignals, signals_as_before
-from tds.launched import started
+from tds.parent_death import started
 from tests import support
 from tests.support import FULL, ROOT, on_ranks
 

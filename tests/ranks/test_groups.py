@@ -29,11 +29,11 @@ def test_lines_like_one(shape: tuple[int, int, int]) -> None:
         lines = grid.lines(*varying)
         assert sorted(rank for line in lines for rank in line) == list(range(grid.world_size()))
         for line in lines:
-            assert sorted(groups.lines_like(line, grid)) == sorted(lines)
+            assert sorted(groups.parallel_groups(line, grid)) == sorted(lines)
     if shape[0] > 2:
         ends = [[grid.get_rank(pipe=p, data=d, model=m) for p in (0, shape[0] - 1)]
                 for d in range(shape[1]) for m in range(shape[2])]  # fmt: skip
-        assert sorted(groups.lines_like(ends[-1], grid)) == sorted(ends)
+        assert sorted(groups.parallel_groups(ends[-1], grid)) == sorted(ends)
 
 
 def test_lines_of_a_large_grid_are_arithmetic() -> None:

@@ -53,9 +53,9 @@ def start(code: str, mark: str, *argv: str, **env: str) -> "subprocess.Popen[str
 RANK = """
 import importlib.util, os, subprocess, sys, time
 def load():  # without the packages, which take seconds
-    spec = importlib.util.spec_from_file_location("launched", "tds/launched.py")
-    launched = importlib.util.module_from_spec(spec); spec.loader.exec_module(launched)
-    return launched
+    spec = importlib.util.spec_from_file_location("parent_death", "tds/parent_death.py")
+    parent_death = importlib.util.module_from_spec(spec); spec.loader.exec_module(parent_death)
+    return parent_death
 if sys.argv[1] == "launcher":
     if "ours" in sys.argv: os.environ["TDS_LAUNCHER"] = str(os.getpid())
     if "theirs" in sys.argv: os.environ["TORCHELASTIC_RUN_ID"] = "1"

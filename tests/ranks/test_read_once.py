@@ -17,8 +17,8 @@ from megatron.checkpointing import CheckpointReader
 from megatron.data.indexed_dataset import IndexedDataset, checked_once
 from megatron.mpu.parameters import ParamSpec
 from megatron.tasks import GPT2
+from megatron.training.data_ranks import RemoteDataset, lengths_of, reads
 from megatron.training.loop import train
-from megatron.training.reading import Elsewhere, lengths_of, reads
 from megatron.training.task import Task
 from tests.checkpoints.runs import Start, losses_of, make, whole_tensors
 from tests.conformance.engines import remembered_groups
@@ -48,7 +48,7 @@ def _trains(
     flags = FLAGS.format(2, "fp32", 0, *layout) + " --split 8,2 --eval-iters 1 --num-workers 1"
     with make(Start(model, Path(folder), flags), data, vocab_file) as run:
         train(run)
-        return reads(), calls, isinstance(run.datasets[1], Elsewhere)
+        return reads(), calls, isinstance(run.datasets[1], RemoteDataset)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def _of_all(folder: str, data: str, vocab_file: str) -> int:
     GPT2.datasets, GPT2.reads_alone = datasets, False  # type: ignore[method-assign,assignment]
     with make(Start("gpt2", Path(folder), FLAGS.format(1, "fp32", 0, 2, 1)), data, vocab_file) as run:
         train(run)
-        assert not isinstance(run.datasets[0], Elsewhere)
+        assert not isinstance(run.datasets[0], RemoteDataset)
     return len(opened)
 
 

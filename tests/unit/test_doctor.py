@@ -23,7 +23,7 @@ from megatron.config.command_line import parse
 from megatron.data.corpora import made_with
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.train import train_byte_bpe
-from megatron.training.reading import _check_tokenizer
+from megatron.training.data_ranks import _check_tokenizer
 from megatron.training.run_lock import Holder, RunLock
 from tests.support import ROOT
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.nearby import FOLDER, keep_tokenizer
+from megatron.checkpointing.relocation import FOLDER, keep_tokenizer
 from megatron.commands import convert_checkpoint, export_roles
 from megatron.commands.export_roles import generation_settings, model_ids, pad_of
 from megatron.commands.export_tokenizer import Chat, write_tokenizer

@@ -11,7 +11,7 @@ from megatron.checkpointing import TrainState
 from megatron.data.sampler import ConsecutiveSampler
 from megatron.data.skips import Skips, parse_ranges
 from megatron.training.engine import Step, leave_out_unless_finite
-from megatron.training.health import Health, Taken
+from megatron.training.health import Health, SampleRange
 from megatron.training.metrics import MetricsWriter
 
 NAN, INF = math.nan, math.inf
@@ -21,7 +21,7 @@ def feed(health: Health, norms: list[Any], scales: list[float | None] | None = N
     for i, norm in enumerate(norms):
         loss = torch.tensor(losses[i] if losses else 2.0, dtype=torch.float64)
         step = Step(loss, norm, scales[i] if scales else None, skipped=bool(scales) and not math.isfinite(norm))
-        health.add(step, Taken(i + 1, 8 * i, 8), TrainState(i + 1, 8 * i + 8))
+        health.add(step, SampleRange(i + 1, 8 * i, 8), TrainState(i + 1, 8 * i + 8))
 
 
 def test_steps_in_a_row_are_counted_over_reads() -> None:

@@ -23,7 +23,7 @@ from megatron.tokenizer.base import TokenizerError, read_object
 from megatron.tokenizer.chat import Message, template_from
 from megatron.tokenizer.train import train_byte_bpe
 from megatron.training.metrics import MetricsWriter
-from tds.launched import ImpossibleRanks, refuse_impossible_ranks
+from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 from tests.support import ROOT
 
 # ---------------------------------------------------------------- metrics.jsonl

@@ -10,7 +10,7 @@ from torch import nn
 
 import tds
 from megatron.training.engine import _result
-from tds import _deepspeed, launched, progress, start
+from tds import _deepspeed, parent_death, progress, start
 
 
 class Event:
@@ -77,10 +77,10 @@ def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.Monke
         num_stages=2, device=torch.device("cuda"), fp16_enabled=lambda: False, _config=SimpleNamespace(torch_autocast_enabled=False),
         module=SimpleNamespace(activation_checkpoint_interval=0),
     )  # fmt: skip
-    start._refuse_what_cannot_be(engine, {}, 1)
+    start._validate(engine, {}, 1)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING=1 lets a stage wait"):
-        start._refuse_what_cannot_be(engine, {}, 1)
+        start._validate(engine, {}, 1)
 
 
 def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for backend, wanted in (("nccl", torch.device("cuda", 0)), ("gloo", None)):
-        launched.meet_again(backend, None, torch.device("cuda", 0))
+        parent_death.rejoin_store(backend, None, torch.device("cuda", 0))
         assert given["device_id"] == wanted
 
 

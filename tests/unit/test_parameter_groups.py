@@ -5,7 +5,7 @@ from torch import nn
 
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model, global_parameters
-from megatron.model.embedding import looked_up
+from megatron.model.embedding import embedding_weights
 from megatron.optim.optimizer import parameter_groups
 
 SIZES = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40"
@@ -13,7 +13,7 @@ SIZES = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 
 
 def _decaying(model: nn.Module, embeddings: bool) -> set[str]:
     names = {p: name for name, p in global_parameters(model)}
-    decays, others = parameter_groups(model, 0.1, () if embeddings else looked_up(model))
+    decays, others = parameter_groups(model, 0.1, () if embeddings else embedding_weights(model))
     assert (decays["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert {*decays["params"], *others["params"]} == set(names)
     return {names[p] for p in decays["params"]}

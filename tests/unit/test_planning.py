@@ -21,7 +21,7 @@ from megatron.planning import published
 from megatron.planning.activations import Shapes, kept_by
 from megatron.planning.cluster import load_cluster
 from megatron.planning.cost import pipeline_units
-from megatron.planning.layouts import Batch, Wanted, candidates, search, third
+from megatron.planning.layouts import Batch, Wanted, candidates, search, solve_batch
 from megatron.planning.memory import in_flight
 from megatron.planning.sizes import count_layers, layers_of, parameters, stages_of
 from tds.schedule import NAMES, schedule_of
@@ -83,7 +83,7 @@ def test_stages_hold_every_layer_once() -> None:
     ],
 )
 def test_the_third_of_a_batch(given: tuple[int | None, ...], found: Batch) -> None:
-    assert third(8, *given) == found
+    assert solve_batch(8, *given) == found
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_third_of_a_batch(given: tuple[int | None, ...], found: Batch) -> No
 )
 def test_batches_that_do_not_go_together(given: tuple[int | None, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        third(8, *given)
+        solve_batch(8, *given)
 
 
 @pytest.mark.parametrize("name", NAMES)

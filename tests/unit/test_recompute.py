@@ -13,7 +13,7 @@ from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import init_weights
 from megatron.model.mlp import ParallelMLP
-from megatron.model.recompute import Recipe, instead_of
+from megatron.model.recompute import Recipe, save_recipe_for
 from megatron.mpu import ColumnParallelLinear
 
 FLAGS = (
@@ -106,7 +106,7 @@ def test_one_result_is_computed_once_for_all_who_saved_it_and_again_for_a_second
         return given * 2
 
     y = x * 2
-    with instead_of((Recipe(double, x), y)):
+    with save_recipe_for((Recipe(double, x), y)):
         out = (y[:2].sin() * y[2:].cos()).sum() + y.exp().sum()
     first = torch.autograd.grad(out, x, retain_graph=True)[0]
     assert len(calls) == 1

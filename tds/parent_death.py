@@ -98,7 +98,7 @@ def _launches(pid: int) -> bool:
     return any(word in name for word in ("python", "torchrun", "deepspeed", "pt_elastic"))
 
 
-def meet_again(backend: str, timeout: timedelta | None, device: "torch.device | None" = None) -> None:
+def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device | None" = None) -> None:
     """Create the process group of a restarted attempt in the store that torchrun shares among all attempts.
 
     A previous attempt left rank addresses and a failure report there, which would end this attempt too. device:

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.nearby import ENDS, keep_tokenizer, kept_tokenizer, look_of, relocated, with_kept_tokenizer
+from megatron.checkpointing.relocation import (
+    ENDS,
+    keep_tokenizer,
+    kept_tokenizer,
+    look_of,
+    relocated,
+    with_kept_tokenizer,
+)
 from megatron.config.command_line import parse
 from megatron.convert.hf_folder import is_hf_folder
 from megatron.tokenizer.beside import ends_beside

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from megatron.training.garbage import Garbage
+from megatron.training.gc_interval import Garbage
 
 
 class _Ring:

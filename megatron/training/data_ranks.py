@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch.distributed as dist
 
 from .. import mpu
-from ..checkpointing.nearby import look_of
+from ..checkpointing.relocation import look_of
 from ..config import Config
 from ..data.corpora import made_with, prefixes_of
 from ..data.indexed_dataset import checked_once
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
     decoder: int
 
 
-class Elsewhere:
+class RemoteDataset:
     """Placeholder for a data set that other ranks read.
 
     plan: lengths of its samples, None if they have one sequence.
@@ -80,7 +80,7 @@ def _open_where_read(task: Task, config: Config, tokenizer: "Tokenizer") -> Data
     made = on_all_ranks(lambda: opened() if is_rank_0() else None)
     told: list[Any] = [None]
     if made is not None:
-        told = [(checked, [dataset is not None and Elsewhere(lengths_of(dataset)) for dataset in made[0]])]
+        told = [(checked, [dataset is not None and RemoteDataset(lengths_of(dataset)) for dataset in made[0]])]
         _say(made[1])
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(told)
