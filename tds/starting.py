@@ -22,7 +22,7 @@ _start = _Start()
 
 def watch_the_start() -> None:
     """Make an error that ends this process end all ranks, with a report, until an engine watches them."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":  # in a simulated world nobody else waits
+    if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
         return
     if dist.get_world_size() > 1 and Watchdog.latest() is None:
         _start.watchdog = Watchdog(float("inf"), _start.describe, "run", idle="before its first watched step")

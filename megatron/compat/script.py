@@ -20,7 +20,7 @@ from ..training.task import Batch, Datasets
 from ..utils import get_ltor_documents_and_position_ids
 from .data import T5Samples
 
-FAMILIES = {"T5Tokenizer": "t5"}  # the tokenizer type of args_defaults tells the family
+FAMILIES = {"T5Tokenizer": "t5"}  # model family by the tokenizer type of args_defaults
 
 
 def is_original(provider: Callable[..., Any]) -> bool:
