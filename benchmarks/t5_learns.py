@@ -114,10 +114,10 @@ def measure(args: argparse.Namespace) -> None:
     """Run the contenders that --json does not contain yet."""
     import torch
 
-    from megatron.commands.unigram import of_targets
     from megatron.config.command_line import parse, with_values
     from megatron.tasks.t5 import T5, is_text
     from megatron.tokenizer import load_tokenizer
+    from megatron_tools.report.unigram import of_targets
 
     torch.set_num_threads(1)
     files = ["--data-path", args.data_path, "--vocab-file", args.vocab_file, "--split", "90,10,0"]

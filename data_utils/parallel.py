@@ -9,8 +9,9 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
+from megatron.data.tracker import start_tracker
+
 from .on_ray import ordered_map_on_ray
-from .tracker import start_tracker
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

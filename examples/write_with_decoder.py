@@ -10,8 +10,8 @@ from pretrain_decoder import layer_list  # this import also makes the packages i
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
-from megatron.inference.generation import ModelStepper, Sampling, sample
 from megatron.tokenizer import load_tokenizer
+from megatron_tools.write.generation import ModelStepper, Sampling, sample
 from tds.pipe import SequentialModule
 
 

@@ -4,6 +4,7 @@ Functions that have an alternative fall back to it if torch lacks the name. The 
 why they have none.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -168,3 +169,28 @@ def scatter_sum_in_graph(x: Tensor, group: Any) -> Tensor:
 
     found: Tensor = functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
     return found
+
+
+def replace_elastic_start(start: Callable[[Any, Callable[[Any], None]], None]) -> None:
+    """Let `start(group, original)` start the processes of torchrun's agent, where `original(group)` does it."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    original = api.PContext.start
+    api.PContext.start = lambda group: start(group, original)  # type: ignore[method-assign, assignment]
+
+
+def never_restart_after(code: int) -> None:
+    """Disable torchrun's --max-restarts once a rank has exited with `code`."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    original = getattr(LocalElasticAgent, "_monitor_workers", None)
+    if original is None:  # torch then restarts such a rank, as torchrun does
+        return
+
+    def monitor(agent: Any, workers: Any) -> Any:
+        result = original(agent, workers)
+        if any(failure.exitcode == code for failure in result.failures.values()):
+            agent._remaining_restarts = 0
+        return result
+
+    LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .simulator import Result
 from .timetable import Span, bubble
 
 FOLDER, MERGED = "trace", "merged.json"
@@ -175,20 +174,3 @@ def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, 
         at = (e["ts"] - first) / 1e6
         spans.append(Span(stage, e["args"]["micro"], e["args"]["chunk"], LETTERS[e["name"]], at, at + e["dur"] / 1e6))
     return Iteration(number, (end - begin) / 1e6, (first - begin) / 1e6, spans)
-
-
-def chrome_of(result: Result) -> dict[str, Any]:
-    """Return a simulated step as a Chrome trace."""
-    stages = range(len(result.idle))
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": s, "args": {"name": f"stage {s}, simulated"}} for s in stages
-    ]
-    for s in result.spans:
-        args = {"micro": s.micro, "chunk": s.chunk}
-        events.append({"ph": "X", "name": s.kind, "cat": "pass", "pid": s.stage, "tid": 0, "ts": s.begin * 1e6,
-                       "dur": (s.end - s.begin) * 1e6, "args": args})  # fmt: skip
-    for m in result.messages:
-        name = "activation" if m.forward else "gradient"
-        events.append({"ph": "X", "name": name, "cat": "message", "pid": m.to, "tid": 1 + m.forward, "ts": m.begin * 1e6,
-                       "dur": (m.end - m.begin) * 1e6, "args": {"micro": m.micro, "from": m.stage}})  # fmt: skip
-    return {"traceEvents": events}

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.documents import texts
+from data_utils.tokenizer_training import train_sentencepiece
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.train import train_sentencepiece
 
 from .support import ROOT
 

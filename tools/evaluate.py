@@ -1,11 +1,11 @@
-"""Run `megatron.commands.evaluate` from a checkout that is not installed.
+"""Run `megatron_tools.write.evaluate` from a checkout that is not installed.
 
 `python tools/evaluate.py --help` lists its flags.
 """
 
 import _checkout  # noqa: F401
 
-from megatron.commands.evaluate import cli
+from megatron_tools.write.evaluate import cli
 
 if __name__ == "__main__":
     cli()

@@ -1,11 +1,11 @@
-"""Run `megatron.commands.plan` from a checkout that is not installed.
+"""Run `megatron_tools.plan.plan` from a checkout that is not installed.
 
 `python tools/plan.py --help` lists its flags.
 """
 
 import _checkout  # noqa: F401
 
-from megatron.commands.plan import cli
+from megatron_tools.plan.plan import cli
 
 if __name__ == "__main__":
     cli()

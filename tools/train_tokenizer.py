@@ -1,11 +1,11 @@
-"""Run `megatron.commands.train_tokenizer` from a checkout that is not installed.
+"""Run `data_utils.train_tokenizer` from a checkout that is not installed.
 
 `python tools/train_tokenizer.py --help` lists its flags.
 """
 
 import _checkout  # noqa: F401
 
-from megatron.commands.train_tokenizer import cli
+from data_utils.train_tokenizer import cli
 
 if __name__ == "__main__":
     cli()

@@ -132,11 +132,16 @@ def ds_config_page(say: dict[str, str]) -> str:
     return "\n".join(out)
 
 
+def tool_module(path: Path) -> str:
+    """Return the module that a starter in `tools/` runs."""
+    return re.search(r"^from ([\w.]+) import cli$", path.read_text(encoding="utf-8"), re.MULTILINE)[1]  # type: ignore[index]
+
+
 def tools_page(say: dict[str, str]) -> str:
     """Return a page of every flag of every tool."""
     out = [f"# {say['tools']}\n\n{say['tools_about']}\n"]
     for path in sorted((ROOT / "tools").glob("[!_]*.py")):
-        module = importlib.import_module(f"megatron.commands.{path.stem}")
+        module = importlib.import_module(tool_module(path))
         about = (inspect.getdoc(module) or "").split("\n\n")[0]
         out.append(f"## tools/{path.name}\n\n{cell(about)}\n")
         if hasattr(module, "build_parser"):

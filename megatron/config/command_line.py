@@ -16,9 +16,9 @@ from .. import presets
 from ..json_text import describe_json
 from .decoder import unread
 from .fields import ConfigError, OneOf, flag, types_of
+from .foreign.translate import Translation, add_to, flag_of, settings_for, suggestion, written
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
-from .translate import Translation, add_to, flag_of, settings_for, suggestion, written
 
 HOME = {f.name: section for section, _, f in settings()}  # section of each setting
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 
-from data_utils.tracker import start_tracker
+from megatron.data.tracker import start_tracker
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from megatron.planning.memory import Memory, rank_memory
-from megatron.planning.sizes import parameters, stages_of
+from megatron.training.memory.per_rank import Memory, rank_memory
+from megatron.training.memory.sizes import parameters, stages_of
 
 from ..config import Config
 from ..config.ds_config import Resolved

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.load import refuse_contradictions
 from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.shapes import described, whole_shapes
 from megatron.checkpointing.stream import Entry
-from megatron.commands import convert_checkpoint, evaluate, generate
 from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron.convert.hf_folder import Folder
-from megatron.tokenizer.train import train_byte_bpe
+from megatron_tools.convert import convert_checkpoint
+from megatron_tools.convert.hf_folder import Folder
+from megatron_tools.write import evaluate, generate
 from tests.support import RankFailure, train_gpt2
 
 SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --vocab-size 270"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
-from megatron.inference.generation import Sampling, T5Stepper, sample
 from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
+from megatron_tools.write.generation import Sampling, T5Stepper, sample
 from tests.support import FULL, ROOT, command, train_gpt2, train_t5
 
 transformers = pytest.importorskip("transformers")
@@ -258,8 +258,8 @@ def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_cor
     Other exports give identical ids.
     """
     from data_utils.documents import texts
-    from megatron.convert.hf_tokenizer import as_theirs
-    from megatron.tokenizer.train import train_cpm, train_sentencepiece
+    from data_utils.tokenizer_training import train_cpm, train_sentencepiece
+    from megatron_tools.convert.hf_tokenizer import as_theirs
 
     train_cpm(texts([str(sample_corpus)]), str(tmp_path / "cpm.model"), 3000)
     assert as_theirs(load_tokenizer(str(tmp_path / "cpm.model"))) is None
@@ -403,7 +403,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path, hf_file: str, vocab_file: 
 def test_verifying_fails_where_a_model_is_another(
     tmp_path: Path, tiny_data: str, hf_file: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.commands import convert_checkpoint
+    from megatron_tools.convert import convert_checkpoint
 
     train_gpt2(1, tmp_path / "run", *SMALL, "--data-path", tiny_data, "--vocab-file", hf_file, "--seq-length", "24")
     convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", dtype, "--verify")

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import evaluate, export_tokenizer, generate
-from megatron.commands.export_roles import generation_settings
+from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
-from megatron.convert.hf_folder import is_hf_folder
-from megatron.inference.generation import Sampling, sample
-from megatron.inference.questions import Question, answer
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.chat import BEGIN, END, ChatEncoder, ChatML, turns_of
-from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
+from megatron_tools.convert import export_tokenizer
+from megatron_tools.convert.export_roles import generation_settings
+from megatron_tools.convert.hf_folder import is_hf_folder
+from megatron_tools.write import evaluate, generate
+from megatron_tools.write.generation import Sampling, sample
+from megatron_tools.write.questions import Question, answer
 from tests.cli.test_convert import convert, round_trip
 from tests.llama_twins import Sizes, theirs
 from tests.support import FULL, ROOT, command, covering, train

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
-from megatron.convert.megatron_lm import RankFiles
-from megatron.convert.plain_pickle import load_plain
 from megatron.model import GPT2Model
 from megatron.tokenizer import load_tokenizer
+from megatron_tools.convert.megatron_lm import RankFiles
+from megatron_tools.convert.plain_pickle import load_plain
 from tests.parity import reference
 from tests.support import command, covering
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.commands import evaluate, generate
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.inference.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
 from megatron.model import GPT2Model, T5Model
 from megatron.model.gpt2 import gpt2_layers
 from megatron.model.t5 import t5_layers
 from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron
+from megatron_tools.write import evaluate, generate
+from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
 from tests.support import FULL, ROOT, command, covering, on_ranks, train_gpt2
 from tests.unit.test_generation import CPM_FLAGS, DECODERS, PROMPT
 from tests.unit.test_t5_model import T5_FLAGS

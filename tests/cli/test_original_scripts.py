@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import preprocess_data
+from data_utils import preprocess_data
 from tests.materials import SAMPLE
 from tests.support import FULL, ROOT, ends_of_ranks, losses
 

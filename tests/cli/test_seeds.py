@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from data_utils.tokenizer_training import train_byte_bpe
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tokenizer.train import train_byte_bpe
 from tests.materials import SAMPLE
 from tests.support import FULL, ROOT, command, on_ranks
 

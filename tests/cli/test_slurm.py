@@ -32,7 +32,17 @@ if start == "0": time.sleep(60)
 def checkout(folder: Path) -> Path:
     """Create a checkout whose launcher and training script are RANK; everything else is real."""
     (folder / "tools").mkdir(parents=True)
-    for name in ("scripts", "configs", "corpus", "megatron", "tds", "data_utils", ".venv", "requirements.txt"):
+    for name in (
+        "scripts",
+        "configs",
+        "corpus",
+        "megatron",
+        "megatron_tools",
+        "tds",
+        "data_utils",
+        ".venv",
+        "requirements.txt",
+    ):
         (folder / name).symlink_to(ROOT / name)
     for name in ("pretrain_gpt2.py", "tools/launch.py"):
         (folder / name).write_text(RANK)

@@ -161,7 +161,9 @@ def test_help_shows_examples(tool: str) -> None:
 
 def test_the_preprocessor_does_not_load_torch() -> None:
     """The preprocessor does not import torch, which would cost each of its worker processes time and memory."""
-    code = "import sys; sys.argv = ['x', '--help']; import megatron.commands.preprocess_data\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys; sys.argv = ['x', '--help']; import data_utils.preprocess_data\nassert 'torch' not in sys.modules"
+    )
     assert command("python", "-c", code).returncode == 0
 
 
@@ -217,7 +219,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Pa
     ]
     code = (
         "import sys, os, signal, time\n"
-        "import megatron.commands.preprocess_data as p\n"
+        "import data_utils.preprocess_data as p\n"
         "p.JOURNAL_SECONDS = 0\n"
         "honest = p._Output.add\n"
         "def add(self, tokens):\n"

@@ -206,8 +206,8 @@ def compiled_layers_agree() -> str:
 def texts_equal_the_cpu() -> str:
     """Check that fp32 models generate the CPU's tokens by greedy decoding, sampling and beam search."""
     from megatron.config.command_line import parse
-    from megatron.inference.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample
     from megatron.model import GPT2Model, T5Model
+    from megatron_tools.write.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample
 
     prompts = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(2)).tolist()
 

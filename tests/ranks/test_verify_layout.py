@@ -13,10 +13,10 @@ from examples import pretrain_decoder as decoder
 from megatron import mpu
 from megatron.tasks import GPT2, T5
 from megatron.training import pretrain, run
-from megatron.verification.compare import TOLERANCE, Comparison, Verdict, as_table
-from megatron.verification.layouts import ONE, Layout
-from megatron.verification.recorder import record_run
-from megatron.verification.records import Records
+from megatron_tools.verify.compare import TOLERANCE, Comparison, Verdict, as_table
+from megatron_tools.verify.layouts import ONE, Layout
+from megatron_tools.verify.recorder import record_run
+from megatron_tools.verify.records import Records
 from tds.pipe import PipelineModule
 from tests.support import covering, on_ranks
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from megatron.config import foreign_core, foreign_trainer
 from megatron.config.fields import flag
-from megatron.config.foreign_flags import MEGATRON, VALUES
-from megatron.config.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
-from megatron.config.translate import written
+from megatron.config.foreign import core as foreign_core
+from megatron.config.foreign import deepspeed as foreign_trainer
+from megatron.config.foreign.flags import MEGATRON, VALUES
+from megatron.config.foreign.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
+from megatron.config.foreign.translate import written
 from tests.unit.flags_words import CHINESE
 
 

@@ -110,7 +110,7 @@ def test_the_reference_is_that_of_the_code() -> None:
 def sentences() -> list[str]:
     """Return string constants of the code and the scripts that could be parts of an error message, longest first."""
     found = set()
-    for package in ("megatron", "tds", "data_utils"):
+    for package in ("megatron", "megatron_tools", "tds", "data_utils"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

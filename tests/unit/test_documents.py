@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from data_utils import clean_corpus
 from data_utils.documents import chunks, documents, texts
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError
-from megatron.commands import clean_corpus
 from megatron.tokenizer.chat import messages_of
 from tests.support import ROOT
 
@@ -200,7 +200,7 @@ def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.
         ("train_tokenizer", "x.model", "2 bad documents left out"),
         ("clean_corpus", "clean.jsonl", "dropped: unreadable 2"),
     ):
-        tool = importlib.import_module(f"megatron.commands.{name}")
+        tool = importlib.import_module(f"data_utils.{name}")
         argv = [
             "--input",
             str(tmp_path / "x.jsonl"),
@@ -421,7 +421,7 @@ def test_a_column_that_stands_there_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["clean_corpus", "train_tokenizer"])
 def test_nothing_is_written_over_what_is_read(tmp_path: Path, name: str) -> None:
-    tool = importlib.import_module(f"megatron.commands.{name}")
+    tool = importlib.import_module(f"data_utils.{name}")
     source, link = tmp_path / "a.jsonl", tmp_path / "link.jsonl"
     source.write_bytes((ROOT / "corpus/sample.jsonl").read_bytes())
     link.symlink_to(source)

@@ -67,7 +67,7 @@ def test_weights_nest(lines: Path) -> None:
 def test_a_journal_of_an_earlier_version_continues_with_its_draws(
     tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool: ModuleType = importlib.import_module("megatron.commands.preprocess_data")
+    tool: ModuleType = importlib.import_module("data_utils.preprocess_data")
     cut: Callable[..., Any] = tool.chunks
     monkeypatch.setattr(tool, "JOURNAL_SECONDS", 0)
     monkeypatch.setattr(tool, "chunks", lambda source, largest: cut(source, 500, largest))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.checkpointing.relocation import FOLDER, keep_tokenizer
-from megatron.commands import convert_checkpoint, export_roles
-from megatron.commands.export_roles import generation_settings, model_ids, pad_of
-from megatron.commands.export_tokenizer import Chat, write_tokenizer
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
+from megatron_tools.convert import convert_checkpoint, export_roles
+from megatron_tools.convert.export_roles import generation_settings, model_ids, pad_of
+from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 TEXT = ["The river runs slowly to the sea. user assistant system 123 == \n"] * 20

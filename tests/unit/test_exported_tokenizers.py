@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from megatron.commands.export_tokenizer import Chat, write_tokenizer
+from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import TokenizerError
 from megatron.tokenizer.model_proto import ALGORITHMS, read_facts
-from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
+from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")

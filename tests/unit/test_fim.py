@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.fim import Gaps
@@ -16,7 +17,6 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tasks.fim import gaps_of
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
 from tests.support import losses, train_gpt2
 
 PREFIX, MIDDLE, SUFFIX, EOD = 901, 902, 903, 0

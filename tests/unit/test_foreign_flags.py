@@ -10,8 +10,8 @@ from megatron.config import Config
 from megatron.config.command_line import HOME, Args, from_file, parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
-from megatron.config.foreign_flags import FLAGS, ROWS
-from megatron.config.outcomes import ByValue, Means, NoEffect, Refused
+from megatron.config.foreign.flags import FLAGS, ROWS
+from megatron.config.foreign.outcomes import ByValue, Means, NoEffect, Refused
 from megatron.data.skips import Skips, parse_ranges
 from megatron.optim import lr_at
 from tests.support import ROOT

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.commands.convert_checkpoint import _extra_ids
-from megatron.convert.hf_config import check_tokenizer, read_config
-from megatron.convert.hf_folder import Folder, entries_of
-from megatron.convert.hf_names import Match
-from megatron.convert.megatron_lm import RankFiles
-from megatron.convert.megatron_settings import check_whole, settings_of
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import refuse_other_ids
 from megatron.tokenizer.sentinels import SentinelTokenizer
+from megatron_tools.convert.convert_checkpoint import _extra_ids
+from megatron_tools.convert.hf_config import check_tokenizer, read_config
+from megatron_tools.convert.hf_folder import Folder, entries_of
+from megatron_tools.convert.hf_names import Match
+from megatron_tools.convert.megatron_lm import RankFiles
+from megatron_tools.convert.megatron_settings import check_whole, settings_of
 from tests.support import command
 from tests.unit.test_hf_configs import T5, nothing, old, write
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.config.command_line import parse
-from megatron.inference.generation import (
+from megatron.model import GPT2Model, T5Model
+from megatron_tools.write.generation import (
     GPT2Stepper,
     Sampling,
     Stepper,
@@ -16,7 +17,6 @@ from megatron.inference.generation import (
     choose,
     sample,
 )
-from megatron.model import GPT2Model, T5Model
 from tests import llama_twins as twins
 
 from .test_t5_model import T5_FLAGS, copy_weights, hugging_face

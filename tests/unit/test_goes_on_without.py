@@ -105,7 +105,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: p
 def test_a_report_that_cannot_be_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.commands import report
+    from megatron_tools.report import report
 
     def broken(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

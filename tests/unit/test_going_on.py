@@ -21,7 +21,7 @@ BAD = 300
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The preprocessor, with chunks of a few documents and a journal entry after each."""
-    module = importlib.import_module("megatron.commands.preprocess_data")
+    module = importlib.import_module("data_utils.preprocess_data")
     monkeypatch.setattr(module, "JOURNAL_SECONDS", 0)
     honest = module.chunks
     monkeypatch.setattr(module, "chunks", lambda source, largest: honest(source, 2000, largest))
@@ -170,7 +170,7 @@ def test_verify_finds_zeros_in_each_part(
     start: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start("a", "--objective", "cpm-t5")
-    tool = importlib.import_module("megatron.commands.inspect_data")
+    tool = importlib.import_module("data_utils.inspect_data")
 
     def verify(name: str) -> None:
         tool.verify(tool.build_parser().parse_args(["verify", str(tmp_path / name)]))

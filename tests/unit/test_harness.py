@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.inference.lm_eval import Harness, evaluate_tasks
+from megatron_tools.write.lm_eval import Harness, evaluate_tasks
 
 LETTERS = "$abcdefghi "
 

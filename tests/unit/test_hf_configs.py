@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.convert.hf_config import gpt2_config
-from megatron.convert.hf_folder import Folder
 from megatron.model import GPT2Model, T5Model
+from megatron_tools.convert.hf_config import gpt2_config
+from megatron_tools.convert.hf_folder import Folder
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -1,6 +1,6 @@
 """Keys of config.json: declared ones are known, unread ones named, and ones that change the computation refused.
 
-The tables of megatron/convert, which needs no transformers, are compared with transformers' classes here.
+The tables of megatron_tools/convert, which needs no transformers, are compared with transformers' classes here.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron.convert.hf_config import FAMILIES, read_config, unread_keys
-from megatron.convert.hf_folder import Folder
-from megatron.convert.hf_keys import HARMLESS, MUST, changes_nothing
+from megatron_tools.convert.hf_config import FAMILIES, read_config, unread_keys
+from megatron_tools.convert.hf_folder import Folder
+from megatron_tools.convert.hf_keys import HARMLESS, MUST, changes_nothing
 from tests.support import covering
 from tests.unit.test_hf_configs import KINDS, difference, old, write
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.convert.hf_config import read_config, settings_of
-from megatron.convert.hf_folder import Folder, entries_of
-from megatron.convert.hf_llama import llama_config
-from megatron.convert.hf_names import matches_of
+from megatron_tools.convert.hf_config import read_config, settings_of
+from megatron_tools.convert.hf_folder import Folder, entries_of
+from megatron_tools.convert.hf_llama import llama_config
+from megatron_tools.convert.hf_names import matches_of
 from tests.unit.test_hf_configs import (
     LLAMA,
     Case,

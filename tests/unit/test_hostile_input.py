@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from data_utils.documents import InputError, texts
+from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import save, schema
-from megatron.commands import report
 from megatron.config.command_line import read_json
 from megatron.config.fields import ConfigError
-from megatron.planning.cluster import load_cluster
 from megatron.rows import RowError, row_of
 from megatron.tokenizer import load_tokenizer, sandbox
 from megatron.tokenizer.base import TokenizerError, read_object
 from megatron.tokenizer.chat import Message, template_from
-from megatron.tokenizer.train import train_byte_bpe
 from megatron.training.metrics import MetricsWriter
+from megatron_tools.plan.cluster import load_cluster
+from megatron_tools.report import report
 from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 from tests.support import ROOT
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.inference.generation import GPT2Stepper
 from megatron.model import GPT2Model, global_parameters
 from megatron.model.rotary import rotation
+from megatron_tools.write.generation import GPT2Stepper
 from tests.llama_twins import OF_KIND, VOCAB, Sizes, copy_weights, exact, flags_of, ours_of, theirs
 
 pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ Tool = Callable[..., None]
 @pytest.fixture
 def tool() -> Tool:
     def run(name: str, *argv: object) -> None:
-        module = importlib.import_module(f"megatron.commands.{name}")
+        module = importlib.import_module(f"data_utils.{name}")
         args = module.build_parser().parse_args([*map(str, argv)])
         args.function(args) if name == "inspect_data" else module.main(args)
 

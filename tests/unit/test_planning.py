@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import plan
 from megatron.config import Config
 from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import count_parameters
-from megatron.planning import published
-from megatron.planning.activations import Shapes, kept_by
-from megatron.planning.cluster import load_cluster
-from megatron.planning.cost import pipeline_units
-from megatron.planning.layouts import Batch, Wanted, candidates, search, solve_batch
-from megatron.planning.memory import in_flight
-from megatron.planning.sizes import count_layers, layers_of, parameters, stages_of
+from megatron.training.memory.activations import Shapes, kept_by
+from megatron.training.memory.per_rank import in_flight
+from megatron.training.memory.sizes import count_layers, layers_of, parameters, stages_of
+from megatron_tools.plan import plan, published
+from megatron_tools.plan.cluster import load_cluster
+from megatron_tools.plan.cost import pipeline_units
+from megatron_tools.plan.layouts import Batch, Wanted, candidates, search, solve_batch
 from tds.schedule import NAMES, schedule_of
 from tds.timetable import bubble, most_in_flight, times
 from tests.support import ROOT
@@ -195,7 +194,7 @@ def test_written_settings_are_those_that_were_planned() -> None:
 
     from megatron.config.command_line import parse
     from megatron.config.defaults import DEFAULTS
-    from megatron.planning.scripts import _settings
+    from megatron_tools.plan.scripts import _settings
 
     planned = parse(
         ["--config", str(ROOT / "configs/models/llama_1b.json"), "--hidden-dropout", "0.1"], DEFAULTS["llama"]

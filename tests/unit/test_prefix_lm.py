@@ -8,13 +8,13 @@ from torch import Tensor
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.prefixes import Prefixes
-from megatron.inference.generation import GPT2Stepper
 from megatron.model import GPT2Model
 from megatron.model.chunks import chunks_of
 from megatron.model.layers import global_parameters
 from megatron.model.masks import Documents, document_mask
 from megatron.model.packed_attention import borders
 from megatron.tasks.prefix import with_prefixes
+from megatron_tools.write.generation import GPT2Stepper
 from tests.parity import reference
 
 FLAGS = (

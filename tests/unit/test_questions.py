@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.commands import export_tokenizer, generate, inspect_data
-from megatron.commands import prompts as asking
+from data_utils import inspect_data
+from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.data.fim import Gaps
-from megatron.inference.questions import Conversation, Gap, Reader, answer
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.chat import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
-from megatron.tokenizer.train import train_byte_bpe, train_sentencepiece
+from megatron_tools.convert import export_tokenizer
+from megatron_tools.write import generate
+from megatron_tools.write import prompts as asking
+from megatron_tools.write.questions import Conversation, Gap, Reader, answer
 from tests.cli.test_convert_llama import tokenizer_of
 
 from .test_sft import CHAT, CHATML

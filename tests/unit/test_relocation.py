@@ -16,9 +16,9 @@ from megatron.checkpointing.relocation import (
     with_kept_tokenizer,
 )
 from megatron.config.command_line import parse
-from megatron.convert.hf_folder import is_hf_folder
 from megatron.tokenizer.beside import ends_beside
 from megatron.tokenizer.chat import own_template
+from megatron_tools.convert.hf_folder import is_hf_folder
 
 
 def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from megatron.commands import report
 from megatron.config.command_line import parse
-from megatron.reporting.curves import charts, thinned
-from megatron.reporting.differences import settings
-from megatron.reporting.facts import as_text, layout, progress, results
-from megatron.reporting.page import as_data
-from megatron.reporting.runs import names_of, read_run, tokens_at
-from megatron.reporting.serve import server
+from megatron_tools.report import report
+from megatron_tools.report.curves import charts, thinned
+from megatron_tools.report.differences import settings
+from megatron_tools.report.facts import as_text, layout, progress, results
+from megatron_tools.report.page import as_data
+from megatron_tools.report.runs import names_of, read_run, tokens_at
+from megatron_tools.report.serve import server
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 2 --gas 2 --train-iters 40"

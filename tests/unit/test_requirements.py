@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron.checks.machine import SUPPORTED, TOO_NEW, version_key
+from megatron_tools.doctor.machine import SUPPORTED, TOO_NEW, version_key
 from tds._deepspeed import SUPPORTED as SUPPORTED_DEEPSPEED
 from tests.support import ROOT
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.inference.scoring import completes, nats_of, windows
+from megatron_tools.write.scoring import completes, nats_of, windows
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.commands import chats, inspect_data, preprocess_data
+from data_utils import chats, inspect_data, preprocess_data
+from data_utils.tokenizer_training import train_byte_bpe
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -32,7 +33,6 @@ from megatron.tokenizer.chat import (
     turn_end,
     turns_of,
 )
-from megatron.tokenizer.train import train_byte_bpe
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
+from megatron_tools.simulate.simulator import Costs, Machine, simulate
 from tds.queues import Rules, finish
 from tds.schedule import Plan, ScheduleError, gpipe, schedule_of
-from tds.simulator import Costs, Machine, simulate
 from tds.timetable import bubble, times
 
 CASES = [

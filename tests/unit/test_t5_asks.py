@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.commands.generate import Writer
-from megatron.commands.prompts import reader_of
-from megatron.commands.sample_view import t5_view
+from data_utils.sample_view import t5_view
 from megatron.config.command_line import parse
 from megatron.data.spans import SpanPlan
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset
 from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
+from megatron_tools.write.generate import Writer
+from megatron_tools.write.prompts import reader_of
 
 SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 

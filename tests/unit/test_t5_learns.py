@@ -10,8 +10,8 @@ from torch.utils.data import default_collate
 from megatron.config.command_line import parse
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
-from megatron.inference.generation import Sampling, T5Stepper, sample
 from megatron.model import T5Model
+from megatron_tools.write.generation import Sampling, T5Stepper, sample
 from tests.support import covering
 
 EOD, TEXT, COUNT = 0, 13, 10

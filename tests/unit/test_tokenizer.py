@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from data_utils.documents import texts
+from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from megatron.tokenizer.segment import BORDER, Cut, segmenter
-from megatron.tokenizer.train import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from tests.materials import SAMPLE
 
 TEXTS = [

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.commands.draw_schedule import build_parser, draw_run
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron_tools.report.draw_schedule import build_parser, draw_run
+from megatron_tools.simulate.simulator import simulate
 from tds import timeline, trace
 from tds.align import narrow
 from tds.schedule import Backward, Forward, schedule_of
-from tds.simulator import simulate
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,232 @@
+"""Clean raw text files into one .jsonl: fixed, filtered, deduplicated and shuffled, with a report."""
+
+import argparse
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from megatron.atomic import naming, whole_file, write_text
+
+from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
+from .cli import Parser, input_flags, largest, refused, run, worker_flags
+from .dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
+from .documents import Chunk, chunks, documents
+from .files import REPORT, find_files, refuse_as_outputs
+from .parallel import ordered_map
+from .progress import Progress
+from .shuffle import shuffled
+from .streams import BadLine, InputError
+
+EXAMPLES = """\
+  python tools/clean_corpus.py --input raw/ --output clean.jsonl
+  python tools/clean_corpus.py --input 'web/*.jsonl.zst' --output clean.jsonl.gz --script Han --min-script 0.3 \\
+      --near-duplicates --dropped dropped.jsonl
+  python tools/clean_corpus.py --input poems.txt --output clean.jsonl --off repeated length --on nfkc"""
+
+
+class Cleaned(NamedTuple):
+    """A worker's result for a chunk."""
+
+    outcomes: list[tuple[str, Outcome, Prints]]  # original text, outcome, fingerprints
+    bad: list[BadLine]
+    source_bytes: int
+
+
+class _Worker:
+    """Settings of a worker process, set once when it starts."""
+
+    key: str
+    rules: tuple[str, ...]
+    limits: Limits
+    seed: int
+    largest: int
+    exact: bool
+    near: bool
+
+
+def _start_worker(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(_Worker, name, value)
+
+
+def _prints(text: str | None) -> Prints:
+    """Return the fingerprints for deduplication, computed in workers because a single process compares them."""
+    if text is None:
+        return Prints()
+    return Prints(fingerprint(text) if _Worker.exact else 0, sketch(text) if _Worker.near else None)
+
+
+def clean_chunk(chunk: Chunk) -> Cleaned:
+    """Clean each document of a chunk; runs in a worker."""
+    outcomes, bad = [], []
+    for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
+        if isinstance(document, BadLine):
+            bad.append(document)
+        else:
+            outcome = clean(document[0], _Worker.rules, _Worker.limits)
+            outcomes.append((document[0], outcome, _prints(outcome.text)))
+    return Cleaned(outcomes, bad, chunk.length)
+
+
+class Report:
+    """Counts of documents read, kept, dropped and changed."""
+
+    def __init__(self, dropped: IO[str] | None, path: str | None) -> None:
+        self.read = self.read_chars = self.kept = self.kept_chars = 0
+        self.reasons: Counter[str] = Counter()
+        self.changed: Counter[str] = Counter()
+        self._dropped, self._path = dropped, path
+
+    def take(self, text: str) -> None:
+        """Count a document that was read."""
+        self.read += 1
+        self.read_chars += len(text)
+
+    def keep(self, text: str) -> None:
+        """Count a document that is kept."""
+        self.kept += 1
+        self.kept_chars += len(text)
+
+    def drop(self, reason: str, text: str) -> None:
+        """Count a dropped document, and write it to the file of --dropped."""
+        self.reasons[reason] += 1
+        if self._dropped and self._path:
+            with naming(self._path):
+                self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
+
+    def content(self) -> dict[str, Any]:
+        """Return the counts for the JSON report next to the output."""
+        return {
+            "read": self.read, "read_chars": self.read_chars, "kept": self.kept, "kept_chars": self.kept_chars,
+            "dropped": dict(self.reasons.most_common()), "changed": dict(self.changed.most_common()),
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """Yield the counts as lines of text."""
+        yield f"{'read':<24}{self.read:>12,} documents {self.read_chars:>15,} characters"
+        for reason, count in self.reasons.most_common():
+            yield f"{'  dropped: ' + reason:<24}{count:>12,}"
+        for rule, count in self.changed.most_common():
+            yield f"{'  mended by ' + rule:<24}{count:>12,}"
+        share = self.kept_chars / self.read_chars if self.read_chars else 0
+        yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
+
+
+def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
+    """Yield the kept documents as JSON lines."""
+    sources = find_files(args.input, args.encoding)
+    rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
+    limits = Limits(
+        min_chars=args.min_chars, max_chars=args.max_chars, max_repeated=args.max_repeated, max_mojibake=args.max_mojibake,
+        max_markup=args.max_markup, max_encoded=args.max_encoded, max_urls=args.max_urls,
+        script=args.script, min_script=args.min_script,
+    )  # fmt: skip
+    exact = None if "exact-duplicates" in args.off else ExactDuplicates()
+    near = NearDuplicates(args.similarity) if args.near_duplicates else None
+    pending = (chunk for source in sources for chunk in chunks(source, largest=largest(args)))
+    worker = {
+        "key": args.json_key, "rules": rules, "limits": limits, "seed": args.seed, "largest": largest(args),
+        "exact": exact is not None, "near": near is not None,
+    }  # fmt: skip
+    progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
+    with progress:
+        for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, (worker,), args.ray):
+            for bad in done.bad:
+                if args.on_error == "stop":
+                    raise refused(bad)
+                report.drop("unreadable", str(bad))
+            for before, outcome, prints in done.outcomes:
+                report.take(before)
+                report.changed.update(outcome.changed)
+                if outcome.text is None:
+                    report.drop(outcome.reason, before)
+                elif exact and exact.has(prints.exact):
+                    report.drop("exact duplicate", before)
+                elif near and near.has(prints.near):
+                    report.drop("near duplicate", before)
+                else:
+                    report.keep(outcome.text)
+                    yield json.dumps({"text": outcome.text}, ensure_ascii=False).encode() + b"\n"
+            progress.update(done.source_bytes)
+
+
+@contextmanager
+def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
+    """Open a file of lines that appears only when it is complete; yield None without a path.
+
+    After an error, a file that existed before remains unchanged.
+    """
+    if path is None:
+        yield None
+        return
+    with whole_file(path) as there, open(there, "w", encoding="utf-8") as file:
+        yield file
+
+
+def main(args: argparse.Namespace) -> None:
+    output = Path(args.output)
+    if output.name.removesuffix(".gz").rpartition(".")[2] != "jsonl":
+        raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
+    refuse_as_outputs(args.input, [args.output, args.dropped], args.encoding)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(output) as there, _whole_lines(args.dropped) as dropped:
+        report = Report(dropped, args.dropped)
+        with gzip.open(there, "wb") if output.suffix == ".gz" else open(there, "wb") as file:
+            lines = kept_lines(args, report)
+            for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
+                file.write(line)
+        if not report.kept:
+            raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
+    write_text(f"{output}{REPORT}", json.dumps(report.content(), indent=2, ensure_ascii=False))
+    print("\n".join([*report.lines(), f"-> {output}"]))
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add, limits = parser.add_argument, Limits()
+    input_flags(parser)
+    add("--output", required=True, help="the .jsonl or .jsonl.gz to write")
+    add("--json-key", default="text", help="key of the text in a record (default: text)")
+    add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to leave out")
+    add(
+        "--on",
+        nargs="+",
+        default=[],
+        choices=["nfkc"],
+        help="rules to add: Unicode normalisation, which changes punctuation",
+    )
+    add("--min-chars", type=int, default=limits.min_chars, help="shorter documents are dropped (default: 16)")
+    add("--max-chars", type=int, default=limits.max_chars, help="longer documents are dropped (default: 10,000,000)")
+    add("--max-repeated", type=float, default=limits.max_repeated, help="share of repeated lines (default: 0.3)")
+    add("--max-mojibake", type=float, default=limits.max_mojibake, help="share of broken characters (default: 0.003)")
+    add("--max-markup", type=float, default=limits.max_markup, help="share of characters of HTML (default: 0.1)")
+    add("--max-encoded", type=float, default=limits.max_encoded, help="share of characters of base64 (default: 0.2)")
+    add("--max-urls", type=float, default=limits.max_urls, help="share of lines of addresses (default: 0.5)")
+    add("--script", default=limits.script, help="Unicode script for --min-script (default: Han)")
+    add(
+        "--min-script", type=float, default=limits.min_script, help="least share of letters of that script (default: 0)"
+    )
+    add(
+        "--near-duplicates",
+        action="store_true",
+        help="drop near duplicates, too (MinHash; slower, 2 kB of memory a document)",
+    )
+    add("--similarity", type=float, default=0.8, help="Jaccard similarity of near duplicates (default: 0.8)")
+    add("--dropped", help="write what is dropped to this .jsonl, with the reason")
+    add("--no-shuffle", action="store_true", help="keep the order of the input")
+    add("--seed", type=int, default=1234, help="seed of the shuffle and of broken weights (default: 1234)")
+    worker_flags(parser)
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

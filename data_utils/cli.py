@@ -1,0 +1,174 @@
+"""Code shared by all command-line tools. Usage errors exit with 2, failures with 1, with one sentence on stderr."""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from megatron.atomic import write_text
+from megatron.config.fields import describe
+from megatron.config.foreign.translate import suggestion
+from megatron.streams import NAMES, Named, guarded
+
+from .documents import LARGEST_DOCUMENT
+from .missing import MissingFiles, refuse_missing
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser with one-sentence errors and `--debug` for tracebacks."""
+
+    def __init__(self, description: str, examples: str, **more: Any) -> None:
+        super().__init__(
+            description=description,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **more,
+        )
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the parsed arguments. Reports all unknown arguments in one error, each with a suggestion."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
+            known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
+            problems = [f"unknown argument {name}{instead(name, known)}" for name in names]
+            many = f"{len(problems)} things cannot be taken as they are:"
+            self.error(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return known and unknown arguments. With unknown ones, `usages` collects the usage of tool and subcommand."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            found.usages = getattr(found, "usages", "") + self.format_usage()
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
+        sys.exit(2)
+
+
+# Flags of other projects' tools, with our flag or an explanation.
+ELSEWHERE = {
+    "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
+    "--dataset-impl": "pairs of .bin and .idx are always mapped: leave it out", "--num-return-sequences": "--num-samples",
+    "--do-sample": "--temperature 0 takes the likeliest token, any other draws: leave it out", "--max-length": "--max-new-tokens",
+    "--load-dir": "--load", "--save-dir": "--output", "--output-dir": "--output", "--model-name-or-path": "--load",
+    "--target-tensor-parallel-size": "checkpoints know no layout: leave it out",
+    "--target-pipeline-parallel-size": "checkpoints know no layout: leave it out",
+}  # fmt: skip
+
+
+def instead(name: str, known: Sequence[str]) -> str:
+    """Return a suggestion for an unknown flag: `; did you mean --x?` or an explanation.
+
+    known: the flags of the tool.
+    """
+    said = ELSEWHERE.get("--" + name.lstrip("-").replace("_", "-"), "")
+    if " " in said:
+        return f": {said}"
+    return f"; did you mean {said}?" if said in known else suggestion(name, known, strange=False)
+
+
+def is_number(word: str) -> bool:
+    """Return whether a word such as `-1` is a number rather than a flag."""
+    with contextlib.suppress(ValueError):
+        return float(word) == float(word)
+    return False
+
+
+def input_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags shared by all tools that read text."""
+    add = parser.add_argument
+    add(
+        "--input", nargs="+", required=True,
+        help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, .zst; FILE@2 takes it twice",
+    )  # fmt: skip
+    add("--encoding", default="utf-8", help="of the input, such as gb18030 or utf-16 (default: utf-8)")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a document that cannot be read")
+    add(
+        "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
+        help="longest document; a worker needs 30 times it with sentencepiece, 60 with cpm, 120 with hf (default: 8)",
+    )  # fmt: skip
+
+
+def worker_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for worker processes."""
+    add = parser.add_argument
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    add(
+        "--ray", metavar="ADDRESS",
+        help="the workers are processes of this Ray cluster: auto for the one this machine belongs to, local to start one here",
+    )  # fmt: skip
+
+
+def _megabytes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+
+
+def largest(args: argparse.Namespace) -> int:
+    """Return --max-document-mb in bytes."""
+    return int(args.max_document_mb * 2**20)
+
+
+def refused(bad: object) -> ValueError:
+    """Return the error for an unreadable document, with the flag that skips such documents."""
+    return ValueError(f"{bad} (--on-error skip leaves such documents out)")
+
+
+def write_json(path: str, content: object) -> None:
+    """Write `content` as JSON, atomically."""
+    write_text(path, json.dumps(content, indent=2))
+
+
+def run(
+    main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> None:
+    """Run a tool. Exit with 0, or with 1 after a one-sentence error message."""
+    args = parser.parse_args(argv)
+    with guarded("the work continues", "stderr"), _named_stdout():
+        _run(main, parser, args)
+
+
+@contextlib.contextmanager
+def _named_stdout() -> Iterator[None]:
+    before = sys.stdout
+    if before is not None:
+        sys.stdout = Named(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+def _give_up_stdout() -> None:
+    """Redirect stdout to /dev/null, or Python would fail again when it flushes the buffer at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    try:
+        refuse_missing(args)
+        main(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of the output has closed the pipe, as head(1) does
+        _give_up_stdout()
+    except (ValueError, OSError, RuntimeError) as error:
+        if args.debug:
+            raise
+        print(f"{parser.prog}: {error if isinstance(error, MissingFiles) else describe(error)}", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename == NAMES["stdout"]:
+            _give_up_stdout()
+        sys.exit(1)

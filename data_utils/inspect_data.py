@@ -1,0 +1,299 @@
+"""Inspect, verify, decode, merge and split .bin/.idx pairs, and show a sample of a run."""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.config import Config
+from megatron.config.data import prefix_of, prefixes_of
+from megatron.data.corpora import prefixes_of as corpora_of
+from megatron.data.cpm_masking import PARTS as TRIPLE
+from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.splits import PARTS, parse_split, split_documents
+from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer.base import other_end
+from megatron.tokenizer.chat import is_undated
+
+from .cli import Parser, run, write_json
+from .merge_split import find_damage, merge, split
+
+EXAMPLES = """\
+  python tools/inspect_data.py info data/corpus_text_document
+  python tools/inspect_data.py verify data/corpus_text_document --vocab-file tokenizer.model
+  python tools/inspect_data.py decode data/corpus_text_document 17 --vocab-file tokenizer.model
+  python tools/inspect_data.py merge data/a_text_document data/b_text_document --output data/both
+  python tools/inspect_data.py split data/corpus_text_document --split 98,1,1
+  python tools/inspect_data.py sample 3 --run-dir runs/gpt2 --png sample.png
+      what the run reads as its third sample: tokens, targets, documents, masks"""
+AT_ONCE = 1 << 22  # tokens checked per block
+# Sidecar entries that remain valid when corpora are merged or split.
+ABOUT_TOKENS = (
+    "tokenizer",
+    "fingerprint",
+    "vocab_size",
+    "eod",
+    "append_eod",
+    "objective",
+    "chat_template",
+    "chat_date",
+)
+
+
+def sidecar(prefix: str) -> dict[str, Any]:
+    """Return the sidecar that the preprocessor wrote for a pair, or {} without one."""
+    # The three pairs of CPM's T5 corpora share one sidecar, and so do the two pairs of conversations.
+    whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
+    path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    return content
+
+
+def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Return the corpora on which a run learned conversations, each as (prefix, sidecar).
+
+    Corpora whose sidecar records no chat template are omitted.
+    """
+    data = config.data
+    if config.objective != "sft" or not (data.data_path or data.train_data_path):
+        return []
+    return [(prefix, about) for prefix in corpora_of(data.paths) if (about := sidecar(prefix)).get("chat_template")]
+
+
+def info(args: argparse.Namespace) -> None:
+    """Print a summary of a pair (`info`)."""
+    indexed = IndexedDataset(args.prefix)
+    sizes = indexed.document_sizes(range(indexed.num_documents))
+    facts: dict[str, Any] = {
+        "documents": f"{indexed.num_documents:,}",
+        "sequences": f"{len(indexed):,}",
+        "tokens": f"{indexed.num_tokens:,}",
+        "dtype": indexed.dtype,
+        "bytes": f"{os.path.getsize(args.prefix + '.bin'):,}",
+    }
+    if len(sizes):
+        shares = np.percentile(sizes, [0, 50, 90, 100]).astype(int)
+        facts["tokens of a document"] = "least {:,}, median {:,}, 90 % below {:,}, most {:,}".format(*shares)
+        facts["empty documents"] = f"{int((np.asarray(sizes) == 0).sum()):,}"
+    facts |= {key: value for key, value in sidecar(args.prefix).items() if key in ABOUT_TOKENS}
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{key.ljust(width)}  {value}")
+
+
+def _with_loss(prefix: str) -> list[str]:
+    """Return the pair and, if there is one, the pair with its loss mask."""
+    return [prefix, prefix + LOSS] if os.path.exists(f"{prefix}{LOSS}.idx") else [prefix]
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Check a pair, the two pairs of conversations, or the three of CPM's T5 corpora (`verify`).
+
+    Raises DatasetError with all problems.
+    """
+    whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
+    prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
+    wrong = [each for prefix in prefixes for each in _verify(prefix, args)]
+    if wrong:
+        raise DatasetError("; ".join(wrong))
+
+
+def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
+    """Return the problems of a pair. Without any, print a confirmation."""
+    indexed, about = IndexedDataset(prefix), sidecar(prefix)
+    name = Path(prefix).name
+    wrong: list[str] = []
+    checked = ["lengths", "borders"]
+    sums = about.get("sha256", {}).get(name)
+    if sums:
+        wrong += find_damage(prefix, sums)
+        checked.append("checksums")
+    if sums and len(about["sha256"]) == 1 and about["tokens"] != indexed.num_tokens:
+        wrong.append(f"{prefix}.json counts {about['tokens']} tokens, the pair has {indexed.num_tokens}")
+    vocab_size = about.get("vocab_size")
+    if args.vocab_file:
+        tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+        vocab_size = tokenizer.vocab_size
+        if about and about["fingerprint"] != tokenizer.fingerprint:
+            wrong.append(f"{prefix}.bin was made with another tokenizer than {args.vocab_file}")
+        elif otherwise := other_end(about, tokenizer, args.vocab_file):
+            wrong.append(f"{prefix}.bin {otherwise}")
+        checked.append("tokenizer")
+    vocab_size = None if name.endswith(tuple(f"_{part}" for part in TRIPLE)) else vocab_size
+    wrong += _strange_ids(indexed, 2 if name.endswith(LOSS) else vocab_size)
+    checked.append(f"ids below {vocab_size}" if vocab_size else "ids of 0 and more")
+    left = "" if sums else "; there is no sidecar with checksums"
+    if not wrong:
+        print(
+            f"{prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, all is well ({', '.join(checked)}){left}"
+        )
+    return wrong
+
+
+def _strange_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
+    """Return a sentence about the first id that is negative or beyond the vocabulary, if there is one."""
+    for at in range(0, indexed.num_tokens, AT_ONCE):
+        piece = indexed.tokens[at : at + AT_ONCE]
+        bad = np.flatnonzero((piece < 0) | (piece >= vocab_size) if vocab_size else piece < 0)
+        if len(bad):
+            place, found = at + int(bad[0]), int(piece[bad[0]])
+            document = int(indexed.document_ends().searchsorted(place, side="right"))
+            why = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
+            return [f"{indexed.prefix}.bin, document {document}: token id {found} is {why}"]
+    return []
+
+
+def decode(args: argparse.Namespace) -> None:
+    """Print documents as text (`decode`)."""
+    indexed = IndexedDataset(args.prefix)
+    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    for d in args.documents:
+        if not 0 <= d < indexed.num_documents:
+            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, not {d}")
+        first, last = indexed.document_index[d : d + 2].tolist()
+        ids = [i for s in range(first, last) for i in indexed[s].tolist()]
+        print(f"--- document {d}: {len(ids)} tokens")
+        print(" ".join(map(str, ids)) if args.ids else tokenizer.decode(ids))
+
+
+def merge_pairs(args: argparse.Namespace) -> None:
+    """Concatenate several pairs into one (`merge`)."""
+    prefixes = [*prefixes_of(args.prefixes)]
+    abouts = [sidecar(prefix) for prefix in prefixes]
+    prints = {about["fingerprint"] for about in abouts if about}
+    if len(prints) > 1:
+        raise ValueError(f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with one")
+    ends = {about["eod"] for about in abouts if "eod" in about and about.get("append_eod", True)}
+    if len(ends) > 1:
+        raise ValueError(
+            f"{', '.join(prefixes)} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
+            f"preprocess them again with one tokenizer"
+        )
+    pairs = [_with_loss(prefix) for prefix in prefixes]
+    if len({len(each) for each in pairs}) > 1:
+        raise ValueError(f"some of {', '.join(prefixes)} say which tokens count in the loss, and some do not")
+    if len({about.get("chat_template") for about in abouts if about}) > 1:
+        raise ValueError(f"{', '.join(prefixes)} were made with different chat templates")
+    dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
+    if len(dates) > 1:
+        print(f"note: the chat templates wrote {len(dates)} dates; the sidecar keeps the last, {dates[-1]}")
+    if dates and any(is_undated(about) for about in abouts):
+        print(f"note: in some of these pairs the chat template wrote no date; the sidecar says {dates[-1]}")
+    builder, *others = (
+        merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
+    )
+    about = next((about for about in abouts if about), {})
+    _write_sidecar([builder, *others], {**about, **({"chat_date": dates[-1]} if dates else {})})
+    print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {args.output}.bin")
+
+
+def split_pair(args: argparse.Namespace) -> None:
+    """Write pairs for training, validation and test (`split`)."""
+    indexed = IndexedDataset(args.prefix)
+    parts = split_documents(parse_split(args.split), indexed.num_documents)
+    wanted = [
+        (documents, f"{args.output or args.prefix}_{name}")
+        for documents, name in zip(parts, PARTS, strict=True)
+        if len(documents)
+    ]
+    ranges = [documents for documents, _ in wanted]
+    made = [
+        split(prefix, ranges, [name + end for _, name in wanted])
+        for prefix, end in zip(_with_loss(args.prefix), ("", LOSS), strict=False)
+    ]
+    for builder, *others in zip(*made, strict=True):
+        _write_sidecar([builder, *others], sidecar(args.prefix))
+        print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")
+
+
+def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
+    """Write the sidecar of a pair and of the other pairs that share it."""
+    builder = builders[0]
+    content = {key: about[key] for key in ABOUT_TOKENS if key in about}
+    if content:
+        counts = {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
+        content |= counts | {"sha256": {Path(each.prefix).name: each.checksums for each in builders}}
+        write_json(f"{builder.prefix}.json", content)
+
+
+def sample(args: argparse.Namespace) -> None:
+    """Print a sample as the run sees it (`sample`)."""
+    path = Path(args.run_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")
+    from megatron.checkpointing.relocation import relocated
+    from megatron.config.command_line import from_file
+    from megatron.tasks import task_of
+
+    from . import sample_view  # importing torch is slow, so the other commands avoid it
+
+    config = relocated(from_file(str(path)), path.parent)
+    task = task_of(config)
+    if config.data.vocab_file is None:
+        raise ValueError(f"{path} names no tokenizer")
+    tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
+    dataset = task.datasets(config, tokenizer)[0][PARTS.index(args.part)]
+    if dataset is None:
+        raise ValueError(f"the {args.part} part of the run is empty")
+    view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
+    if config.objective == "sft":
+        view = sample_view.sft_view
+    tables, masks = view(dataset[args.number], tokenizer, config)
+    title = f"sample {args.number} of the {args.part} part of {args.run_dir}"
+    print(f"{title}\n{sample_view.as_text(tables)}")
+    if args.png:
+        sample_view.draw(tables, masks, title, Path(args.png))
+        print(f"-> {args.png}")
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, function: Any, help: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help, description=help, examples=EXAMPLES)
+        made.set_defaults(function=function)
+        return made
+
+    def tokenizer_of(made: argparse.ArgumentParser, required: bool) -> None:
+        made.add_argument("--vocab-file", required=required, help="the tokenizer")
+        made.add_argument("--tokenizer-type", default="auto", help="default: told from the file")
+
+    pair = "the pair, without its ending"
+    made = command("info", info, "what a pair holds")
+    made.add_argument("prefix", type=prefix_of, help=pair)
+    made = command("verify", verify, "check lengths, borders, checksums and ids")
+    made.add_argument("prefix", type=prefix_of, help=pair)
+    tokenizer_of(made, required=False)
+    made = command("decode", decode, "documents as text")
+    made.add_argument("prefix", type=prefix_of, help=pair)
+    made.add_argument("documents", type=int, nargs="+", help="their numbers, from 0")
+    made.add_argument("--ids", action="store_true", help="show token ids instead")
+    tokenizer_of(made, required=True)
+    made = command("merge", merge_pairs, "one pair of several, in constant memory")
+    made.add_argument("prefixes", nargs="+", help="the pairs, in this order; x.bin and x.idx name x, too")
+    made.add_argument("--output", required=True, help="the new pair, without its ending")
+    made = command("split", split_pair, "pairs for training, validation and test")
+    made.add_argument("prefix", type=prefix_of, help=pair)
+    made.add_argument("--split", default="98,1,1", help="shares of the documents (default: 98,1,1)")
+    made.add_argument("--output", help="prefix of the new pairs, which get _train, _valid and _test (default: the old)")
+    made = command("sample", sample, "a sample as the run sees it")
+    made.add_argument("number", type=int, help="its number, from 0; epochs follow each other")
+    made.add_argument("--run-dir", required=True, help="folder of the run")
+    made.add_argument("--part", choices=PARTS, default="train", help="default: train")
+    made.add_argument("--png", help="draw the masks to this file")
+    return parser
+
+
+def cli() -> None:
+    run(lambda args: args.function(args), build_parser())
+
+
+if __name__ == "__main__":
+    cli()

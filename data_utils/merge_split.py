@@ -1,0 +1,80 @@
+"""Merging and splitting `.bin/.idx` pairs by copying byte ranges, in constant memory."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_writer import BLOCK, IndexedDatasetBuilder, checksums_of
+
+AT_ONCE = 1 << 22  # tokens, sequences or documents copied at once
+
+
+def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
+    """Concatenate the documents of several pairs in order. Raises DatasetError if their dtypes differ."""
+    opened = [IndexedDataset(prefix) for prefix in prefixes]
+    for each in opened[1:]:
+        if each.dtype != opened[0].dtype:
+            raise DatasetError(
+                f"{each.prefix}.bin holds {each.dtype} and {opened[0].prefix}.bin {opened[0].dtype}: "
+                f"preprocess one of them again"
+            )
+    if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
+        raise DatasetError(f"{output} is one of the pairs to be merged; choose another name")
+    with IndexedDatasetBuilder(output, opened[0].dtype) as builder:
+        for each in opened:
+            copy(each, range(each.num_documents), builder)
+    return builder
+
+
+def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[IndexedDatasetBuilder]:
+    """Write one pair per range of documents."""
+    indexed = IndexedDataset(prefix)
+    builders = []
+    for documents, output in zip(parts, outputs, strict=True):
+        with IndexedDatasetBuilder(output, indexed.dtype) as builder:
+            copy(indexed, documents, builder)
+        builders.append(builder)
+    return builders
+
+
+def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
+    """Append documents to `builder`, a few million tokens at a time."""
+    for some in _runs(indexed, documents):
+        first, last = int(indexed.document_index[some.start]), int(indexed.document_index[some.stop])
+        sizes = indexed.sizes[first:last]
+        total = int(sizes.sum(dtype=np.int64))
+        begin = int(indexed.pointers[first]) // indexed.dtype.itemsize if total else 0
+        counts = np.diff(indexed.document_index[some.start : some.stop + 1])
+        builder.add_batch(indexed.tokens[begin : begin + total], sizes, counts)
+
+
+def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
+    """Yield ranges of consecutive documents of about AT_ONCE tokens at most, or of one larger document."""
+    at = documents.start
+    while at < documents.stop:
+        window = range(at, min(at + AT_ONCE // 16, documents.stop))
+        ends = np.cumsum(indexed.document_sizes(window), dtype=np.int64)
+        count = max(int(ends.searchsorted(AT_ONCE, side="right")), 1)
+        yield range(at, min(at + count, documents.stop))
+        at += count
+
+
+def find_damage(prefix: str, expected: dict[str, Any]) -> list[str]:
+    """Return a message for each block that differs from the checksums taken when the pair was written."""
+    found = []
+    for ending in ("bin", "idx"):
+        path = f"{prefix}.{ending}"
+        now = checksums_of(path)
+        if len(now) != len(expected[ending]):
+            found.append(
+                f"{path} has {len(now)} blocks of {BLOCK >> 20} MiB, it was written with {len(expected[ending])}"
+            )
+        for i, (a, b) in enumerate(zip(now, expected[ending], strict=False)):
+            if a != b:
+                found.append(
+                    f"{path}, bytes {i * BLOCK} to {(i + 1) * BLOCK}, are not what was written (SHA-256 differs)"
+                )
+    return found

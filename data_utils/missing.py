@@ -1,0 +1,31 @@
+"""Early check for missing files, which reports all of them at once. A single one is reported when it is opened."""
+
+import argparse
+from pathlib import Path
+
+from megatron.tokenizer.base import TokenizerError
+from megatron.tokenizer.load import file_of
+
+from .files import absent
+
+
+def refuse_missing(args: argparse.Namespace) -> None:
+    """Raise MissingFiles with a line for each, if two or more of --input, --vocab-file and --load do not exist."""
+    given = vars(args)
+    words = given.get("input")
+    problems = [
+        f"there is no file {name}" for name in absent(words if isinstance(words, list) else [words] if words else [])
+    ]
+    if isinstance(given.get("vocab_file"), str):
+        try:
+            file_of(given["vocab_file"])
+        except TokenizerError as error:
+            problems.append(str(error))
+    if isinstance(given.get("load"), str) and not Path(given["load"]).exists():
+        problems.append(f"--load {given['load']} holds no checkpoint: there is no such folder")
+    if len(problems) > 1:
+        raise MissingFiles("\n  ".join([f"{len(problems)} things are missing:", *problems]))
+
+
+class MissingFiles(ValueError):
+    """Several files are missing; the message has a line for each."""

@@ -1,0 +1,200 @@
+"""Training of vocabularies. Every tokenizer trained here is lossless for any Unicode text.
+
+The result is deterministic: the same texts give the same file.
+"""
+
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.atomic import whole_file
+from megatron.tokenizer.base import TokenizerError, byte_piece
+from megatron.tokenizer.cpm import NEWLINE, SPACE, joined_words
+from megatron.tokenizer.hf import library
+from megatron.tokenizer.model_proto import with_rounded_scores
+from megatron.tokenizer.segment import BORDER, segmenter
+from megatron.tokenizer.sentencepiece import EOD
+
+LONGEST_LINE = 16384  # characters passed to the trainer at once; it silently drops longer lines
+# Segmentations of a run ("====" as "==" and "=") have equal scores, so rounding decides between them. Sums of
+# multiples of this step are exact in fp32 up to 2**20, so every library that searches like sentencepiece finds
+# the same segmentation.
+STEP = 1 / 16
+BYTES = [byte_piece(b) for b in range(256)]
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.split("\n"):
+            yield from (line[at : at + LONGEST_LINE] for at in range(0, len(line), LONGEST_LINE))
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    model_file: str,
+    vocab_size: int,
+    model_type: str = "bpe",
+    word_borders: str | None = None,
+    specials: Sequence[str] = (),
+) -> None:
+    """Train sentencepiece on raw text and write it to `model_file`.
+
+    Text is not normalised, spaces and newlines are kept, and characters outside the vocabulary become bytes.
+    word_borders: a segmenter (`jieba`, `rjieba`) whose word boundaries no token may cross; it is needed for
+    training only. specials: names of special tokens besides <eod>. Raises TokenizerError if the text is too
+    small for `vocab_size`.
+    """
+    lines = list(_lines(texts))
+    more: dict[str, Any] = {}
+    if word_borders:
+        cut = segmenter(word_borders)
+        more["pretokenization_delimiter"] = "\x1f"
+        given = [cut(line).replace("\x1f", "").replace(BORDER, "\x1f") for line in lines]
+    else:
+        given = lines
+    options = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True, **more}
+    options["control_symbols"] = [EOD, *specials]
+    content = _sentencepiece(given, lines, vocab_size, model_type, options)
+    _write(model_file, with_rounded_scores(content, STEP) if model_type == "unigram" else content)
+
+
+def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:
+    """Train sentencepiece on jieba's words joined by spaces, as in CPM-1, with byte fallback."""
+    cut = segmenter()
+    lines = [joined_words(cut(text))[:LONGEST_LINE] for text in _pieces(texts)]
+    options = {"required_chars": SPACE + NEWLINE, "split_digits": True, "control_symbols": [EOD]}
+    _write(model_file, _sentencepiece(lines, lines, vocab_size, model_type, options))
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts in pieces whose words, joined by spaces, fit into one line of the trainer."""
+    for text in texts:
+        for at in range(0, len(text), LONGEST_LINE // 2):
+            yield text[at : at + LONGEST_LINE // 2]
+
+
+def _sentencepiece(
+    given: Sequence[str], lines: Sequence[str], vocab_size: int, model_type: str, options: dict[str, Any]
+) -> bytes:
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(given),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=_coverage(lines, vocab_size),
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=8 * LONGEST_LINE,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            unk_id=0,
+            num_threads=1,
+            minloglevel=2,
+            **options,
+        )
+    except RuntimeError as error:
+        raise TokenizerError(_advice(vocab_size, str(error).strip().splitlines()[-1])) from None
+    return model.getvalue()
+
+
+def _advice(vocab_size: int, error: str) -> str:
+    """Return how to change --vocab-size, from the error of sentencepiece's trainer."""
+    where = "--vocab-size, or VOCAB_SIZE= of run_*.sh,"
+    if needed := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return f"{vocab_size} tokens are too few for the characters of this text; raise {where} to at least {needed[1]}"
+    if possible := re.search(r"set it to a value <= (\d+)", error):
+        return f"this text is too small for {vocab_size} tokens; lower {where} to at most {possible[1]}"
+    return f"cannot train {vocab_size} tokens on this text ({error[:200]}); change {where} or the text"
+
+
+def _coverage(lines: Sequence[str], vocab_size: int) -> float:
+    """Return the share of characters in the text that get their own tokens; the rest become bytes.
+
+    At most half of the vocabulary goes to single characters. In a script with thousands of characters, none
+    would otherwise be left for words.
+    """
+    counts = Counter(char for line in lines for char in line)
+    common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
+    return max(0.98, min(0.9995, common / max(counts.total(), 1)))  # sentencepiece accepts no less than 0.98
+
+
+def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> None:
+    """Train a vocabulary file with one token a line.
+
+    It holds <unk>, <eod>, the bytes, then the most frequent characters and words from jieba.
+    """
+    cut = segmenter()
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update(cut(text).replace(" ", SPACE).replace("\n", NEWLINE).split(BORDER))
+    characters: Counter[str] = Counter()
+    for word, count in words.items():
+        for char in word:
+            characters[char] += count
+    fixed = ["<unk>", EOD, *BYTES, SPACE, NEWLINE]
+    room = vocab_size - len(fixed)
+    usable = [(c, n) for c, n in _by_count(characters) if c not in f"{SPACE}{NEWLINE}" and c.isprintable()]
+    chosen = dict.fromkeys(c for c, _ in usable[: room // 2])
+    for word, _ in _by_count(words):
+        if len(chosen) >= room:
+            break
+        if word.isprintable() and word not in fixed and word:
+            chosen.setdefault(word)
+    if len(chosen) < room:
+        raise TokenizerError(
+            f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
+            f"to at most {len(chosen) + len(fixed)}"
+        )
+    _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:room]]) + "\n").encode())
+
+
+def _by_count(counter: Counter[str]) -> list[tuple[str, int]]:
+    return sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+
+
+def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str, specials: Sequence[str] = ()) -> None:
+    """Train byte-level BPE: vocab.json and merges.txt in the folder `output` (`gpt2-bpe`), or a tokenizer.json (`hf`).
+
+    specials: names of special tokens besides the end-of-document token; only a tokenizer.json can mark them as
+    special.
+    """
+    tokenizers = library()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    end = "<|endoftext|>"
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end, *specials],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        raise TokenizerError(
+            f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
+            f"to at most {tokenizer.get_vocab_size()}"
+        )
+    if kind == "hf":
+        _write(output, tokenizer.to_str(pretty=True).encode())
+        return
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    _write(f"{output}/merges.txt", ("#version: 0.2\n" + "\n".join(merges) + "\n").encode())
+    _write(f"{output}/vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
+
+
+def _write(path: str, content: bytes) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as there:
+        there.write_bytes(content)

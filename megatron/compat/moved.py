@@ -1,0 +1,93 @@
+"""Old import paths of modules that have moved to another package. They work for one version, with one warning."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+# Old package -> new package -> modules that moved there.
+_PACKAGES = {
+    "megatron.commands": {
+        "data_utils": "chats clean_corpus cli inspect_data journal missing preprocess_data progress sample_view train_tokenizer",
+        "megatron_tools": "launch",
+        "megatron_tools.convert": "convert_checkpoint export_roles export_tokenizer",
+        "megatron_tools.doctor": "doctor",
+        "megatron_tools.plan": "plan",
+        "megatron_tools.report": "draw_schedule kept_samples report result_table unigram",
+        "megatron_tools.simulate": "profile_run profiled_rank simulate",
+        "megatron_tools.verify": "verify_layout verify_rank",
+        "megatron_tools.write": "evaluate generate prompts",
+    },
+    "megatron.checks": {"megatron_tools.doctor": "corpora finding machine memory network run_dir settings"},
+    "megatron.convert": {
+        "megatron_tools.convert": "hf_config hf_folder hf_keys hf_llama hf_names hf_rope hf_tokenizer megatron_lm "
+        "megatron_settings plain_pickle"
+    },
+    "megatron.inference": {"megatron_tools.write": "generation lm_eval questions scoring"},
+    "megatron.planning": {
+        "megatron.training.memory": "activations sizes",
+        "megatron_tools.plan": "cluster cost layouts report scripts",
+    },
+    "megatron.reporting": {"megatron_tools.report": "curves differences drawing facts page runs timetable"},
+    "megatron.verification": {"megatron_tools.verify": "compare layouts recorder records"},
+    "megatron.config": {"megatron.config.foreign": "dependent outcomes translate"},
+    "megatron.data": {"data_utils": "merge_split"},
+}
+MOVED = {
+    "megatron.config.foreign_core": "megatron.config.foreign.core",
+    "megatron.config.foreign_flags": "megatron.config.foreign.flags",
+    "megatron.planning.memory": "megatron.training.memory.per_rank",
+    "megatron.tokenizer.train": "data_utils.tokenizer_training",
+    "tds.simulator": "megatron_tools.simulate.simulator",
+    **{
+        f"{old}.{name}": f"{new}.{name}"
+        for old, homes in _PACKAGES.items()
+        for new, names in homes.items()
+        for name in names.split()
+    },
+}
+_GONE = {old for old in _PACKAGES if old not in ("megatron.config", "megatron.data")}  # packages that are empty now
+
+
+def install() -> None:
+    """Let imports of old paths find the moved modules."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules at their old paths. It stands last, so that it sees only imports that would fail."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in _GONE:
+            return ModuleSpec(name, _Alias(None), is_package=True)
+        return ModuleSpec(name, _Alias(MOVED[name])) if name in MOVED else None
+
+
+class _Alias(Loader):
+    """Makes a module whose attributes are those of the moved module `home`; a package without one is empty."""
+
+    def __init__(self, home: str | None) -> None:
+        self._home = home
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._home is None:
+            return
+        self._warn(module.__name__)
+        home = importlib.import_module(self._home)
+        module.__getattr__ = lambda name: getattr(home, name)  # type: ignore[method-assign]
+
+    def get_code(self, name: str) -> CodeType:
+        """Return the code that `python -m` runs."""
+        self._warn(name)
+        words = f"import runpy\nrunpy.run_module({self._home!r}, run_name='__main__', alter_sys=True)"
+        return compile(words, name, "exec")
+
+    def _warn(self, name: str) -> None:
+        warnings.warn(f"{name} has moved to {self._home}; the next version drops the old path", FutureWarning, 2)

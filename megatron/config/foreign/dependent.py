@@ -1,0 +1,126 @@
+"""Translation of foreign flags whose meaning depends on other settings.
+
+Each function takes the settings so far, the given value and the number of ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..sections import Config
+from .outcomes import Means, NoEffect, Refused
+
+
+def _replicas(config: Config, ranks: int) -> int:
+    return config.parallel.data_parallel_size(ranks)
+
+
+def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
+    """Translate a global batch of `total` samples to --gas for this --batch-size."""
+    each, replicas = config.train.batch_size, _replicas(config, ranks)
+    if total < 1 or total % (each * replicas):
+        return Refused(f"it must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
+    return Means({"gas": total // (each * replicas)}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
+
+
+def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
+    """Return a function that translates a number of samples to iterations for `setting`."""
+
+    def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
+        batch = config.train_batch_size(ranks)
+        if samples < batch:
+            return Refused(f"it is less than one global batch of {batch} samples")
+        return Means({setting: samples // batch}, f"global batches of {batch} samples")
+
+    return on
+
+
+def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
+    if not 0 <= rising <= of:
+        return Refused(f"it must lie between 0 and the {of} {unit} of the decay")
+    return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the decay")
+
+
+def warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
+    """Translate warmup iterations to a fraction of the decay."""
+    return _share_of_decay(config, rising, config.lr_decay_iters, "iterations")
+
+
+def warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
+    """Translate warmup samples to a fraction of the decay."""
+    return _share_of_decay(config, rising, config.lr_decay_iters * config.train_batch_size(ranks), "samples")
+
+
+def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
+    """Translate `layers` per virtual stage to an interleaved schedule with a virtual pipeline size."""
+    stages, total = config.parallel.stages, config.model.num_layers
+    if layers < 1 or total % (stages * layers) or total == stages * layers:
+        return Refused(f"--num-layers {total} must be 2 or more times --pipe-parallel-size {stages} x {layers}")
+    return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
+
+
+def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
+    """Accept a merges file where the tokenizer looks for it, refuse one elsewhere."""
+    vocab = config.data.vocab_file
+    if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
+        return NoEffect("it is read where it is, next to --vocab-file")
+    return Refused("merges are read from merges.txt next to --vocab-file; copy the file there")
+
+
+def _merges_beside(vocab: Path) -> list[Path]:
+    """Return the places where merges are looked for: next to the vocabulary file, or inside a --vocab-file folder."""
+    own = vocab.name.replace("vocab.json", "merges.txt")
+    return [vocab.with_name("merges.txt"), vocab.with_name(own), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
+
+
+def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+    """Accept fp32 gradient accumulation and reduction where the precision already implies them, else refuse."""
+    if config.train.precision in ("fp32", "fp64") or (
+        config.train.precision == "bf16" and (config.parallel.zero_stage or 0) <= 1
+    ):
+        return NoEffect(f"{config.train.precision} adds gradients up in fp32 or better already")
+    return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or take --precision bf16')
+
+
+def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
+    """Accept 0.9, the fixed momentum of SGD, and refuse other values."""
+    return NoEffect("it is 0.9 here") if value == 0.9 else Refused("the momentum of --optimizer sgd is 0.9")
+
+
+def gated_width(values: Mapping[str, Any]) -> int | None:
+    """Return Megatron-LM's default inner size of a gated MLP, int(8/3 h / 64) * 64.
+
+    Returns None if hidden_size is no int, which validation refuses later.
+    """
+    h = values["hidden_size"]
+    return h // 24 * 64 if type(h) is int else None
+
+
+def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
+    """Translate --group-query-attention without --num-query-groups to one group, as Megatron-LM does."""
+    if config.model.num_key_value_heads is not None:
+        return NoEffect("--num-key-value-heads says how many there are")
+    return Means({"num_key_value_heads": 1}, "one group, as there, where nothing says how many")
+
+
+def norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
+    """Translate query and key norms to --qk-norm; refuse them unless --normalization is rmsnorm."""
+    if config.model.normalization == "rmsnorm":
+        return Means({"qk_norm": True})
+    return Refused("norms of queries and keys are RMS norms here, take --normalization rmsnorm for all")
+
+
+def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
+    """Accept --no-position-embedding if positions are not learned, else refuse."""
+    kind = config.model.position_embedding
+    if kind != "learned":
+        return NoEffect(f"--position-embedding {kind} has no learned ones")
+    return Refused("a model without positions is not here: see --position-embedding")
+
+
+def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
+    """Translate Megatron's window `N,0` to --sliding-window N + 1, which counts the token itself."""
+    before, _, after = sides.strip("()").replace(" ", "").partition(",")
+    if not before.isdigit() or after != "0":
+        return Refused("N,0 can be taken: a token sees N others before it and none behind; leave it out for all")
+    return Means({"sliding_window": int(before) + 1}, "the token itself is counted here")

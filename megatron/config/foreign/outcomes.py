@@ -1,0 +1,88 @@
+"""Outcomes of a foreign flag: settings of ours, no effect, or a refusal with advice."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..sections import Config
+
+
+def given(value: Any) -> Any:
+    """Return `value` unchanged; used in the tables where the user's value is kept as it is."""
+    return value
+
+
+@dataclass(frozen=True)
+class Means:
+    """Translation to our settings. Each is a constant or a function of the given value.
+
+    but: note on what differs from the original project.
+    unless: further settings that apply only where the user leaves them at their defaults. Each is a constant or
+    a function of all flat settings. `but` then describes these.
+    """
+
+    settings: Mapping[str, Any]
+    but: str = ""
+    unless: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Flag without effect here; `why` is the explanation shown."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Flag without a counterpart here; `advice` is the text shown."""
+
+    advice: str
+
+
+@dataclass(frozen=True)
+class ByValue:
+    """Outcome that depends on the flag's value. other: outcome of unlisted values; None refuses them."""
+
+    values: "Mapping[str, Means | NoEffect | Refused]"
+    other: "Means | Refused | None" = None
+
+
+@dataclass(frozen=True)
+class Depends:
+    """Outcome that depends on the other settings and the world size: on(config, value, ranks).
+
+    says: summary for the documentation.
+    """
+
+    on: "Callable[[Config, Any, int], Means | NoEffect | Refused]"
+    says: str
+
+
+Outcome = Means | NoEffect | Refused | ByValue | Depends
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of the translation table.
+
+    names: flags, separated by spaces. takes: type of the value; None for a switch, list for several words,
+    object for an optional value.
+    """
+
+    names: str
+    outcome: Outcome
+    takes: type | None = None
+
+
+def same(setting: str, but: str = "") -> Means:
+    """Return a translation to the setting `setting` with the value unchanged."""
+    return Means({setting: given}, but)
+
+
+def in_json(section: str, key: str) -> Refused:
+    """Return a refusal that advises to set `section.key` in DeepSpeed's JSON."""
+    return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
+
+
+SAME_LOSS = NoEffect("the loss is the same here; torch's attention is one kernel, --compile fuses what else can be")

@@ -1,0 +1,229 @@
+"""Translation of other projects' flags to our settings, by the tables of foreign_flags.py."""
+
+import argparse
+import difflib
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from ..fields import flag
+from ..sections import Config, settings
+from .flags import FLAGS, VALUES
+from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
+
+Change = Callable[[Config, Mapping[str, Any]], Config]
+_USUAL = {f.name: f.default for _, _, f in settings()}
+
+SAID = {"true": True, "false": False}  # Hugging Face's scripts accept these words after a switch.
+
+
+class _Keep(argparse.Action):
+    """Argument that stores a foreign flag in the dict `foreign`, keyed by its name in the table."""
+
+    def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.theirs = theirs
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        kept, row = getattr(namespace, self.dest, {}), FLAGS[self.theirs]
+        if row.takes in (None, object):
+            value = True if values is None else SAID.get(values.lower(), values)
+            if row.takes is None and not isinstance(value, bool):
+                parser.error(f"{option_string} takes no value, it was given {values}")
+            values = value
+        setattr(namespace, self.dest, {**kept, self.theirs: values})
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Let `parser` accept foreign flags, hidden from its help; their values go to the dict `foreign`.
+
+    Each flag is also accepted with `_` for `-`, as Hugging Face's Trainer spells it.
+    """
+    for name, row in FLAGS.items():
+        form: dict[str, Any] = {"type": row.takes}
+        if row.takes in (None, object):
+            form = {"nargs": "?"}
+        elif row.takes is list:
+            form = {"nargs": "*"}
+        form |= {"action": partial(_Keep, theirs=name), "dest": "foreign", "help": argparse.SUPPRESS}
+        for spelling in dict.fromkeys((name, _underlined(name))):
+            parser.add_argument(spelling, **form)
+
+
+def _underlined(name: str) -> str:
+    return "--" + name[2:].replace("-", "_")
+
+
+def flag_of(key: str) -> str | None:
+    """Return the foreign flag that a JSON key names, or None."""
+    return next((name for name in FLAGS if key == _underlined(name)[2:]), None)
+
+
+def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
+    """Return `; did you mean --x?` for an unknown flag, chosen from our flags `ours` and foreign flags.
+
+    For a close foreign flag the answer is its replacement here.
+    strange: consider foreign flags even if their replacement is not in `ours`.
+    """
+    dashed = "--" + name.lstrip("-").replace("_", "-")
+    ours = list(ours)
+    if dashed in ours:
+        return f"; did you mean {dashed}?"
+    begun = [each for each in ours if each.startswith(f"{dashed}-")]
+    if len(begun) == 1:
+        return f"; did you mean {begun[0]}?"
+    theirs = [each for each in FLAGS if each not in ours and (strange or _flags_for(each) <= set(ours))]
+    close = difflib.get_close_matches(dashed, [*ours, *theirs], n=1, cutoff=0.7)
+    if not close:
+        return ""
+    return (
+        f"; did you mean {close[0]}?" if close[0] in ours else f"; did you mean {_in_place_of(close[0], ours, dashed)}"
+    )
+
+
+def _flags_for(theirs: str) -> set[str]:
+    """Return our flags that a foreign flag translates to; {""}, which matches no flag, if there are none."""
+    return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
+
+
+def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
+    """Return the end of a suggestion for a foreign flag: our flags instead, or the flag with its refusal."""
+    outcome = FLAGS[theirs].outcome
+    if isinstance(outcome, ByValue):
+        found = [each for each in [*outcome.values.values(), outcome.other] if isinstance(each, Means)]
+        outcome = found[0] if found else Refused(f"it may be {', '.join(outcome.values)}")
+    if isinstance(outcome, Means) and (flags := [flag(setting) for setting in outcome.settings]):
+        elsewhere = f" ({theirs} elsewhere)" if theirs != given else ""
+        return f"{' and '.join(flags)}{elsewhere}?" if set(flags) <= set(ours) else f"{theirs}?"
+    if isinstance(outcome, Refused):
+        return f"{theirs}? It is not taken: {outcome.advice}"
+    return f"{theirs}?"
+
+
+def settings_for(key: str) -> list[str]:
+    """Return the names of our settings that a foreign setting translates to."""
+    name = flag_of(key)
+    outcome = FLAGS[name].outcome if name else None
+    return list(outcome.settings) if isinstance(outcome, Means) else []
+
+
+def _is_switch(name: str) -> bool:
+    """Return True if a foreign flag only switches on settings of ours."""
+    row = FLAGS[name]
+    return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
+
+
+def written(name: str, value: Any) -> str:
+    """Return a flag with its value as it is typed on a command line."""
+    if isinstance(value, bool):
+        return name if value else f"--no-{name[2:]}"
+    if value is None:
+        return f"{name} none"
+    return " ".join([name, *map(str, value if isinstance(value, (list, tuple)) else [value])])
+
+
+class Translation:
+    """Translation of one source (file or command line): resulting settings, notes and problems.
+
+    own: settings that the source gives by our names. `values` starts with them and gains the translated ones.
+    """
+
+    def __init__(self, own: Mapping[str, Any]) -> None:
+        self.values = dict(own)
+        self.notes: list[str] = []
+        self.problems: list[str] = []
+        self._said_by: dict[str, str] = {}
+        self._waiting: dict[str, Any] = {}
+        self._open: list[tuple[str, dict[str, Any], Means]] = []
+        for setting, values in VALUES.items():
+            if own.get(setting) in values:
+                there, ours = own[setting], values[own[setting]]
+                self.values[setting] = ours
+                self.notes.append(f"{written(flag(setting), there)} taken for {written(flag(setting), ours)}")
+
+    def add(self, name: str, value: Any) -> None:
+        """Translate a flag of FLAGS; one that depends on other settings is deferred to `settle`.
+
+        False turns off the settings that a switch would turn on. For other flags False is a program's default
+        and is ignored.
+        """
+        outcome = FLAGS[name].outcome
+        if value is False:
+            if _is_switch(name):
+                self._take(name, False, Means(dict.fromkeys(settings_for(name[2:].replace("-", "_")), False)))
+        elif isinstance(outcome, Depends):
+            self._waiting[name] = value
+        else:
+            self._take(name, value, outcome)
+
+    def waiting(self) -> list[str]:
+        """Return the foreign flags that still await `settle`."""
+        return list(self._waiting)
+
+    def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
+        """Return the settings that follow from translated flags (`Means.unless`) and add a note on each flag.
+
+        values: all settings so far; one that differs from its default is kept.
+        said: settings given with higher precedence, which are not overridden.
+        """
+        found: dict[str, Any] = {}
+        for given, new, outcome in self._open:
+            stands = all(values.get(setting) == v for setting, v in new.items())
+            more = {
+                setting: v({**_USUAL, **values}) if callable(v) else v
+                for setting, v in outcome.unless.items()
+                if stands and setting not in said and setting not in self.values
+                if values.get(setting, _USUAL[setting]) == _USUAL[setting]
+            }
+            if taken := {**new, **more}:
+                self.notes.append(_taken(given, taken, outcome.but if more else ""))
+            else:
+                settled = " and ".join(written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless)
+                self.notes.append(f"{given} has no effect: it is {settled}")
+            found |= more
+        return found
+
+    def settle(self, config: Config, ranks: int, change: Change) -> Config:
+        """Return `config` with the deferred flags applied, in the order of the table.
+
+        change: function that returns a Config with some settings replaced.
+        """
+        for name in [each for each in FLAGS if each in self._waiting]:
+            outcome = FLAGS[name].outcome
+            assert isinstance(outcome, Depends)
+            new = self._take(name, self._waiting[name], outcome.on(config, self._waiting[name], ranks))
+            config = change(config, new) if new else config
+        return config
+
+    def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
+        said = written(name, value) if value is not False else f"{name} False"
+        if isinstance(outcome, ByValue):
+            refused = outcome.other or Refused(f"it may be {', '.join(outcome.values)}")
+            outcome = outcome.values.get(str(value), refused)
+        if isinstance(outcome, Refused):
+            self.problems.append(f"{said} is not taken: {outcome.advice}")
+        elif isinstance(outcome, NoEffect):
+            self.notes.append(f"{said} has no effect: {outcome.why}")
+        elif isinstance(outcome, Means):
+            new = {setting: v(value) if callable(v) else v for setting, v in outcome.settings.items()}
+            for setting, v in new.items():
+                if self.values.get(setting, v) != v:
+                    other = self._said_by.get(setting) or written(flag(setting), self.values[setting])
+                    self.problems.append(f"{said} means {_ours(new)}, against {other}; leave one of them out")
+                    return {}
+            self.values |= new
+            self._said_by |= dict.fromkeys(new, said)
+            if outcome.unless:
+                self._open.append((said, new, outcome))
+            else:
+                self.notes.append(_taken(said, new, outcome.but))
+            return new
+        return {}
+
+
+def _ours(new: Mapping[str, Any]) -> str:
+    return " ".join(written(flag(setting), v) for setting, v in new.items())
+
+
+def _taken(said: str, new: Mapping[str, Any], but: str) -> str:
+    return f"{said} taken for {_ours(new)}" + (f" ({but})" if but else "")

@@ -1,1 +1,0 @@
-"""Planning of a run before it starts: memory, time and layout from shapes, schedules and a cluster's data sheet."""

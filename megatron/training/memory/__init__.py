@@ -1,0 +1,1 @@
+"""Memory of a run, estimated from shapes before any weight is allocated."""

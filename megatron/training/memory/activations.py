@@ -1,0 +1,186 @@
+"""Bytes of activations that layers keep from the forward to the backward pass.
+
+The formulas follow what each autograd function of ours saves. Korthikanti et al. 2022 give those of
+Megatron-LM's layers. Ours keep less where a function has a custom backward pass, and more on a CPU, where
+dropout masks have full width.
+Letters: s tokens of a sequence on this context rank, b batch, h hidden, t model-parallel ranks, e bytes per
+element.
+"""
+
+from dataclasses import dataclass
+
+from ...config import Config
+from ...model.layers import Layer
+from ...model.work import lengths
+from .sizes import padded_vocabulary
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20  # logits converted to fp32 at a time, see mpu/cross_entropy.py
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Quantities of one rank that determine activation sizes.
+
+    shared: number of ranks that shard the hidden states between matmuls (t with sequence parallelism, else 1).
+    """
+
+    config: Config
+    precision: str
+    accelerated: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes per element, e."""
+        return WIDTHS[self.precision]
+
+    @property
+    def ranks(self) -> int:
+        """Number of model-parallel ranks, t."""
+        return self.config.parallel.model_parallel_size
+
+    @property
+    def shared(self) -> int:
+        """Number of ranks that shard hidden states: t with sequence parallelism, else 1."""
+        return self.ranks if self.config.splits_sequences(self.accelerated) else 1
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of a micro-batch, s b, as (encoder or the whole model, decoder)."""
+        first, second = lengths(self.config)
+        b = self.config.train.batch_size
+        return first * b // self.config.parallel.context_parallel_size, second * b
+
+    def hidden(self, tokens: int) -> float:
+        """Return the bytes of hidden states between sub-layers: s b h e, sharded with sequence parallelism."""
+        return tokens * self.config.model.hidden_size * self.width / self.shared
+
+    def of_layer(self, layer: Layer) -> int:
+        """Return the number of tokens that this layer processes."""
+        encoder, decoder = self.tokens
+        in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
+        return decoder if in_decoder else encoder
+
+    @property
+    def mask(self) -> float:
+        """Bytes per element of a dropout mask."""
+        return 1 if self.accelerated else self.width
+
+
+def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causal_bias: bool, again: bool) -> float:
+    """Return the bytes that attention keeps: queries, keys, values, output and softmax statistics or scores.
+
+    Scores are kept on a CPU with attention dropout, which has no fused kernel.
+    queries, keys: tokens of a micro-batch; length, seen: tokens of one sequence.
+    """
+    m, t, e = x.config.model, x.ranks, x.width
+    inner, groups = m.num_attention_heads * m.head_size / t, max(m.key_value_heads / t, 1) * m.head_size
+    if queries != keys or length != seen:
+        groups = inner
+    kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
+    kept += queries * inner * e  # the output, also the input of the output projection
+    heads, b = m.num_attention_heads / t, x.config.train.batch_size
+    scores = b * heads * length * seen
+    if m.checkpoint_attention:
+        return kept
+    if m.attention_dropout and not x.accelerated:
+        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask and their product; scaled queries
+    if causal_bias:
+        kept += heads * length * seen * e  # the bias, shared by the batch
+    return kept + b * heads * length * 4
+
+
+def transformer_kept(x: Shapes, layer: Layer) -> float:
+    """Return the bytes that one transformer layer keeps if it is not recomputed as a whole."""
+    m, e, tokens = x.config.model, x.width, x.of_layer(layer)
+    first, second = lengths(x.config)
+    length = tokens // x.config.train.batch_size
+    norm_again, qkv_again = "norm" in m.recompute_modules, "qkv" in m.recompute_modules
+    state = x.hidden(tokens)
+    statistics = tokens / x.shared * 4 * (1 if m.normalization == "rmsnorm" else 2)
+    sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
+    kept = sub_layers * (state + statistics + (0 if norm_again else state))
+    if m.hidden_dropout:
+        kept += sub_layers * state / e * x.mask
+    seen = first if x.config.parallel.context_parallel_size > 1 and not x.config.is_t5 else length
+    kept += _attention(x, tokens, tokens, length, seen, m.position_embedding == "relative", qkv_again)
+    if sub_layers == 3:
+        encoded = x.tokens[0]
+        kept += _attention(x, tokens, encoded, second, first, False, qkv_again)
+    kept += (
+        tokens * m.ff_size / x.ranks * e * ((2 if m.gated else 1) + (0 if "activation" in m.recompute_modules else 1))
+    )
+    return kept
+
+
+def inner_working(x: Shapes, layer: Layer) -> float:
+    """Return the bytes of gradients that exist beside kept activations in a transformer layer's backward pass."""
+    m, tokens = x.config.model, x.of_layer(layer)
+    return 2 * x.hidden(tokens) + tokens * m.ff_size * (2 if m.gated else 1) / x.ranks * x.width
+
+
+def other_kept(x: Shapes, layer: Layer) -> float:
+    """Return the bytes that a non-transformer layer keeps: input and output of a norm, dropout masks, ids."""
+    m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
+    state = x.hidden(tokens)
+    if name in ("FinalNorm", "StackNorm", "DecoderNorm"):
+        return 2 * state + tokens * 8 / x.shared
+    if name in ("PositionEmbedding", "RotaryStart", "StackStart"):
+        return (state / x.width * x.mask if m.hidden_dropout else 0.0) + 8 * tokens
+    if name == "WordEmbedding" and layer.name != "head":
+        return 8.0 * tokens
+    return 0.0
+
+
+def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
+    """Return the bytes that these layers keep for one micro-batch, without logits.
+
+    With full recomputation, transformer layers keep only one input per --checkpoint-num-layers layers.
+    """
+    n, total, at = x.config.recomputed_layers, 0.0, 0
+    for layer in layers:
+        if not layer.repeated:
+            total += other_kept(x, layer)
+        elif not n:
+            total += transformer_kept(x, layer)
+        else:
+            if at % n == 0:
+                total += x.hidden(x.of_layer(layer))
+            at += 1
+    return total
+
+
+def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
+    """Return the peak bytes of recomputed activations: those of all layers between two kept inputs."""
+    n = x.config.recomputed_layers
+    whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
+    return max((sum(whole[at : at + n]) for at in range(0, len(whole), n)), default=0.0) if n else 0.0
+
+
+def logits_bytes(x: Shapes) -> tuple[float, float]:
+    """Return (bytes of the logits, bytes of temporaries beside them).
+
+    Logits are those of a micro-batch, or of a chunk of it. Their gradient is written in place.
+    """
+    m, e = x.config.model, x.width
+    tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
+    rows = padded_vocabulary(x.config, x.ranks) // x.ranks
+    chunk = m.logits_chunk_size
+    extra = 0.0
+    if chunk and tokens > chunk and "cross-entropy" not in m.unfused:
+        extra = (
+            rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
+        )  # gradients that are kept until the backward pass
+        tokens = chunk
+    logits = float(tokens * rows * e)
+    step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
+    part = min(tokens, step) * rows * max(e, 4)
+    padded = rows * x.ranks != m.vocab_size
+    copies = 3 if padded else 2
+    if (
+        "cross-entropy" in m.unfused
+    ):  # log-probabilities, their gradient and that of the logits; for 16-bit logits in fp32, with an fp32 copy
+        return logits, 3 * logits if e >= 4 else 8 * logits
+    of_matrix = rows * m.hidden_size * e  # the output matrix's gradient follows that of its last chunk
+    of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN makes a column-major copy first
+    return logits, max(copies * part, of_matrix) + extra

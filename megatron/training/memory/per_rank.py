@@ -1,0 +1,168 @@
+"""Peak memory of a rank of each stage, by kind: permanent states plus the worst moment of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from tds.bucket_launch import BUCKET_BYTES, BYTES_A_REPLICA
+from tds.schedule import schedule_of
+from tds.timetable import most_in_flight
+
+from ...config import Config
+from ...config.ds_config import Resolved
+from ...model.layers import Layer
+from .activations import WIDTHS, Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
+from .sizes import Stage
+
+DEEPSPEED_BUCKET = 5 * 10**8  # elements; DeepSpeed's default reduce_bucket_size
+DEEPSPEED_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory in bytes, by kind.
+
+    working: temporaries of a pass, such as activation gradients and recomputed layers.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    communication: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all kinds in bytes."""
+        return float(sum(getattr(self, f.name) for f in fields(self)))
+
+
+@lru_cache(maxsize=65536)
+def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
+    """Return the maximum number of micro-batch chunks whose activations a stage keeps at once.
+
+    Computed from the schedule; long ones from a shorter schedule with the same steady state.
+    """
+    if stages == 1:
+        return 1
+    few = micros
+    if name != "gpipe" and micros > 6 * stages * (1 + extra) and micros % stages == 0:
+        few = 4 * stages * (1 + extra)
+    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
+    return most_in_flight(list(schedule(stage, stages, few)))
+
+
+def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
+    """Return bytes of (weights, gradients, optimizer) for `numbers` parameters on one rank, kept between passes.
+
+    replicas: number of ranks over which ZeRO shards. Gradients are those held during a later micro-batch's
+    passes.
+    """
+    width = WIDTHS[resolved.precision]
+    exact, zero = max(width, 4), resolved.zero_stage
+    moments = (1 if config.optim.optimizer == "sgd" else 2) * exact
+    share = numbers / replicas
+    if zero == 0:
+        return numbers * width, numbers * width, numbers * moments
+    copy = (
+        exact * share if width < exact or not resolved.distributed_optimizer else 0.0
+    )  # DeepSpeed has one even in fp32
+    if zero == 1:
+        return numbers * width, numbers * exact, moments * share + copy
+    if zero == 2:
+        return numbers * width, exact * share, moments * share + copy
+    return share * width, exact * share, moments * share + copy
+
+
+def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: int, x: Shapes, flying: int) -> float:
+    numbers, width = stage.count.held, x.width
+    found = 0.0
+    if resolved.zero_stage >= 2:
+        section = resolved.deepspeed["zero_optimization"]
+        buckets = 2 if section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated) else 1
+        found += buckets * width * float(section.get("reduce_bucket_size", DEEPSPEED_BUCKET))
+    if resolved.zero_stage == 3:
+        found += width * min(numbers, DEEPSPEED_LIVE)  # layers with gathered weights
+    if config.parallel.stages > 1:
+        found += (2 * flying + 3) * _border(stage, config, x)
+    return found
+
+
+def _border(stage: Stage, config: Config, x: Shapes) -> float:
+    """Return the bytes that cross a stage boundary per micro-batch; see `boundary_bytes`."""
+    tokens = x.of_layer(stage.layers[-1])
+    return x.hidden(tokens) + (x.hidden(x.tokens[0]) if config.is_t5 and tokens == x.tokens[1] else 0.0)
+
+
+def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
+    """Return the peak memory of a step on a rank of `stage`.
+
+    replicas: number of data-parallel ranks, including context-parallel ones.
+    """
+    x, p = Shapes(config, resolved.precision, accelerated), config.parallel
+    weights, gradients, optimizer = states(stage.count.held, config, resolved, replicas)
+    layers = stage.layers
+    flying = in_flight(p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, stage.number, p.stages, config.train.gas)  # fmt: skip
+    ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
+    later = config.train.gas > flying / p.virtual_pipeline_size  # earlier micro-batches have left gradients
+    waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
+    kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
+    talk = _communication(stage, config, resolved, replicas, x, flying)
+    moments = [_last_pass(x, layers, stage, weights, waiting, optimizer, kept, talk)]
+    moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
+    if layers[-1].name == "head":
+        logits, beside = logits_bytes(x)
+        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # the bucket is allocated with the first gradient
+        moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
+    reduced = 0.0
+    if resolved.zero_stage == 0 and replicas > 1:
+        reduced = min(gradients, max(BUCKET_BYTES, BYTES_A_REPLICA * replicas) + stage.count.largest * x.width)
+    moments.append(Memory(weights, gradients, optimizer, 0.0, 0.0, talk + reduced, 0.0))
+    return max(moments, key=lambda m: m.total)
+
+
+def _last_pass(
+    x: Shapes,
+    layers: Sequence[Layer],
+    stage: Stage,
+    weights: float,
+    waiting: float,
+    optimizer: float,
+    kept: float,
+    talk: float,
+) -> Memory:
+    """Return the memory during the last transformer layer's backward pass, with all earlier layers still kept."""
+    last = next((layer for layer in reversed(layers) if layer.repeated), None)
+    if last is None:
+        return Memory(weights, waiting, optimizer, kept, 0.0, talk, 0.0)
+    after = kept_by(x, list(layers[max(at for at, layer in enumerate(layers) if layer is last) + 1 :]))
+    working = inner_working(x, last) + stage.count.largest * x.width + computed_again(x, list(layers))
+    return Memory(weights, waiting, optimizer, kept - after, 0.0, talk, working)
+
+
+def _first_layer(
+    x: Shapes, layers: Sequence[Layer], stage: Stage, kept_on: tuple[float, float, float], talk: float
+) -> Memory:
+    """Return the memory during the first transformer layer's backward pass.
+
+    All gradients exist by then, and only this layer and those before it are still kept.
+    """
+    at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
+    if at is None:
+        return Memory(*kept_on, 0.0, 0.0, talk, 0.0)
+    working = inner_working(x, layers[at]) + stage.count.largest * x.width + computed_again(x, list(layers))
+    return Memory(*kept_on, kept_by(x, list(layers[: at + 1])), 0.0, talk, working)
+
+
+def rank_memory(
+    config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
+) -> list[Memory]:
+    """Return the peak memory of a rank of every stage, in order."""
+    p = config.parallel
+    replicas = p.data_parallel_size(world) * p.context_parallel_size
+    return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]
+
+
+__all__ = ["Memory", "in_flight", "rank_memory", "stage_memory", "states", "transformer_kept"]

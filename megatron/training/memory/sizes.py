@@ -1,0 +1,196 @@
+"""Parameter counts of layers, stages and ranks in closed form; tests compare them with the built models."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...config import Config, ModelConfig
+from ...model.gpt2 import gpt2_layers, vocab_size_of
+from ...model.layers import Layer
+from ...model.pipe import balanced_cuts
+from ...model.t5 import t5_layers
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a layer.
+
+    whole: in the model, without padding. held: on each model-parallel rank, with padding.
+    largest: in the largest matrix on a rank, whose gradient is temporarily a separate tensor.
+    """
+
+    whole: int
+    held: int
+    largest: int = 0
+
+
+def _sum(counts: Sequence[Count]) -> Count:
+    return Count(sum(c.whole for c in counts), sum(c.held for c in counts), max((c.largest for c in counts), default=0))
+
+
+def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
+    """Count a matrix split over the ranks.
+
+    A bias is split with the columns, and replicated if the rows are split.
+    """
+    copies = out if by_rows else out // ranks
+    return Count(out * into + out * bias, out * into // ranks + copies * bias, out * into // ranks)
+
+
+def _copy(numbers: int) -> Count:
+    return Count(numbers, numbers, numbers)
+
+
+def _norm(m: ModelConfig) -> Count:
+    return _copy(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))
+
+
+def _transformer(m: ModelConfig, ranks: int, cross: bool = False) -> Count:
+    h, inner, keys = m.hidden_size, m.num_attention_heads * m.head_size, m.key_value_heads * m.head_size
+    bias = m.hidden_bias
+    parts = [
+        _norm(m),
+        _linear(inner + 2 * keys, h, m.has_qkv_bias, ranks),
+        _linear(h, inner, bias, ranks, by_rows=True),
+        _norm(m),
+        _linear(m.ff_size * (2 if m.gated else 1), h, bias, ranks),
+        _linear(h, m.ff_size, bias, ranks, by_rows=True),
+    ]
+    if m.qk_norm:
+        parts += [_copy(m.head_size)] * 2
+    if cross:
+        parts += [
+            _norm(m),
+            _linear(inner, h, bias, ranks),
+            _linear(2 * inner, h, bias, ranks),
+            _linear(h, inner, bias, ranks, by_rows=True),
+        ]
+    return _sum(parts)
+
+
+def padded_vocabulary(config: Config, ranks: int) -> int:
+    """Return the rows of the padded embedding table over all model-parallel ranks."""
+    unit = config.model.make_vocab_size_divisible_by * ranks
+    return -(-vocab_size_of(config) // unit) * unit
+
+
+def _table(config: Config, ranks: int) -> Count:
+    h, rows = config.model.hidden_size, padded_vocabulary(config, ranks) // ranks
+    return Count(vocab_size_of(config) * h, rows * h, rows * h)
+
+
+def _positions(config: Config, ranks: int) -> Count:
+    learned = config.model.position_embedding == "learned"
+    return _copy(config.positions * config.model.hidden_size) if learned else Count(0, 0)
+
+
+def _relative(config: Config, ranks: int) -> Count:
+    m = config.model
+    whole = m.relative_attention_num_buckets * m.num_attention_heads
+    return Count(whole, whole // ranks, whole // ranks)
+
+
+COUNTS: dict[str, Callable[[Config, int], Count]] = {
+    "WordEmbedding": _table,
+    "PositionEmbedding": _positions,
+    "StackStart": _positions,
+    "RotaryStart": lambda config, ranks: Count(0, 0),
+    "RelativePositions": _relative,
+    "Block": lambda config, ranks: _transformer(config.model, ranks),
+    "EncoderBlock": lambda config, ranks: _transformer(config.model, ranks),
+    "DecoderBlock": lambda config, ranks: _transformer(config.model, ranks, cross=True),
+    "FinalNorm": lambda config, ranks: _norm(config.model),
+    "StackNorm": lambda config, ranks: _norm(config.model),
+    "DecoderNorm": lambda config, ranks: _norm(config.model),
+}
+
+
+def layers_of(config: Config) -> list[Layer]:
+    """Return the model's layer descriptions without building them.
+
+    Raises ValueError if the vocabulary size is unknown.
+    """
+    vocabulary = vocab_size_of(config)
+    return t5_layers(config, vocabulary) if config.is_t5 else gpt2_layers(config, vocabulary)
+
+
+def count_layers(layers: Sequence[Layer], config: Config) -> Count:
+    """Count the parameters of some layers on one model-parallel rank, tied ones once."""
+    ranks = config.parallel.model_parallel_size
+    seen: set[str | None] = set()
+    counts = []
+    for layer in layers:
+        if layer.tied is None or layer.tied not in seen:
+            counts.append(COUNTS[layer.cls.__name__](config, ranks))
+        if layer.tied is not None:
+            seen.add(layer.tied)
+    return _sum(counts)
+
+
+def parameters(config: Config) -> int:
+    """Return the number of parameters of the whole model, as a run prints it."""
+    return count_layers(layers_of(config), config).whole
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers of one pipeline stage, grouped by its virtual-pipeline chunks."""
+
+    number: int
+    stretches: tuple[tuple[Layer, ...], ...]
+    count: Count
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Layers of all chunks."""
+        return [layer for stretch in self.stretches for layer in stretch]
+
+    @property
+    def repeated(self) -> int:
+        """Number of transformer layers."""
+        return sum(layer.repeated for layer in self.layers)
+
+
+@lru_cache(maxsize=4096)
+def _cuts(works: tuple[tuple[int, bool], ...], stretches: int, recomputed: bool) -> tuple[int, ...]:
+    stand_ins = [Layer("", object, work=work, repeated=repeated) for work, repeated in works]  # type: ignore[arg-type]
+    return tuple(balanced_cuts(stand_ins, stretches, recomputed))
+
+
+def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
+    """Return the first layer of each stage or chunk, followed by the number of layers.
+
+    Raises ValueError for a --partition-method that needs a running model.
+    """
+    p = config.parallel
+    stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
+    if p.partition_method == "balanced":
+        works = tuple((layer.work, layer.repeated) for layer in layers)
+        return list(_cuts(works, stretches, bool(config.recomputed_layers)))
+    if p.partition_method.replace(",", "").isdigit():
+        return [*map(int, p.partition_method.split(",")), len(layers)]
+    raise ValueError(
+        f"--partition-method {p.partition_method} is known only once a model runs: plan with balanced, or with the cuts, e.g. 0,4,8"
+    )
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """Return every stage with its layers and parameters."""
+    layers, stages = layers_of(config), config.parallel.stages
+    cuts = cuts_of(layers, config)
+    found = []
+    for number in range(stages):
+        bounds = [(cuts[at], cuts[at + 1]) for at in range(number, len(cuts) - 1, stages)]
+        stretches = tuple(tuple(layers[begin:end]) for begin, end in bounds)
+        mine = [layer for stretch in stretches for layer in stretch]
+        found.append(Stage(number, stretches, count_layers(mine, config)))
+    return found
+
+
+def in_words(number: float) -> str:
+    """Format a number with a unit, such as 1.3 G or 345 M."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if number / size < 999.5 else f"{math.floor(number / size)} {unit}"
+    return f"{number:.3g}"

@@ -1,0 +1,1 @@
+"""Tools around the core: launch, plan, doctor, verify, report, simulate, convert and write."""

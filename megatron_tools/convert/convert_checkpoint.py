@@ -1,0 +1,357 @@
+"""Convert checkpoints to and from Hugging Face (GPT-2, T5, Llama, Qwen, Mistral), and from CPM-1 and Megatron-LM."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_utils.cli import Parser, run, write_json
+from megatron.atomic import whole_folder
+from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing.bounds import refuse_absurd_sizes
+from megatron.checkpointing.files import WEIGHT
+from megatron.checkpointing.relocation import keep_roles, kept_beside
+from megatron.checkpointing.save import write_checkpoint
+from megatron.checkpointing.shapes import check_model
+from megatron.checkpointing.stream import Entry
+from megatron.config import Config
+from megatron.config.command_line import with_values
+from megatron.model import global_parameters
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.t5 import T5Model
+from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
+from megatron.tokenizer.base import read_object
+from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS, generation_beside
+from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
+from megatron.tokenizer.sentinels import own_sentinels
+
+from .export_roles import bare_roles, generation_settings, model_ids
+from .export_tokenizer import Chat, chat_of, write_tokenizer
+from .hf_config import FAMILIES, check_tokenizer, gpt2_config, t5_config
+from .hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
+from .hf_llama import llama_config
+from .hf_names import Match, matches_of
+from .hf_tokenizer import texts_of
+from .megatron_lm import ORDERS, RankFiles
+from .megatron_settings import check_whole, settings_of
+
+EXAMPLES = """\
+  python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
+      then: transformers.AutoModelForCausalLM.from_pretrained("exported")
+  python tools/convert_checkpoint.py --load runs/t5 --output exported --dtype bf16 --max-shard-size 2
+  python tools/convert_checkpoint.py --from-hf downloaded/ --output runs/mine/checkpoints --vocab-file downloaded/tokenizer.json
+      then: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json --load runs/mine/checkpoints --data-path ...
+      (a Llama, Qwen or Mistral with pretrain_llama.py; the command prints which)
+  python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
+
+
+def export(args: argparse.Namespace) -> None:
+    """Export one of our checkpoints as a Hugging Face folder."""
+    path = find_checkpoint(args.load)
+    reader = CheckpointReader(path)
+    reader.verify()
+    config = plain_config(reader)
+    check_model(reader, config)
+    tokenizer = _tokenizer(reader, config, args.vocab_file)
+    vocab_file = str(args.vocab_file or config.data.vocab_file)
+    chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
+    described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
+    if config.model.family == "llama" and config.model.hidden_dropout:
+        print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
+
+    def shape(name: str) -> list[int]:
+        return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
+
+    def read(name: str) -> Tensor:
+        entry = reader.tensors[f"{WEIGHT}.{name}"]
+        return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
+
+    by_name = {match.ours: match for match in matches_of(config.model)}
+    entries = entries_of(by_name.values(), read, shape, args.dtype)
+
+    with whole_folder(Path(args.output)) as folder:
+        write_tensors(folder, entries, int(args.max_shard_size * 1e9))
+        (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        notes = ["the folder has no tokenizer, as none came with this model; --vocab-file adds one"]
+        if tokenizer:
+            notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
+        for note in notes:
+            print(f"note: {note}")
+        if args.verify:  # before the folder gets its final name
+            if tokenizer:
+                compare_ids(tokenizer, folder)
+            compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
+    print(f"{len(entries)} tensors -> {args.output}")
+
+
+def _described(
+    reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: Chat, dtype: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json and generation_config.json of a model. Raises ConfigError if no class supports it."""
+    start, end = (tokenizer.before[0], tokenizer.eod) if tokenizer else (0, 1)
+    if config.is_t5:
+        pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
+        described = t5_config(config.model, pad, end, dtype)
+    elif config.model.family == "llama":
+        described = llama_config(config.model, reader.positions, start, end, dtype)
+    else:
+        described = gpt2_config(config.model, reader.positions, end, dtype)
+    if tokenizer is None:
+        ids, generation = bare_roles(kept_beside(reader.path.parent), described if config.is_t5 else {})
+        return {key: value for key, value in described.items() if key not in ROLES} | ids, generation
+    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    ids = model_ids(described, base, file_of(vocab_file), config.is_t5)
+    return described | ids, generation_settings(ids, tokenizer, file_of(vocab_file), chat.end)
+
+
+def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return one of our weights after rounding its exported tensors to `dtype`."""
+    return match.join([part.to(dtype).float() for part in match.split(value)])
+
+
+def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
+    """Return the model's tokenizer, or None if it came without one. Raises ValueError for a different tokenizer."""
+    given = vocab_file or config.data.vocab_file
+    if given is None and not reader.tokenizer:
+        return None
+    if given is None or not Path(given).exists():
+        raise ValueError(f"{reader.path}: the tokenizer {given or 'of the run'} is not there; give --vocab-file")
+    tokenizer = load_tokenizer(given, config.data.tokenizer_type)
+    if config.is_t5:
+        tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
+    reader.check_tokenizer(tokenizer.fingerprint)
+    if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
+        raise ValueError(f"{reader.path}: the model has {rows} tokens, its tokenizer {tokenizer.vocab_size}")
+    return tokenizer
+
+
+def bring_in(args: argparse.Namespace) -> None:
+    """Import a checkpoint in another format as one of ours at iteration 0."""
+    output = Path(args.output)
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} exists and is not empty; choose another --output")
+    config, fingerprint, entries = from_megatron(args) if args.from_megatron else from_hf(args)
+    if args.verify and args.from_hf:
+        by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
+        compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
+    final = output / "iter_0000000"
+    write_checkpoint(final, entries, config, fingerprint)
+    if args.from_hf and config.data.vocab_file is None:
+        keep_roles(Path(args.from_hf) / "config.json", output)
+    print(f"{len(entries)} tensors -> {final}")
+    settings = output / "settings.json"
+    _write_settings(settings, config)
+    script = f"pretrain_{config.model.family}.py"
+    print(f"to train on: python {script} --config {settings} --load {args.output} --data-path ... --run-dir ...")
+
+
+def _write_settings(path: Path, config: Config) -> None:
+    """Write what --config needs to continue training: the model, its tokenizer and sequence lengths."""
+    data = config.to_dict()["data"]
+    kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
+    content = {"model": config.to_dict()["model"], "data": {key: data[key] for key in kept if data[key] is not None}}
+    write_json(str(path), content)
+
+
+def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+    """Return settings, tokenizer fingerprint and tensors of a Hugging Face folder."""
+    theirs = Folder(Path(args.from_hf))
+    for note in theirs.notes:
+        print(f"note: {note}")
+    generation_beside(theirs.path / "config.json")  # fail early if it is malformed: an export copies this file
+    settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
+    return (
+        with_values(theirs.config, settings),
+        fingerprint,
+        [_entry(match, theirs.tensors) for match in theirs.matches],
+    )
+
+
+def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, Any], str]:
+    """Return settings and fingerprint of a Hugging Face model's tokenizer, from its folder or --vocab-file."""
+    there = folder_has_one(theirs.path)
+    path = vocab_file or (str(theirs.path) if there else None)
+    if path is None:
+        usual = theirs.values["pad_token_id"] in (0, None) and theirs.values["eos_token_id"] in (1, [1], None)
+        if theirs.config.is_t5 and not (usual and theirs.values["decoder_start_token_id"] in (0, None)):
+            raise ValueError(
+                f"{theirs.path} pads, begins and ends with ids of its own, but holds no tokenizer: give --vocab-file"
+            )
+        print(f"note: there is no tokenizer in {theirs.path}; training and writing will need --vocab-file")
+        return {}, ""
+    found = load_tokenizer(path)
+    if vocab_file and there:
+        refuse_other_ids(found, load_tokenizer(str(theirs.path)), f"{vocab_file} is not the tokenizer of {theirs.path}")
+    settings: dict[str, Any] = {"vocab_file": path}
+    tokenizer = found
+    if theirs.config.is_t5:
+        free = theirs.values["vocab_size"] - found.vocab_size - ("<pad>" not in found.specials)
+        settings["num_sentinels"] = len(own_sentinels(found, "t5")) or _extra_ids(file_of(path), free)
+        tokenizer = SentinelTokenizer(found, settings["num_sentinels"], "t5")
+    for note in check_tokenizer(theirs.values, theirs.given, tokenizer, theirs.path / "config.json"):
+        print(f"note: {note}")
+    return settings, found.fingerprint
+
+
+def _extra_ids(vocab_file: Path, free: int) -> int:
+    """Return how many sentinels T5Tokenizer adds to a vocabulary without any.
+
+    That is `extra_ids` if it is given, else 100 or as many as the model has rows for.
+    """
+    nearby = vocab_file.with_name("tokenizer_config.json")
+    said = read_object(nearby).get("extra_ids") if nearby.is_file() else None
+    if said is None:
+        if 0 < free < 100:
+            print(
+                f"note: {vocab_file} does not say how many sentinels it has; taken for {free}, for which the model has rows"
+            )
+        return min(100, max(free, 1))
+    if type(said) is not int or said < 1:
+        raise ValueError(f"{nearby}: extra_ids is {said!r}; a T5 needs sentinels, of which 1 or more must be said")
+    return said
+
+
+def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+    """Return settings, tokenizer fingerprint and tensors of a Megatron-LM or CPM-Pretrain folder."""
+    theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
+    settings = settings_of(theirs, args.num_attention_heads)
+    refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
+    rows, fingerprint = settings["vocab_size"], ""
+    print(f"query, key and value: in the order of checkpoint version {theirs.version:g}, {theirs.told_by}")
+    if args.vocab_file:
+        tokenizer = load_tokenizer(args.vocab_file)
+        if tokenizer.vocab_size > rows:
+            raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, the model {rows}")
+        fingerprint = tokenizer.fingerprint
+        settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # other rows are padding
+    config = with_values(Config(), settings)
+    check_whole(theirs, config)
+    return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
+
+
+def _megatron_entry(theirs: RankFiles, name: str, config: Config) -> Entry:
+    rows = config.model.vocab_size if "word_embeddings" in name else None
+    shape = (rows or theirs.shape(name)[0], *theirs.shape(name)[1:])
+    return Entry(
+        f"{WEIGHT}.{name}", shape, torch.float32, lambda: theirs.read(name, config.model.num_attention_heads)[:rows]
+    )
+
+
+def _entry(match: Any, theirs: FolderReader) -> Entry:
+    def make() -> Tensor:
+        tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
+        if not tensor.isfinite().all():
+            print(f"note: {' and '.join(match.theirs)} hold NaN or Inf")
+        return tensor
+
+    # Joining empty tensors gives the shape without reading any weights.
+    shape = match.join([torch.empty(*theirs.shape(name), device="meta") for name in match.theirs]).shape
+    return Entry(f"{WEIGHT}.{match.ours}", tuple(shape), torch.float32, make)
+
+
+@torch.no_grad()
+def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
+    """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
+
+    weight: returns our weight by global name. Prints the largest difference. Raises ValueError if it exceeds
+    1e-5 of the logits' range.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("--verify needs the package transformers: pip install transformers") from None
+    kind = read_object(folder / "config.json")["model_type"]
+    other: Any = getattr(transformers, FAMILIES[kind].class_name).from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
+    for name, parameter in global_parameters(model):
+        parameter.zero_().narrow(0, 0, len(whole := weight(name))).copy_(whole)
+    shape = 2, min(64, config.positions)
+    tokens = torch.randint(config.model.vocab_size or 0, shape, generator=torch.Generator().manual_seed(0))
+    if config.is_t5:
+        wanted = tokens[:, :17].contiguous()
+        found, expected = model(tokens, wanted), other(input_ids=tokens, decoder_input_ids=wanted).logits
+    else:
+        found, expected = model(tokens), other(tokens).logits
+    worst, spread = float((found - expected).abs().max()), float(expected.max() - expected.min())
+    print(f"largest difference of a logit: {worst:.1e} (logits reach over {spread:.1e})")
+    if not worst <= 1e-5 * spread:
+        raise ValueError(
+            f"{folder} is not the same model: its logits differ by {worst:.1e}, where they reach over {spread:.1e}"
+        )
+
+
+def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raise ValueError if AutoTokenizer, reading `folder`, encodes texts of the vocabulary differently."""
+    from transformers import AutoTokenizer
+
+    if not (folder / SETTINGS).is_file():  # AutoTokenizer rejects a placeholder
+        return
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    for text in texts_of(tokenizer):
+        ours, found = tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
+        if ours != found:
+            raise ValueError(f"{folder}: of {text[:40]!r} AutoTokenizer makes the ids {found[:8]}, not {ours[:8]}")
+
+
+def main(args: argparse.Namespace) -> None:
+    if sum(map(bool, (args.load, args.from_hf, args.from_megatron))) != 1:
+        raise ValueError(
+            "give one of --load (a run to be exported), --from-hf and --from-megatron (a folder of theirs)"
+        )
+    for flag in ("checkpoint_version", "num_layers", "num_attention_heads"):
+        if getattr(args, flag) is not None and not args.from_megatron:
+            raise ValueError(f"--{flag.replace('_', '-')} belongs to --from-megatron")
+    if args.verify and args.from_megatron:
+        raise ValueError("--verify compares with transformers, which do not read --from-megatron; leave it out")
+    if not 0 < args.max_shard_size < math.inf:
+        raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a number of GB")
+    if args.load:
+        export(args)
+    else:
+        bring_in(args)
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("--load", help="a run directory, or one of its checkpoints, to be exported")
+    add("--from-hf", help="a folder with config.json and safetensors, to become a checkpoint of ours")
+    add(
+        "--from-megatron",
+        help="a folder of CPM-1, CPM-Pretrain, Megatron-LM (GPT) or DeepSpeed with mp_rank_* or layer_* files, likewise",
+    )
+    add("--num-attention-heads", type=int, help="of --from-megatron, where its files do not tell: 32 for CPM-1-large")
+    add(
+        "--num-layers",
+        type=int,
+        help="of --from-megatron with a file a layer, where nothing tells how many there should be",
+    )
+    add(
+        "--checkpoint-version",
+        type=int,
+        choices=range(4),
+        help="of --from-megatron, where its files do not tell: how queries, keys and values are ordered; "
+        f"{ORDERS}; of CPM-Pretrain: 2 for a run that was never resumed, 0 after a resume",
+    )
+    add("--output", required=True, help="the new folder; of --from-* the folder of checkpoints")
+    add("--vocab-file", help="the tokenizer (default: the run's)")
+    add("--dtype", choices=DTYPES, default="fp32", help="of the exported weights (default: fp32)")
+    add("--max-shard-size", type=float, default=5.0, help="largest file, in GB (default: 5)")
+    add(
+        "--verify", action="store_true", help="run the same tokens through both models and compare (needs transformers)"
+    )
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

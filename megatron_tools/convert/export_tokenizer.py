@@ -1,0 +1,168 @@
+"""Export of the tokenizer and its chat template to Hugging Face."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_utils.inspect_data import of_conversations
+from megatron.config import Config
+from megatron.data.corpora import prefixes_of
+from megatron.tokenizer import SentinelTokenizer, Tokenizer
+from megatron.tokenizer.beside import (
+    MORE_TEMPLATES,
+    SETTINGS,
+    TEMPLATE,
+    TOKEN_FILES,
+    placeholder_of,
+    settings_beside,
+    token_beside,
+)
+from megatron.tokenizer.chat import NAMED, ChatML, is_undated, missing_marks, own_template, template_of_corpus, turn_end
+from megatron.tokenizer.load import file_of
+from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
+
+from .export_roles import REPLACED, named_class, tokenizer_settings
+from .hf_tokenizer import as_theirs, is_t5_model
+
+
+class Chat(NamedTuple):
+    """The chat format of a model.
+
+    source: the template, None if unknown. end: the end-of-turn id, if the run was trained on it. notes: remarks
+    for the user.
+    """
+
+    source: str | None
+    end: int | None
+    notes: tuple[str, ...] = ()
+
+
+def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
+    """Return the chat format of the conversations that the run was trained on, else that of the tokenizer."""
+    if config.is_t5:
+        return Chat(None, None)
+    own, notes = own_template(vocab_file), _left_out(vocab_file)
+    if config.objective != "sft":
+        return Chat(own, None, tuple(notes))
+    data = config.data
+    prefixes = prefixes_of(data.paths) if data.data_path or data.train_data_path else []
+    abouts = [about for _, about in of_conversations(config)]
+    if not abouts:
+        notes.append(
+            f"no sidecar of {', '.join(prefixes) or 'the corpora'} is there to say how conversations were written: "
+            f"{'the chat template is the one of the tokenizer' if own else 'no chat template is written'}, and "
+            f"eos_token_id has no end of a turn"
+        )
+        return Chat(own, None, tuple(notes))
+    source, date, end = str(abouts[0]["chat_template"]), abouts[0].get("chat_date"), None
+    if any(about["chat_template"] != source for about in abouts):
+        notes.append("the corpora of this run have different chat templates; that of the first is written")
+    if date:
+        notes.append(f"chat_template.jinja writes the date of the day on which it is used; the run learned with {date}")
+    elif is_undated(abouts[0]):
+        notes.append(
+            "chat_template.jinja writes the date of the day on which it is used; the run learned without one, as templates knew no "
+            "strftime_now when its corpus was made"
+        )
+    try:
+        end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)
+    except ValueError as error:
+        notes.append(f"eos_token_id has no end of a turn: {error}")
+    return Chat(source, end, tuple(notes))
+
+
+def _left_out(vocab_file: str) -> list[str]:
+    path = file_of(vocab_file)
+    several = settings_beside(path).get("chat_template")
+    names = (
+        [str(each.get("name")) for each in several if each.get("name") != "default"]
+        if isinstance(several, list)
+        else []
+    )
+    names += [file.name for file in sorted(path.with_name(MORE_TEMPLATES).glob("*.jinja"))]
+    return [f"more chat templates of the tokenizer are left out: {', '.join(names)}"] if names else []
+
+
+def write_tokenizer(
+    folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str, chat: Chat, model_type: str = ""
+) -> list[str]:
+    """Write the tokenizer and chat_template.jinja for transformers. Return notes for the user.
+
+    If transformers would read a different tokenizer, a placeholder is written so that it reads none.
+    """
+    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    source, theirs = file_of(vocab_file), as_theirs(base)
+    if theirs is not None:
+        positions = config.positions if config.model.position_embedding == "learned" else None
+        described = tokenizer_settings(base, source, positions)
+        described |= _write_json(folder, tokenizer, source, theirs, described)
+    else:
+        (folder / source.name).write_bytes(source.read_bytes())
+        described = _settings_of_model(source, tokenizer, base)
+        if not described:
+            placeholder = json.dumps(placeholder_of(source.name), indent=2)
+            (folder / "tokenizer.json").write_text(placeholder, encoding="utf-8")
+            return [
+                f"transformers has no tokenizer with the ids of {source.name} (of the kind {base.name}), so its AutoTokenizer "
+                f"refuses this folder; use the file with this project's tokenizers",
+                *(["no chat template is written, as it would be of no use without that"] if chat.source else []),
+            ]
+    described |= named_class(described, source, model_type, theirs is not None)
+    for file in TOKEN_FILES:
+        if source.with_name(file).is_file():
+            (folder / file).write_bytes(source.with_name(file).read_bytes())
+    notes = _write_template(folder, tokenizer, chat)
+    for key in NAMED:  # the template uses these as variables, so transformers needs them
+        if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
+            described[key] = name
+    (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")
+    return notes
+
+
+def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> dict[str, Any]:
+    """Return the tokenizer_config.json for a sentencepiece model that transformers reads identically; {} for others."""
+    if not isinstance(base, SentencePieceTokenizer):
+        return {}
+    if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
+        given = {key: value for key, value in base.settings.items() if key not in REPLACED}
+        return {**given, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
+    if base.is_llama and source.name == "tokenizer.model":
+        return {key: value for key, value in base.settings.items() if key != "chat_template"}
+    return {}
+
+
+def _write_json(
+    folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write tokenizer.json, with a T5's sentinels. Return their entries for tokenizer_config.json."""
+    from tokenizers import AddedToken
+
+    described: dict[str, Any] = {}
+    added: list[str] = []
+    if isinstance(tokenizer, SentinelTokenizer):
+        order = sorted((id_, f"<extra_id_{i}>") for i, id_ in enumerate(tokenizer.sentinels))
+        names = [name for _, name in order]
+        added = [name for name in ("<pad>", *names) if name not in tokenizer.base.specials]
+        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<pad>", *names)])
+        more = settings.get("extra_special_tokens")
+        described["pad_token"] = "<pad>"
+        described["extra_special_tokens"] = list(dict.fromkeys([*(more if isinstance(more, list) else []), *names]))
+    if source.name == "tokenizer.json" and not added:
+        (folder / source.name).write_bytes(source.read_bytes())
+    else:
+        theirs.save(str(folder / "tokenizer.json"))
+    return described
+
+
+def _write_template(folder: Path, tokenizer: Tokenizer, chat: Chat) -> list[str]:
+    if chat.source is None:
+        return list(chat.notes)
+    source = chat.source
+    if source == ChatML.source:
+        if missing := missing_marks(ChatML(), tokenizer):
+            why = f"{' and '.join(missing)} of chatml are text in this tokenizer, which transformers may cut otherwise"
+            return [*chat.notes, f"no chat_template.jinja is written: {why}"]
+        source = ChatML.jinja
+    (folder / TEMPLATE).write_text(source, encoding="utf-8")
+    return list(chat.notes)

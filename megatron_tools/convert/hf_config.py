@@ -1,0 +1,279 @@
+"""Conversion of Hugging Face's config.json: each key is applied, known to have no effect, or refused.
+
+The tables hold each family's defaults, because a config.json may omit default values.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ModelConfig
+
+from . import hf_llama
+from .hf_keys import (
+    DTYPES,
+    HARMLESS,
+    MUST,
+    OPTIONAL,
+    Family,
+    activation_of,
+    changes_nothing,
+    check_type,
+    is_off,
+    refuse,
+)
+
+_T5 = {
+    "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None,
+    "num_heads": 8, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "dropout_rate": 0.1,
+    "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "dense_act_fn": None, "is_gated_act": None,
+    "tie_word_embeddings": True, "scale_decoder_outputs": None, "pad_token_id": 0, "eos_token_id": 1,
+    "decoder_start_token_id": None, "is_encoder_decoder": True, "n_positions": None,
+}  # fmt: skip
+_T5_ALIASES = {
+    "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
+}  # fmt: skip
+_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # T5 files of 2019 hold it
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        ("GPT2LMHeadModel", "GPT2Model"),
+        {
+            "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+            "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+            "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True, "eos_token_id": 50256,
+            "pad_token_id": None, "is_encoder_decoder": False, "decoder_start_token_id": None,
+        },
+        {
+            "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        ("attn.bias", "crossattention.bias"),
+    ),
+    "t5": Family(
+        "T5ForConditionalGeneration",
+        ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"),
+        _T5,
+        _T5_ALIASES,
+        _DEAD_TABLE,
+    ),
+    "mt5": Family(
+        "MT5ForConditionalGeneration",
+        ("MT5ForConditionalGeneration", "T5ForConditionalGeneration", "MT5Model"),
+        {
+            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+            "decoder_start_token_id": 0,
+        },
+        _T5_ALIASES,
+        _DEAD_TABLE,
+    ),
+    "umt5": Family(
+        "UMT5ForConditionalGeneration",
+        ("UMT5ForConditionalGeneration", "UMT5Model"),
+        {
+            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+            "decoder_start_token_id": 0,
+        },
+        _T5_ALIASES,
+    ),
+    **hf_llama.FAMILIES,
+}  # fmt: skip
+
+
+def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Return all keys of the family, as given or by default, with aliases resolved.
+
+    Raises ValueError for an unknown model type, an unknown key, or a value that our models do not support.
+    """
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"{where} describes a model of type {kind!r}; {', '.join(FAMILIES)} can be converted")
+    family, named = FAMILIES[kind], content.get("architectures") or []
+    if not isinstance(named, list):
+        raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
+    for name in named:
+        if name not in family.architectures:
+            raise ValueError(
+                f"{where} is of a {name}; of {kind}, {' and '.join(family.architectures)} can be converted"
+            )
+    values = dict(family.defaults)
+    given: dict[str, str] = {}
+    for key, value in content.items():
+        name = family.aliases.get(key, key)
+        if name in values:
+            if name in given and values[name] != value:
+                raise ValueError(f"{where}: {given[name]} is {values[name]}, but {key}, the same thing, is {value}")
+            check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
+            given[name], values[name] = key, value
+        elif name in MUST and value not in (MUST[name], None):
+            raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
+        elif name not in MUST and name not in HARMLESS and not is_off(key, value) and not changes_nothing(key):
+            raise ValueError(
+                f"{where}: the key {key} ({value!r}) is not known here, and may change what the model computes; if it does "
+                f"not, take it out of the file"
+            )
+    wanted = family.defaults["is_encoder_decoder"]
+    if values["is_encoder_decoder"] not in (wanted, None):
+        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, of a {kind} it is {wanted}")
+    if "scale_decoder_outputs" in given:  # null means false; without the key the family decides
+        values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
+    return values | {"model_type": kind}
+
+
+def unread_keys(content: Mapping[str, Any]) -> list[str]:
+    """Return the keys with an effective value that `read_config` accepted although no model class reads them."""
+    family = FAMILIES[content["model_type"]]
+    known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
+    return [key for key, value in content.items() if key not in known and not is_off(key, value)]
+
+
+def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return (our settings by their flat names, notes for the user) for the values from `read_config`.
+
+    tied: the tensors hold one matrix for embedding and output. Raises ValueError for unsupported settings.
+    """
+    if values["model_type"] in hf_llama.FAMILIES:
+        return hf_llama.llama_settings(values, tied, where)
+    if values["model_type"] == "gpt2":
+        notes = []
+        if values["embd_pdrop"] != values["resid_pdrop"]:
+            notes.append(
+                f"embd_pdrop {values['embd_pdrop']} is not resid_pdrop {values['resid_pdrop']}; training on uses "
+                f"--hidden-dropout {values['resid_pdrop']} for both"
+            )
+        return {
+            "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"], "num_attention_heads": values["n_head"],
+            "ff_hidden_size": values["n_inner"], "vocab_size": values["vocab_size"],
+            "max_position_embeddings": values["n_positions"], "seq_length": values["n_positions"],
+            "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["resid_pdrop"],
+            "attention_dropout": values["attn_pdrop"], "tie_embeddings": tied,
+            "activation": activation_of(values["activation_function"], where, "activation_function"),
+            "scale_attention": values["scale_attn_weights"],
+        }, notes  # fmt: skip
+    return {
+        "family": "t5", "num_layers": values["num_layers"], "num_decoder_layers": values["num_decoder_layers"],
+        "hidden_size": values["d_model"], "num_attention_heads": values["num_heads"], "kv_hidden_size": values["d_kv"],
+        "ff_hidden_size": values["d_ff"], "vocab_size": values["vocab_size"],
+        "relative_attention_num_buckets": values["relative_attention_num_buckets"],
+        "relative_attention_max_distance": values["relative_attention_max_distance"],
+        "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["dropout_rate"],
+        "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where), "tie_embeddings": tied,
+        "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5", "position_embedding": "relative", "normalization": "rmsnorm",
+        "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
+    }, _notes_on_scale(values)  # fmt: skip
+
+
+def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
+    """Return the activation of `feed_forward_proj` (gated-X or X), which two newer keys may override."""
+    project = values["feed_forward_proj"]
+    gated, name = project.startswith("gated-"), project.removeprefix("gated-")
+    name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 writes gated-gelu but means GELU with tanh
+    gated = gated if values["is_gated_act"] is None else values["is_gated_act"]
+    found = activation_of(values["dense_act_fn"] or name, where, "feed_forward_proj")
+    if not gated:
+        return found
+    if found != "gelu-tanh":
+        raise ValueError(f"{where}: a gated {found} (feed_forward_proj {project}) cannot be converted; gated-gelu can")
+    return "gated-gelu"
+
+
+def _scales_logits(values: Mapping[str, Any]) -> bool:
+    """Return whether logits of tied embeddings are scaled.
+
+    T5 of 2019 scales them, mT5 never does, UMT5 always does. Without the key `tie_word_embeddings` decides.
+    """
+    if values["model_type"] in ("mt5", "umt5"):
+        return bool(values["model_type"] == "umt5")
+    said = values["scale_decoder_outputs"]
+    return bool(said if said is not None else values["tie_word_embeddings"] is not False)
+
+
+def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
+    if values["model_type"] != "umt5" or values["tie_word_embeddings"] is not False:
+        return []
+    return [
+        "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 those of a tied one only; "
+        "they are scaled here (--no-scale-tied-logits trains on without)"
+    ]
+
+
+def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
+    """Return notes for the user about our tokenizer with the model that config.json describes.
+
+    Raises ValueError if the tokenizer has more tokens than the model, or other end, padding or start ids.
+    """
+    if tokenizer.vocab_size > values["vocab_size"]:
+        raise ValueError(f"{where}: the model has {values['vocab_size']} tokens, its tokenizer {tokenizer.vocab_size}")
+    ends = values["eos_token_id"] if isinstance(values["eos_token_id"], list) else [values["eos_token_id"]]
+    if (
+        "eos_token_id" in given
+        and tokenizer.eod not in ends
+        and any(e is not None and e < values["vocab_size"] for e in ends)
+    ):
+        raise ValueError(
+            f"{where}: eos_token_id is {values['eos_token_id']}, but the tokenizer ends texts with {tokenizer.eod}"
+        )
+    notes = []
+    if len(ends) > 1:
+        notes = [f"eos_token_id names {ends}; here a text ends with {tokenizer.eod} only"]
+    if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
+        return notes
+    if values["pad_token_id"] != tokenizer.pad:
+        raise ValueError(
+            f"{where}: pad_token_id is {values['pad_token_id']}, but the tokenizer pads with {tokenizer.pad}"
+        )
+    start = values["decoder_start_token_id"]
+    if start not in (None, tokenizer.pad):
+        raise ValueError(
+            f"{where}: decoder_start_token_id is {start}; here a decoder begins with the padding, {tokenizer.pad}"
+        )
+    return notes
+
+
+def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
+    """Return the config.json of GPT2LMHeadModel. Raises ConfigError for settings that it does not support."""
+    refuse([
+        (m.normalization != "layernorm", f"--normalization {m.normalization}"),
+        (m.gated, f"--activation {m.activation}"),
+        (m.position_embedding != "learned", f"--position-embedding {m.position_embedding}"),
+        (m.key_value_heads != m.num_attention_heads, f"--num-key-value-heads {m.key_value_heads}"),
+        (m.qk_norm, "--qk-norm"),
+        (m.sliding_window is not None, f"--sliding-window {m.sliding_window}"),
+        (m.has_qkv_bias != m.hidden_bias, "--no-qkv-bias"),
+        (not m.hidden_bias, "--no-hidden-bias"),
+        (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
+    ], "GPT-2")  # fmt: skip
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_positions": positions,
+        "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ff_size,
+        "activation_function": _their_activation(m), "scale_attn_weights": m.scale_attention,
+        "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
+        "embd_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout, "bos_token_id": eod, "eos_token_id": eod,
+        "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
+    }  # fmt: skip
+
+
+def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
+    """Return the config.json of T5ForConditionalGeneration or UMT5. Raises ConfigError for unsupported settings."""
+    refuse([
+        (m.position_embedding != "relative", "learned positions (the cpm variant)"),
+        (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
+        (m.activation == "swiglu", "--activation swiglu"),
+        (m.hidden_bias, "--hidden-bias"),
+        (m.relative_attention_per_layer and not m.scale_tied_logits, "--relative-attention-per-layer --no-scale-tied-logits"),
+    ], "T5")  # fmt: skip
+    kind = "umt5" if m.relative_attention_per_layer else "t5"
+    return {
+        "architectures": [FAMILIES[kind].class_name], "model_type": kind, "vocab_size": m.vocab_size,
+        "d_model": m.hidden_size, "d_kv": m.head_size, "d_ff": m.ff_size, "num_layers": m.num_layers,
+        "num_decoder_layers": m.decoder_layers, "num_heads": m.num_attention_heads,
+        "relative_attention_num_buckets": m.relative_attention_num_buckets,
+        "relative_attention_max_distance": m.relative_attention_max_distance, "dropout_rate": m.hidden_dropout,
+        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": _their_activation(m), "is_encoder_decoder": True,
+        "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.scale_tied_logits,
+        "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": DTYPES[dtype],
+    }  # fmt: skip
+
+
+def _their_activation(m: ModelConfig) -> str:
+    return {"gelu": "gelu", "gelu-tanh": "gelu_new"}.get(m.activation, m.activation)

@@ -1,0 +1,260 @@
+"""Folders for Hugging Face's `from_pretrained`: config.json and safetensors shards, written tensor by tensor."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron import mpu
+from megatron.checkpointing.bounds import refuse_absurd_sizes
+from megatron.checkpointing.files import open_tensors
+from megatron.checkpointing.shapes import whole_shapes
+from megatron.checkpointing.stream import Entry, write_entries
+from megatron.config import Config
+from megatron.config.command_line import with_values
+from megatron.config.fields import ConfigError
+from megatron.model.layers import global_parameters
+from megatron.tokenizer.base import read_object
+
+from .hf_config import FAMILIES, read_config, settings_of, unread_keys
+from .hf_names import Match, matches_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
+HEAD = "lm_head.weight"
+# Names of the embedding matrix; a file may hold it under any of them.
+EMBEDDINGS = (
+    "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
+)  # fmt: skip
+PREFIX = re.compile(r"^(transformer|model)\.")  # files of a model without its head lack this prefix
+CONSTANT = re.compile(
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)
+
+
+def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
+    """Write model.safetensors, or shards and their index. At most one tensor is in memory at a time."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.bytes
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = ["model.safetensors"] if len(shards) == 1 else names
+    for name, shard in zip(names, shards, strict=True):
+        write_entries(folder / name, shard)
+    if len(shards) > 1:
+        where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(entry.bytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+class FolderReader:
+    """Reader of a folder's tensors by name, one at a time.
+
+    Raises ValueError for pickled weights and for missing tensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._opened: dict[str, Any] = {}
+        self._asked: set[str] = set()
+        index = folder / "model.safetensors.index.json"
+        single = (folder / "model.safetensors").is_file()
+        if index.is_file():
+            self._where: Mapping[str, str] = _weight_map(index)
+            if single and set(self._where.values()) != {"model.safetensors"}:
+                raise ValueError(
+                    f"{folder} holds model.safetensors and model.safetensors.index.json of other files: one of them is left "
+                    f"over from another model (transformers reads the first); remove it"
+                )
+        elif single:
+            self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        else:
+            raise ValueError(
+                f"{folder} holds no model.safetensors; weights in pickled files are not read: save them with "
+                f"save_pretrained(..., safe_serialization=True)"
+            )
+
+    def _open(self, name: str) -> Any:
+        if name not in self._opened:
+            self._opened[name] = open_tensors(self.folder / name)
+        return self._opened[name]
+
+    def _name(self, name: str) -> str | None:
+        """Return a tensor's name in these files, which may lack the prefix or be a tied matrix's other name."""
+        for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
+            for found in (str(each), PREFIX.sub("", each)):
+                if found in self._where:
+                    return found
+        return None
+
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of all tensors in the folder's files."""
+        files = [self._open(name) for name in sorted(set(self._where.values()))]
+        return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118  # no mapping
+
+    def holds(self, name: str) -> bool:
+        """Return whether the files hold a tensor under this name, with or without its prefix."""
+        return name in self._where or PREFIX.sub("", name) in self._where
+
+    def unread(self, ignored: Sequence[str]) -> list[str]:
+        """Return the tensors that were not read and are not known to be redundant.
+
+        Redundant are copies of the embedding, constants in files of old versions, and names that match
+        `ignored`.
+        """
+        known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
+        left = sorted(set(self._where) - self._asked - known)
+        return [name for name in left if not CONSTANT.fullmatch(name) and not any(re.search(p, name) for p in ignored)]
+
+    def _find(self, name: str) -> tuple[Any, str]:
+        """Return the open file that holds a tensor, and the tensor's name in it."""
+        found = self._name(name)
+        if found is None:
+            raise ValueError(f"{self.folder} holds no tensor {name}")
+        self._asked.add(found)
+        file = self._open(self._where[found])
+        if found not in file.keys():  # noqa: SIM118  # no mapping
+            raise ValueError(f"{self.folder / self._where[found]} lacks {found}, which the index says it holds")
+        return file, found
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor. Raises ValueError if it is quantized."""
+        file, found = self._find(name)
+        tensor = file.get_slice(found)
+        if tensor.get_dtype() not in FLOATS:
+            raise ValueError(
+                f"{self.folder / self._where[found]} holds {found} as {tensor.get_dtype()}, which are quantized numbers: save the "
+                f"model again in one of {', '.join(FLOATS)}"
+            )
+        shape: list[int] = tensor.get_shape()
+        return shape
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in fp32."""
+        file, found = self._find(name)
+        tensor: Tensor = file.get_tensor(found)
+        return tensor.float()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return tensor name -> file name from an index. Raises ValueError for a file outside the index's folder."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
+        raise ValueError(f"{index}: weight_map must give, for each tensor, the name of a file in the same folder")
+    return found
+
+
+def entries_of(
+    matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
+) -> list[Entry]:
+    """Return the entries to write for Hugging Face, made from our tensors.
+
+    Creating an entry's tensor raises ValueError if its values overflow `dtype`.
+    """
+    found = []
+    for match in matches:
+        # Splitting an empty tensor of our shape gives their shapes without reading any weights.
+        for i, part in enumerate(match.split(torch.empty(*shape(match.ours), device="meta"))):
+
+            def make(match: Any = match, i: int = i) -> Tensor:
+                tensor: Tensor = match.split(read(match.ours))[i]
+                if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
+                    largest = float(tensor.abs().max())
+                    raise ValueError(
+                        f"{match.theirs[i]} reaches {largest:.3g}, more than {dtype} holds; choose another --dtype"
+                    )
+                return tensor
+
+            found.append(Entry(match.theirs[i], tuple(part.shape), DTYPES[dtype], make))
+    return found
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Return whether a folder holds a Hugging Face model. A run directory's config.json has no model_type."""
+    path = folder / "config.json"
+    return path.is_file() and "model_type" in read_object(path)
+
+
+class Folder:
+    """A Hugging Face model: its settings and tensors, checked against each other.
+
+    values: config.json with defaults filled in. config: our settings. notes: remarks for the user about them.
+    Raises ValueError for what cannot be converted, for contradictions between files, and for unused tensors.
+    """
+
+    def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
+        self.path, where = path, path / "config.json"
+        if not where.is_file():
+            raise ValueError(f"{where} does not exist: {path} is not a model of Hugging Face")
+        self.given = read_object(where)
+        self.values = read_config(self.given, where)
+        self.tensors = FolderReader(path)
+        refuse_absurd_sizes(self.values, self.tensors.shapes(), where)
+        settings, self.notes = settings_of(self.values, self._tied(), where)
+        if unread := unread_keys(self.given):
+            self.notes.append(
+                f"{where} has keys that change nothing in a {self.values['model_type']}: {', '.join(unread)}"
+            )
+        layout = {
+            "model_parallel_size": model_parallel_size,
+            "pipe_parallel_size": pipe_parallel_size,
+            "sequence_parallel": False,  # accepts text of any length
+        }
+        try:
+            self.config = with_values(Config(), {**settings, **layout})
+        except ConfigError as error:
+            raise ValueError(f"{where}: {error}") from None
+        self.matches = list(matches_of(self.config.model))
+        self._check_tensors()
+
+    def _tied(self) -> bool:
+        """Return whether input and output embedding are tied, judged by the tensors rather than the setting."""
+        there = [name for name in EMBEDDINGS if self.tensors.holds(name)]
+        first = next((name for name in there if name != HEAD), None)
+        for name in there:
+            if first and name != HEAD and not torch.equal(self.tensors.read(name), self.tensors.read(first)):
+                raise ValueError(f"{self.path}: {name} and {first} differ, but a model here has one embedding")
+        if first and HEAD in there:
+            return torch.equal(self.tensors.read(HEAD), self.tensors.read(first))
+        if not self.values["tie_word_embeddings"]:
+            raise ValueError(
+                f"{self.path}/config.json says tie_word_embeddings false, but there is "
+                f"{'no ' + HEAD if first else 'no embedding'} among the tensors"
+            )
+        return True
+
+    def _check_tensors(self) -> None:
+        """Raise ValueError unless the files hold every tensor of the model, in its shape, and no others."""
+        shapes = whole_shapes(self.config)
+        for match in self.matches:
+            for name, part in zip(
+                match.theirs, match.split(torch.empty(*shapes[match.ours], device="meta")), strict=True
+            ):
+                found = self.tensors.shape(name)
+                if found != list(part.shape):
+                    raise ValueError(f"{self.path}: {name} has shape {found}, by config.json it has {list(part.shape)}")
+        extra = self.tensors.unread(FAMILIES[self.values["model_type"]].ignored)
+        if extra:
+            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            raise ValueError(
+                f"{self.path} holds tensors that are no part of the model that config.json describes: {shown}"
+            )
+
+    @torch.no_grad()
+    def load(self, model: Any) -> None:
+        """Load this process's shards of the parameters into `model`."""
+        matches = {match.ours: match for match in self.matches}
+        for name, parameter in global_parameters(model):
+            match = matches[name]
+            whole = match.join([self.tensors.read(each) for each in match.theirs])
+            mpu.spec_of(parameter).put(whole, parameter)

@@ -1,0 +1,166 @@
+"""Code shared by all Hugging Face model families: config.json keys without effect, value types, activations."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.fields import ConfigError
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Names of activations here by their Hugging Face names. Functions not listed compute something else.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_accurate": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
+}  # fmt: skip
+# Keys without effect on the logits: training, generation, other heads, files and labels.
+HARMLESS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_hidden_states",
+        "output_attentions",
+        "output_scores",
+        "output_past",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "task_specific_params",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "initializer_range",
+        "initializer_factor",
+        "gradient_checkpointing",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "tokenizer_class",
+        "prefix",
+        "pretraining_tp",
+        "n_ctx",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+        "classifier_dropout",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sep_token_id",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "reorder_and_upcast_attn",
+    ]
+)
+# Keys that change the computation, with the only supported value.
+MUST: dict[str, Any] = {
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
+    "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
+}  # fmt: skip
+# Names found in re-uploaded models that no class of these families reads, although they look relevant.
+UNREAD = re.compile(
+    r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special|predict_special_tokens"
+    r"|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
+)
+# Words in keys with which other families change what a model computes; test_hf_keys.py checks them against
+# transformers.
+COMPUTES = re.compile(
+    r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position|residual|emb|act|gat"
+    r"|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim|size|block|stride|kernel|num_|n_|theta|query"
+    r"|key|eps|tie|memory|mem_|mix|chunk|local|global|span|bucket|group|depth|width|channel|interleav|drop|prob|rate|swiglu|glu|dense"
+    r"|causal|mup|decoder|encoder|linear|sparse|clamp|clip|limit|temperature|index|share|use_|weight|alpha|beta|hc_|prefix_lm|expand"
+    r"|_pos|max_period|sinusoid|cycles|d_|latent|mult|altup|first_k|lower_bound|type$|jitter|patch|dff|scoring|method|_config|time_step|afn"
+    r"|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
+)
+NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
+# Types of keys whose value may be null.
+OPTIONAL: dict[str, type] = {
+    "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
+    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
+    "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int, "max_window_layers": int,
+    "layer_types": list, "rope_theta": float, "rope_scaling": dict, "rope_parameters": dict,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A Hugging Face model family: its class, supported keys with their defaults, and aliases of keys.
+
+    ignored: patterns of tensors in old files that no class reads, from `_keys_to_ignore_on_load_unexpected`.
+    """
+
+    class_name: str
+    architectures: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+
+
+def is_off(key: str, value: Any) -> bool:
+    """Return whether a value disables a key's feature: absent, false, or a factor of 1."""
+    if key == "layer_types":
+        return isinstance(value, list) and set(value) <= {"full_attention"}
+    return not value or (NEUTRAL_AT_1.search(key) is not None and value in (1, 1.0) and value is not True)
+
+
+def changes_nothing(key: str) -> bool:
+    """Return whether a key that the family's class does not declare cannot affect what the model computes."""
+    return UNREAD.fullmatch(key) is not None or COMPUTES.search(key.lower()) is None
+
+
+def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
+    """Raise ValueError for a value whose type differs from that of the default."""
+    if value is None and (default is None or optional is not None):
+        return
+    wanted = type(default) if default is not None else optional
+    ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
+    if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
+        raise ValueError(f"{where}: {key} is {value!r}, where {wanted.__name__} is meant")
+
+
+def activation_of(name: str, where: Path, key: str) -> str:
+    """Return our name of a Hugging Face activation. Raises ValueError if we have no equivalent."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{where}: {key} is {name}; {', '.join(ACTIVATIONS)} can be converted")
+    return ACTIVATIONS[name]
+
+
+def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
+    """Raise ConfigError for the first setting, of (is present, setting) pairs, that `model` does not support."""
+    for wrong, setting in what:
+        if wrong:
+            raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")

@@ -1,0 +1,174 @@
+"""Mapping between our tensors and those of Hugging Face's models, one table for both directions.
+
+Our fused tensors interleave query, key and value by head (or group of heads), and gate and value by feature.
+Hugging Face stacks them or stores them separately. Its GPT-2 stores matrices transposed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Match:
+    """One of our parameters and the Hugging Face tensors with the same values."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # ours -> theirs
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # theirs -> ours
+
+
+def _transposed(ours: str, theirs: str) -> Match:
+    return Match(ours, (theirs,), lambda t: [t.T], lambda ts: ts[0].T)
+
+
+def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
+    """Match (q, k, v) per head with one tensor of all q, all k, all v."""
+
+    def split(t: Tensor) -> list[Tensor]:
+        stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+        return [stacked.T if transpose else stacked]
+
+    def join(ts: Sequence[Tensor]) -> Tensor:
+        t = ts[0].T if transpose else ts[0]
+        return t.reshape(3, heads, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+
+    return Match(ours, (theirs,), split, join)
+
+
+def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
+    """Match rows interleaved by group (a head, or a single feature) with one tensor for each of `theirs`."""
+
+    def split(t: Tensor) -> list[Tensor]:
+        parts = t.view(groups, len(theirs), -1, *t.shape[1:])
+        return [parts[:, i].reshape(-1, *t.shape[1:]) for i in range(len(theirs))]
+
+    def join(ts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([t.view(groups, -1, *t.shape[1:]) for t in ts], 1).flatten(0, 2)
+
+    return Match(ours, theirs, split, join)
+
+
+def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -> Match:
+    """Match (queries, key, value) per group, in heads of `size` rows, with separate tensors for q, k and v."""
+
+    def split(t: Tensor) -> list[Tensor]:
+        parts = t.view(groups, -1, size, *t.shape[1:])
+        return [part.flatten(0, 2) for part in (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])]
+
+    def join(ts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.view(groups, -1, size, *t.shape[1:]) for t in ts], 1).flatten(0, 2)
+
+    return Match(ours, theirs, split, join)
+
+
+def matches_of(m: ModelConfig) -> Iterator[Match]:
+    """Yield the tensor matches of a model of any family."""
+    return {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"](m)
+
+
+def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
+    """Yield the tensor matches of GPT-2."""
+    yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
+    yield Match("position_embedding.weight", ("transformer.wpe.weight",))
+    for i in range(m.num_layers):
+        at, its = f"layers.{i}", f"transformer.h.{i}"
+        for kind in ("weight", "bias"):
+            yield Match(f"{at}.input_layernorm.{kind}", (f"{its}.ln_1.{kind}",))
+            yield Match(f"{at}.post_attention_layernorm.{kind}", (f"{its}.ln_2.{kind}",))
+            matrix = kind == "weight"
+            fused = f"{at}.attention.query_key_value.{kind}"
+            yield _stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads, matrix)
+            for ours, theirs in (
+                ("attention.dense", "attn.c_proj"),
+                ("mlp.dense_h_to_4h", "mlp.c_fc"),
+                ("mlp.dense_4h_to_h", "mlp.c_proj"),
+            ):
+                names = f"{at}.{ours}.{kind}", f"{its}.{theirs}.{kind}"
+                yield _transposed(*names) if matrix else Match(names[0], (names[1],))
+    for kind in ("weight", "bias"):
+        yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
+    if not m.tie_embeddings:
+        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
+
+
+def llama_matches(m: ModelConfig) -> Iterator[Match]:
+    """Yield the tensor matches of Llama, Qwen and Mistral."""
+    yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    for i in range(m.num_layers):
+        at, its = f"layers.{i}", f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield Match(f"{at}.{norm}.weight", (f"{its}.{norm}.weight",))
+        for kind in ("weight", "bias") if m.has_qkv_bias else ("weight",):
+            heads = tuple(f"{its}.self_attn.{x}_proj.{kind}" for x in "qkv")
+            yield _grouped_heads(f"{at}.attention.query_key_value.{kind}", heads, m.key_value_heads, m.head_size)
+        if m.qk_norm:
+            yield Match(f"{at}.attention.query_norm.weight", (f"{its}.self_attn.q_norm.weight",))
+            yield Match(f"{at}.attention.key_norm.weight", (f"{its}.self_attn.k_norm.weight",))
+        for kind in ("weight", "bias") if m.hidden_bias else ("weight",):
+            yield Match(f"{at}.attention.dense.{kind}", (f"{its}.self_attn.o_proj.{kind}",))
+            pair = f"{its}.mlp.gate_proj.{kind}", f"{its}.mlp.up_proj.{kind}"
+            yield _interleaved(f"{at}.mlp.dense_h_to_4h.{kind}", pair, m.ff_size)
+            yield Match(f"{at}.mlp.dense_4h_to_h.{kind}", (f"{its}.mlp.down_proj.{kind}",))
+    yield Match("final_norm.norm.weight", ("model.norm.weight",))
+    if not m.tie_embeddings:
+        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
+
+
+def t5_matches(m: ModelConfig) -> Iterator[Match]:
+    """Yield the tensor matches of T5, mT5 and UMT5."""
+    yield Match("embedding.word_embeddings.weight", ("shared.weight",))
+    for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
+        for i in range(layers if m.relative_attention_per_layer else 1):
+            ours = f"{stack}.relative_positions" + (f".{i}" if m.relative_attention_per_layer else "")
+            theirs = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
+            yield Match(f"{ours}.weight", (theirs,))
+        for i in range(layers):
+            yield from _t5_block(m, stack, i)
+        yield Match(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",))
+    if not m.tie_embeddings:
+        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
+
+
+def _query_scaled(match: Match, m: ModelConfig) -> Match:
+    """Return `match` with its query rescaled if our model divides attention scores by sqrt(head size).
+
+    T5 does not divide them, so its query weights are smaller by that factor.
+    """
+    if not m.scale_attention:
+        return match
+    factor = m.head_size**-0.5
+
+    def split(t: Tensor) -> list[Tensor]:
+        query, *rest = match.split(t)
+        return [query * factor, *rest]
+
+    return Match(match.ours, match.theirs, split, lambda ts: match.join([ts[0] / factor, *ts[1:]]))
+
+
+def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
+    at, its, heads = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer", m.num_attention_heads
+    norms = ["input_layernorm", *(["cross_layernorm"] if stack == "decoder" else []), "post_attention_layernorm"]
+    for j, norm in enumerate(norms):
+        yield Match(f"{at}.{norm}.weight", (f"{its}.{j}.layer_norm.weight",))
+    own = f"{its}.0.SelfAttention"
+    fused = _interleaved(f"{at}.attention.query_key_value.weight", tuple(f"{own}.{x}.weight" for x in "qkv"), heads)
+    yield _query_scaled(fused, m)
+    yield Match(f"{at}.attention.dense.weight", (f"{own}.o.weight",))
+    if stack == "decoder":
+        cross = f"{its}.1.EncDecAttention"
+        yield _query_scaled(Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",)), m)
+        yield _interleaved(f"{at}.cross_attention.key_value.weight", tuple(f"{cross}.{x}.weight" for x in "kv"), heads)
+        yield Match(f"{at}.cross_attention.dense.weight", (f"{cross}.o.weight",))
+    mlp = f"{its}.{len(norms) - 1}.DenseReluDense"
+    up = f"{at}.mlp.dense_h_to_4h.weight"
+    if m.activation == "gated-gelu":
+        yield _interleaved(up, (f"{mlp}.wi_0.weight", f"{mlp}.wi_1.weight"), m.ff_size)
+    else:
+        yield Match(up, (f"{mlp}.wi.weight",))
+    yield Match(f"{at}.mlp.dense_4h_to_h.weight", (f"{mlp}.wo.weight",))

@@ -1,0 +1,135 @@
+"""Rotary position settings in config.json.
+
+They are `rope_theta` and `rope_scaling`, or since transformers 5 both within `rope_parameters`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ModelConfig
+
+ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+# Additional keys that each type reads.
+READ_BY = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+KNOWN = {
+    *(key for keys in READ_BY.values() for key in keys),
+    "short_factor",
+    "long_factor",
+    "short_mscale",
+    "long_mscale",
+    "alpha",
+}
+
+
+def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Return our rotary settings for the values from `read_config`. Raises ValueError if they are unsupported."""
+    rope, at = _one_of_both(values, where)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in READ_BY:
+        raise ValueError(f"{where}: {at} has the type {kind!r}; {', '.join(READ_BY)} can be converted")
+    if rope.get("type", kind) != kind:
+        raise ValueError(f"{where}: {at} has the type {rope['type']!r} and the rope_type {kind!r}, which are one thing")
+    for key in rope:
+        if key in KNOWN and key not in (*ANY_TYPE, *READ_BY[kind]) and rope[key] is not None:
+            raise ValueError(f"{where}: the key {key} of {at} is not read by its type, {kind}; take it out of the file")
+
+    def number(key: str, otherwise: float | None = None) -> float:
+        value: Any = otherwise if rope.get(key) is None else rope[key]
+        if type(value) not in (int, float):
+            raise ValueError(f"{where}: {key} of {at} is {value!r}, where a number is meant")
+        return float(value)
+
+    for key, usual in (("partial_rotary_factor", 1), ("truncate", True)):
+        if rope.get(key, usual) != usual:
+            raise ValueError(f"{where}: {key} of {at} is {rope[key]}; only models with {usual} can be converted")
+    found: dict[str, Any] = {"rope_theta": _theta(values, rope, at, where)}
+    if kind == "default":
+        return found
+    original = number("original_max_position_embeddings", values["max_position_embeddings"])
+    found |= {"rope_scaling": kind, "rope_scaling_factor": _factor(values, rope, kind, original, number)}
+    if kind != "linear":
+        found["rope_original_length"] = int(original)
+    if kind == "llama3":
+        found |= {f"rope_{key}": number(key) for key in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        found |= {
+            "rope_beta_fast": number("beta_fast", 32.0) or 32.0,
+            "rope_beta_slow": number("beta_slow", 1.0) or 1.0,
+        }
+        found["rope_attention_factor"] = _sharpness(found["rope_scaling_factor"], rope, number)
+    return found
+
+
+def _one_of_both(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
+    """Return the rotary settings and the key that holds them. Raises ValueError if the two keys disagree."""
+    old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
+    if any(isinstance(value, dict) for value in new.values()):
+        raise ValueError(f"{where}: rope_parameters differ from layer to layer; models with one kind can be converted")
+    # transformers 5 then ignores rope_parameters, other programs ignore rope_scaling. So each must be complete.
+    if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
+        key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
+        raise ValueError(
+            f"{where}: rope_scaling and rope_parameters, which are one thing, differ: {key} is {here.get(key)!r} and "
+            f"{there.get(key)!r}; take one of them out of the file"
+        )
+    return (old, "rope_scaling") if old else (new, "rope_parameters")
+
+
+def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the type under one name and with the theta that transformers uses by default."""
+    outside = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
+    rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
+    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
+
+
+def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: Path) -> float:
+    inside, outside = rope.get("rope_theta"), values["rope_theta"]
+    if None not in (inside, outside) and inside != outside:
+        raise ValueError(f"{where}: rope_theta is {outside}, but in {at} it is {inside}")
+    found = next((value for value in (inside, outside) if value is not None), 10000.0)
+    if type(found) not in (int, float):
+        raise ValueError(f"{where}: rope_theta of {at} is {found!r}, where a number is meant")
+    return float(found)
+
+
+def _factor(
+    values: Mapping[str, Any], rope: Mapping[str, Any], kind: str, original: float, number: Callable[..., float]
+) -> float:
+    """Return the factor of context extension. With yarn a null factor is the quotient of the two lengths."""
+    if kind == "yarn" and rope.get("factor", 0) is None:
+        return float(values["max_position_embeddings"] / original)
+    return number("factor")
+
+
+def _sharpness(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
+    """Return yarn's attention factor, or None for the default. It may be given as a quotient of two mscales."""
+    if rope.get("attention_factor") is not None:
+        return number("attention_factor")
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not all(scales) or factor <= 1:
+        return None
+    above, below = (0.1 * number(key) * math.log(factor) + 1.0 for key in ("mscale", "mscale_all_dim"))
+    return above / below
+
+
+def their_rope(m: ModelConfig) -> dict[str, Any]:
+    """Return the rotary settings in the older form, which all versions of transformers accept."""
+    if m.rope_scaling is None:
+        return {"rope_theta": m.rope_theta, "rope_scaling": None}
+    found: dict[str, Any] = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}
+    if m.rope_scaling != "linear":
+        found["original_max_position_embeddings"] = m.rope_original_length
+    if m.rope_scaling == "llama3":
+        found |= {"low_freq_factor": m.rope_low_freq_factor, "high_freq_factor": m.rope_high_freq_factor}
+    if m.rope_scaling == "yarn":
+        found |= {"beta_fast": m.rope_beta_fast, "beta_slow": m.rope_beta_slow}
+        if m.rope_attention_factor is not None:
+            found["attention_factor"] = m.rope_attention_factor
+    return {"rope_theta": m.rope_theta, "rope_scaling": found}

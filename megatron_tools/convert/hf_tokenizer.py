@@ -1,0 +1,130 @@
+"""Conversion of our tokenizers to Hugging Face's `tokenizers` library: the same ids, in a tokenizer.json."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from data_utils.tokenizer_training import BYTES
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.base import any_of
+from megatron.tokenizer.hf import library
+from megatron.tokenizer.model_proto import BYTE, UNUSED, USER_DEFINED
+from megatron.tokenizer.sentencepiece import MARK, SentencePieceTokenizer
+
+_PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。")
+
+
+def as_theirs(tokenizer: Tokenizer) -> Any | None:
+    """Return a `tokenizers.Tokenizer` with the same ids, or None if there is none.
+
+    There is none for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
+    difference remains: the converted tokenizer reads a literal U+2581 in the text as a space.
+    """
+    inner = getattr(tokenizer, "_tokenizer", None)
+    if inner is not None:
+        return library().Tokenizer.from_str(inner.to_str())
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        return None
+    found = _of_sentencepiece(tokenizer)
+    if found is None or not _agree(tokenizer, found):
+        return None
+    for first in tokenizer.start:
+        name = tokenizer._sp.id_to_piece(first)
+        found.post_processor = library().processors.TemplateProcessing(
+            single=f"{name} $A", special_tokens=[(name, first)]
+        )
+    return found
+
+
+def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
+    sp, specials, facts = tokenizer._sp, tokenizer.specials, tokenizer.facts
+    if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
+        return None
+    if any(sp.normalize(text) != text.replace(" ", MARK) for text in _PROBES):
+        return None
+    tokenizers = library()
+    pieces = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
+    scores = [sp.get_score(i) for i in range(sp.vocab_size())]
+    bytes_ = sp.is_byte(sp.piece_to_id(BYTES[0]))
+    unknown = sp.id_to_piece(sp.unk_id())
+    if facts.algorithm == "bpe":
+        model = _bpe(tokenizers, pieces, scores, unknown, bytes_)
+    else:
+        vocab = list(zip(pieces, scores, strict=True))
+        model = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_)
+    theirs = tokenizers.Tokenizer(model)
+    if facts.algorithm == "unigram":  # Unigram matches names of bytes and <unk> in text, unless split
+        names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
+    theirs.normalizer = tokenizers.normalizers.Replace(" ", MARK)
+    decoders = tokenizers.decoders
+    theirs.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    # Both libraries match user-defined symbols first. Those with spaces only match in normalised text.
+    defined = [pieces[i] for i in facts.of_type(USER_DEFINED)]
+    spaced = any(MARK in piece for piece in defined)
+    theirs.add_tokens([tokenizers.AddedToken(piece, normalized=spaced) for piece in defined])
+    ends = [name for name in specials if name != unknown]
+    theirs.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in ends])
+    return theirs
+
+
+def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
+    """Return whether transformers' T5Tokenizer, which assumes one kind of `.model`, produces this model's ids."""
+    sp, facts = tokenizer._sp, tokenizer.facts
+    return (
+        (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
+        and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
+        and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
+        # If the folder names T5Tokenizer, transformers reads the exported folder exactly as it read the
+        # original.
+        and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
+    )
+
+
+def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
+    """Return the characters that some piece repeats, each with the length of its longest run."""
+    pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
+    runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
+    return {run[0]: len(run) for run in sorted(runs, key=len)}
+
+
+def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
+    """Yield texts with runs of one character.
+
+    Many segmentations of a run have equal scores, and libraries round them differently.
+    """
+    for char, longest in _repeated(tokenizer).items():
+        run = char.replace(MARK, " ")
+        for length in range(2, 2 * longest + 2):
+            yield from (run * length, f"a {run * length} b", f"1, 2 and 3: {run * length}\n" * 3)
+
+
+def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, bytes_: bool) -> Any:
+    """Return a BPE model whose merges are all ways to halve each piece, best score first.
+
+    Sentencepiece always merges the neighbours whose joint piece has the best score.
+    """
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    merges = []
+    for piece, i in ids.items():
+        halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        merges += [(-scores[i], pair) for pair in halves if pair[0] in ids and pair[1] in ids and piece not in BYTES]
+    merges.sort(key=lambda merge: merge[0])
+    return tokenizers.models.BPE(
+        ids, [pair for _, pair in merges], unk_token=unknown, byte_fallback=bytes_, fuse_unk=True
+    )
+
+
+def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
+    """Return texts of random vocabulary tokens, without the space mark and without names of special tokens."""
+    dice = random.Random(0)
+    usable = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.marks.values()]
+    texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
+    names = any_of(tokenizer.marks)
+    return [text for text in (*texts, *_PROBES) if MARK not in text and not names.search(text)]
+
+
+def _agree(ours: SentencePieceTokenizer, theirs: Any) -> bool:
+    """Return whether both tokenizers agree on texts from the vocabulary and on runs of one character."""
+    texts = (text for text in (*texts_of(ours), *_runs(ours)) if MARK not in text)
+    return all(theirs.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)

@@ -1,0 +1,105 @@
+"""Translation of Megatron-LM's saved arguments to our settings; unsupported arguments raise errors by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpointing.shapes import whole_shapes
+from megatron.config import Config
+
+from .megatron_lm import RankFiles
+
+# Arguments that change what a GPT computes, with their supported values. All others only affect training or are
+# equivalent.
+MUST: dict[str, tuple[Any, ...]] = {
+    "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
+    "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,), "qk_l2_norm": (False,),
+    "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",), "add_position_embedding": (True,),
+    "untie_embeddings_and_output_weights": (False,), "group_query_attention": (False,), "multi_latent_attention": (False,),
+    "num_experts": (None, 1, [1]), "window_size": (None,), "softmax_type": ("vanilla",), "mtp_num_layers": (None, 0),
+    "add_bias_linear": (True,), "attention_output_gate": (False,), "heterogeneous_layers_config_path": (None,),
+}  # fmt: skip
+RANKS = ("tensor_model_parallel_size", "model_parallel_size")
+
+
+def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
+    """Return our settings by their flat names. Raises ValueError for unsupported models.
+
+    heads: number of attention heads, for files that do not record it.
+    """
+    said, where = theirs.settings, theirs.folder
+    for name, allowed in MUST.items():
+        if name in said and said[name] not in (*allowed, None):
+            raise ValueError(
+                f"{where}: its args say {name} {said[name]!r}; only models with {allowed[0]!r} can be converted"
+            )
+    for name in RANKS:
+        if said.get(name) not in (None, theirs.ranks):
+            raise ValueError(f"{where}: its args say {name} {said[name]}, but there are files of {theirs.ranks} ranks")
+    count = _heads(theirs, heads)
+    rows, hidden = theirs.shape("embedding.word_embeddings.weight")
+    positions = theirs.shape("position_embedding.weight")[0]
+    width = theirs.shape("layers.0.attention.query_key_value.weight")[0] // (3 * count)
+    return {
+        "family": "gpt2",
+        "num_layers": theirs.layers,
+        "hidden_size": hidden,
+        "num_attention_heads": count,
+        "kv_hidden_size": None if width * count == hidden else width,
+        "ff_hidden_size": theirs.shape("layers.0.mlp.dense_h_to_4h.weight")[0],
+        "max_position_embeddings": positions,
+        "seq_length": positions,
+        "vocab_size": rows,
+        "activation": _activation(said, str(where)),
+        "layernorm_epsilon": _number(theirs, ("layernorm_epsilon", "norm_epsilon"), 1e-5),
+        "hidden_dropout": _number(theirs, ("hidden_dropout",), 0.1),
+        "attention_dropout": _number(theirs, ("attention_dropout",), 0.1),
+    }
+
+
+def _heads(theirs: RankFiles, given: int | None) -> int:
+    said = theirs.settings.get("num_attention_heads")
+    if said is not None and type(said) is not int:
+        raise ValueError(f"{theirs.folder}: its args say num_attention_heads {said!r}, which is no number")
+    if given and said and given != said:
+        raise ValueError(f"{theirs.folder} says {said} heads, --num-attention-heads {given}")
+    heads = given or said
+    if heads is None:
+        raise ValueError(f"{theirs.folder} does not say how many heads the model has: give --num-attention-heads")
+    if heads < 1 or heads % theirs.ranks:
+        raise ValueError(f"{heads} heads do not go into {theirs.ranks} model-parallel ranks: see --num-attention-heads")
+    return heads
+
+
+def _activation(said: Mapping[str, Any], where: str) -> str:
+    """Return the activation: gelu-tanh for Megatron-LM's fused and OpenAI's GELU, gelu (erf) for torch's and ONNX's."""
+    if said.get("openai_gelu"):
+        return "gelu-tanh"
+    if said.get("onnx_safe") and said.get("bias_gelu_fusion"):
+        raise ValueError(
+            f"{where}: its args say onnx_safe and bias_gelu_fusion, of which older and newer versions of Megatron-LM follow "
+            f"another: save it again with the one that holds"
+        )
+    return "gelu" if said.get("onnx_safe") or said.get("bias_gelu_fusion") is False else "gelu-tanh"
+
+
+def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
+    found = {name: theirs.settings[name] for name in names if theirs.settings.get(name) is not None}
+    for name, value in found.items():
+        if type(value) not in (int, float):
+            raise ValueError(f"{theirs.folder}: its args say {name} {value!r}, which is no number")
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{theirs.folder}: its args contradict each other: {found}")
+    return float(next(iter(found.values()), default))
+
+
+def check_whole(theirs: RankFiles, config: Config) -> None:
+    """Raise ValueError unless the files hold every parameter of the model, in its shape, and no others."""
+    wanted = whole_shapes(config)
+    for name in (*wanted, *theirs.names()):
+        if name not in wanted or name not in theirs.names():
+            raise ValueError(f"{theirs.folder} {'lacks' if name in wanted else 'holds'} {name}, unlike such a GPT")
+        found, padded = tuple(theirs.shape(name)), "word_embeddings" in name
+        if found[1:] != wanted[name][1:] or found[:1] != wanted[name][:1] and not (padded and found > wanted[name]):
+            raise ValueError(
+                f"{theirs.folder}: {name} has shape {list(found)}, where its other tensors make it {list(wanted[name])}"
+            )

@@ -1,0 +1,145 @@
+"""Safe loading of foreign pickled files: only tensors and plain values, without executing code from the file."""
+
+import argparse
+import contextlib
+import io
+import pickle
+import pickletools
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron.config.fields import describe
+
+
+class _Refused(Exception):
+    """A file requests a global that is not allowed; the argument names it."""
+
+
+class _Array:
+    """Substitute for numpy.ndarray that accepts only a random generator's state, and discards it."""
+
+    def __init__(self, *_: Any) -> None:
+        raise _Refused("numpy.ndarray")
+
+    def __setstate__(self, state: Any) -> None:
+        match state:
+            case (1, (int(length),), _Words(), bool(), bytes(content)) if len(content) == 4 * length:
+                return
+        raise _Refused("a numpy array that is no generator's state")
+
+
+class _Words:
+    """Substitute for numpy.dtype that accepts only 32-bit words."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if code != "u4":
+            raise _Refused(f"numpy.dtype({str(code)[:20]!r})")
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore byte order and alignment, because the words are never read."""
+
+
+def _reconstruct(kind: Any, *_: Any) -> _Array:
+    """Return an `_Array`, in place of numpy's function of this name. Raises _Refused for any other type.
+
+    numpy's own function calls whatever type the file passes to it.
+    """
+    if kind is not _Array:
+        raise _Refused(f"numpy's _reconstruct of {getattr(kind, '__name__', 'something')}")
+    return _Array.__new__(_Array)
+
+
+MOST_LOOKED_AT = 1 << 26  # bytes
+_OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
+
+# Substitutes for numpy's functions; numpy 2.0 renamed the module.
+_NUMPY: list[tuple[Callable[..., Any], str]] = [
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),
+    (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_Array, "numpy.ndarray"),
+    (_Words, "numpy.dtype"),
+]
+
+
+def load_plain(path: Path) -> Mapping[str, Any]:
+    """Unpickle tensors, plain values, and the settings and generator states that Megatron-LM saves with them.
+
+    Raises ValueError without executing anything if a file requests more (torch's `weights_only`). States of
+    numpy's generator become empty objects.
+    """
+    refused = "which is not run; save it again with only its weights, where you trust it"
+    with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # a Namespace holds only names and values
+        try:
+            content = _load(path)
+        except _Refused as error:
+            raise ValueError(f"{path} asks for {error}, {refused}") from None
+        except pickle.UnpicklingError as error:
+            wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = f"asks for {wanted[1]}" if wanted else _what_newer_protocols_ask_for(path)
+            raise ValueError(f"{path} {what}, {refused}") from None
+        except Exception as error:  # damaged bytes can raise errors of any class
+            raise ValueError(f"{path} cannot be read: {describe(error)}") from None
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
+    return content
+
+
+def _what_newer_protocols_ask_for(path: Path) -> str:
+    """Return why torch's `weights_only` rejects a pickle, from its opcodes alone."""
+    protocol, names = 0, list[str]()
+    with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
+        file = io.BytesIO(_pickled(path))
+        while True:  # files from before torch 1.6 hold several pickles, then raw data, where parsing stops
+            newest, more = _globals_of(file)
+            protocol, names = max(protocol, newest), names + more
+    strange = [name for name in names if not name.startswith(_OF_TENSORS)]
+    if strange:
+        return f"asks for {strange[0]}"
+    if protocol > 2:
+        return f"is a pickle of protocol {protocol} (torch.save with pickle_protocol=2 writes one that can be read)"
+    return "is damaged, or holds more than tensors and plain values"
+
+
+def _pickled(path: Path) -> bytes:
+    if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            return file.read(MOST_LOOKED_AT)
+    with zipfile.ZipFile(path) as archive:
+        name = next(each for each in archive.namelist() if each.endswith("data.pkl"))
+        with archive.open(name) as file:
+            return file.read(MOST_LOOKED_AT)
+
+
+def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
+    """Return a pickle's protocol and the names that it imports, in order."""
+    protocol, names, texts = 0, list[str](), list[str]()
+    memo: dict[int, str] = {}
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name == "PROTO":
+            protocol = int(str(argument))
+        elif opcode.name == "GLOBAL":
+            names.append(str(argument).replace(" ", "."))
+        elif opcode.name == "STACK_GLOBAL":
+            names.append(".".join(texts[-2:]))
+        elif "UNICODE" in opcode.name:
+            texts.append(str(argument))
+        elif opcode.name == "MEMOIZE" or "PUT" in opcode.name:
+            memo[len(memo) if argument is None else int(str(argument))] = texts[-1] if texts else ""
+        elif opcode.name in ("BINGET", "LONG_BINGET", "GET"):
+            texts.append(memo.get(int(str(argument)), ""))
+    return protocol, names
+
+
+def _load(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about newer protocols, which users cannot change
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError):  # files from before torch 1.6 cannot be memory-mapped
+            return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,94 @@
+"""Checks of the data: files present and intact, matching tokenizer, enough tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.config import Config
+
+from .finding import Finding, failed, ok, warning
+
+LOOKED_AT = 1 << 24  # tokens of a corpus whose ids are compared with the vocabulary
+STRETCHES = 64
+
+
+def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
+    """Check each corpus that the settings name. tokenizer: None if it could not be loaded."""
+    from megatron.data.corpora import prefixes_of
+    from megatron.data.indexed_dataset import IndexedDataset
+
+    try:
+        prefixes = prefixes_of(config.data.paths)
+    except ValueError as error:
+        yield failed("data", str(error), "tools/preprocess_data.py makes a corpus of text")
+        return
+    for prefix in prefixes:
+        try:
+            dataset = IndexedDataset(prefix)
+        except (ValueError, OSError) as error:
+            yield failed("data", str(error), "write it again with tools/preprocess_data.py, or copy both files again")
+            continue
+        yield ok("data", f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
+        yield from _of_tokenizer(prefix, dataset, config, tokenizer)
+        yield from _enough(prefix, dataset, config)
+
+
+def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
+    from megatron.data.corpora import made_with
+    from megatron.tokenizer.base import other_end
+
+    try:
+        about = made_with(prefix)
+    except ValueError as error:
+        yield failed("data", str(error), "copy that file again, or preprocess again")
+        return
+    if tokenizer is not None and about is not None:
+        theirs = about.get("fingerprint")
+        if theirs != tokenizer.fingerprint:
+            yield failed("tokenizer of the data", f"{prefix}.bin was made with the one of SHA-256 {str(theirs)[:12]}, --vocab-file {config.data.vocab_file} is {tokenizer.fingerprint[:12]}", "give the tokenizer it was made with, or preprocess again")  # fmt: skip
+            return
+        if otherwise := other_end(about, tokenizer, config.data.vocab_file):
+            yield failed("tokenizer of the data", f"{prefix}.bin {otherwise}", "give the one that it was made with, or preprocess it again")  # fmt: skip
+            return
+        yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
+    size = config.model.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
+    largest = largest_id(dataset)
+    if size is not None and largest >= size:
+        yield failed("ids", f"{prefix}.bin has the id {largest}, the vocabulary ends at {size - 1}", "give the tokenizer that the corpus was made with")  # fmt: skip
+    elif size is not None:
+        yield ok("ids", f"up to {largest} of {size}")
+
+
+def largest_id(dataset: Any) -> int:
+    """Return the largest id among up to LOOKED_AT tokens spread over a corpus; -1 if it is empty."""
+    import numpy as np
+
+    total = dataset.num_tokens
+    if not total:
+        return -1
+    tokens = np.memmap(f"{dataset.prefix}.bin", mode="r", dtype=dataset.dtype)
+    if total <= LOOKED_AT:
+        return int(tokens.max())
+    length = LOOKED_AT // STRETCHES
+    starts = np.linspace(0, total - length, STRETCHES).astype(np.int64)
+    return max(int(tokens[at : at + length].max()) for at in starts)
+
+
+def _enough(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
+    """Check that each part of the split has enough tokens for one sample."""
+    from megatron.data.splits import PARTS, parse_split, split_documents
+
+    if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
+        return
+    needed, counts = config.data.seq_length + 1, dict[str, int]()
+    shares = parse_split(config.data.split)
+    for part, share, documents in zip(PARTS, shares, split_documents(shares, dataset.num_documents), strict=True):
+        if share:
+            counts[part] = int(dataset.document_sizes(documents).sum())
+    said = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
+    remedy = f"more text, a smaller --seq-length, or another --split than {config.data.split}"
+    if counts.get("train", 0) < needed:
+        yield failed("tokens", f"{prefix} has {said} tokens, a sample takes {needed}", remedy)
+    elif any(tokens < needed for tokens in counts.values()):
+        yield warning("tokens", f"{prefix} has {said} tokens, a sample takes {needed}: a part stays empty", remedy)
+    else:
+        yield ok("tokens", said)

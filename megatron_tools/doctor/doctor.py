@@ -1,0 +1,230 @@
+"""Check an installation and a run before launch. Prints a line for each check, with a remedy for each problem.
+
+Also takes the flags of the training script; with --run-dir alone it uses the run's saved settings. Exit code 1
+if any check failed.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import megatron
+from data_utils.cli import Parser
+from megatron.config import Config
+
+from . import corpora, machine, memory, network, run_dir, settings
+from .finding import FAILED, WARNING, Finding, failed, findings_of, ok, warning
+
+EXAMPLES = """\
+  python tools/doctor.py
+  python tools/doctor.py --run-dir runs/mine --data-path data/corpus_text_document --vocab-file tokenizer.model --ranks 4 \\
+      --pipe-parallel-size 2 --model-parallel-size 2 --config configs/models/gpt2_345M.json
+  python tools/doctor.py --run-dir runs/mine --hostfile scripts/hostfile.example --json"""
+
+
+class Examination:
+    """All checks of one installation and one run, in order; later checks use results of earlier ones.
+
+    args: the doctor's own. flags: those of the training script.
+    """
+
+    def __init__(self, args: argparse.Namespace, flags: Sequence[str]) -> None:
+        self.args, self.flags = args, [*flags]
+        self.run_dir = Path(args.run_dir) if args.run_dir else None
+        self.hosts: list[network.Host] = []
+        self.config: Config | None = None
+        self.torch_is_there = False
+        self.tokenizer: Any = None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings as they occur."""
+        yield from self._installation()
+        yield from self._network()
+        yield from self._settings()
+        yield from self._machine()
+        if self.config is not None and self.torch_is_there:
+            yield from self._data(self.config)
+            yield from self._size_and_resume(self.config)
+        if self.run_dir is not None:
+            yield from findings_of("run directory", lambda: run_dir.writable(self.run_dir or Path()))
+            yield from findings_of("run lock", lambda: run_dir.lock(self.run_dir or Path(), self.config))
+        yield from self._hosts()
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the run."""
+        slots = sum(host.slots for host in self.hosts)
+        said = os.environ.get("WORLD_SIZE", "")
+        return int(self.args.ranks or slots or (said.isdecimal() and int(said)) or self._fewest)
+
+    @property
+    def _fewest(self) -> int:
+        """Number of ranks in one replica, the minimum for a run."""
+        if self.config is None:
+            return 1
+        p = self.config.parallel
+        return p.stages * p.model_parallel_size * p.context_parallel_size
+
+    @property
+    def ranks_here(self) -> int:
+        """Number of the run's ranks on this machine."""
+        return max((host.slots for host in self.hosts), default=self.ranks)
+
+    def _installation(self) -> Iterator[Finding]:
+        yield from machine.python()
+        yield from machine.packages()
+        found = list(machine.imports("torch"))
+        if found[0].state != FAILED:
+            found += machine.imports("deepspeed")
+        self.torch_is_there = found[-1].state != FAILED
+        yield from found
+        given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        yield from machine.hidden_package(Path(megatron.__file__).parent, [*given, *sys.path])
+
+    def _network(self) -> Iterator[Finding]:
+        if self.args.hostfile:
+            yield from network.hostfile(self.args.hostfile)
+            try:
+                self.hosts = network.read_hostfile(self.args.hostfile)
+            except (OSError, ValueError):
+                self.hosts = []
+            slots = sum(host.slots for host in self.hosts)
+            if self.hosts and self.args.ranks and self.args.ranks != slots:
+                yield failed("hostfile", f"has {slots} slots, and --ranks is {self.args.ranks}", "leave --ranks out, or change the slots")  # fmt: skip
+        yield from network.launched_as()
+        yield from findings_of("names", network.names)
+        yield from network.rank_0_is_here()
+        yield from findings_of("interface", network.interface)
+        yield from findings_of("port", network.port_is_free)
+
+    def _settings(self) -> Iterator[Finding]:
+        written = self.run_dir / "config.json" if self.run_dir else None
+        if not self.flags and not (written and written.is_file()):
+            return
+        where = ["--run-dir", str(self.run_dir)] if self.run_dir and self.flags else []
+        self.config, found = settings.read([*self.flags, *where], str(written) if written else None, self.ranks)
+        yield from found
+        if self.config is not None:
+            config = self.config
+            yield from settings.layout(config, self.ranks)
+
+    def _machine(self) -> Iterator[Finding]:
+        t = self.config.train if self.config else None
+        usable = False
+        if self.torch_is_there:
+            from megatron.ranks import device
+
+            usable = device.available()
+            present = any(Path("/dev").glob("nvidia[0-9]*"))
+            yield from findings_of("devices", lambda: machine.build_fits_devices(device.built_for(), usable, present))
+        yield from machine.compiler(t.compile if t else False)
+        yield from machine.threads(self.ranks_here, not usable)
+        yield from machine.open_files()
+        yield from machine.shared_memory(self.config.data.num_workers if self.config else 0)
+
+    def _data(self, config: Config) -> Iterator[Finding]:
+        yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
+        yield from findings_of("data", lambda: corpora.corpora(config, self.tokenizer))
+
+    def _load_tokenizer(self, config: Config) -> Iterator[Finding]:
+        from megatron.tasks import task_of
+        from megatron.tokenizer import load_tokenizer
+
+        if config.data.vocab_file is None:
+            yield failed("tokenizer", "none is given", "--vocab-file; tools/train_tokenizer.py makes one")
+            return
+        self.tokenizer = task_of(config).extended(
+            config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
+        )
+        yield ok("tokenizer", f"{config.data.vocab_file}: {self.tokenizer.vocab_size} tokens")
+
+    def _size_and_resume(self, config: Config) -> Iterator[Finding]:
+        from megatron.config.command_line import with_values
+
+        settled, found = settings.resolved(config, self.ranks)
+        yield from found
+        size = config.model.vocab_size or (self.tokenizer.vocab_size if self.tokenizer is not None else None)
+        if size is None:
+            yield warning("memory", "not estimated: the size of the vocabulary is not known", "give --vocab-file or --vocab-size")  # fmt: skip
+            return
+        whole = with_values(config, {"vocab_size": size})
+        yield from findings_of("memory", lambda: self._memory(whole, settled._replace(config=whole)))
+        if self.run_dir is not None:
+            fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
+            where = self.run_dir
+            yield from findings_of("checkpoint", lambda: run_dir.checkpoint(whole, where, fingerprint, self.args.quick))
+
+    def _memory(self, config: Config, settled: settings.Settled) -> Iterator[Finding]:
+        from megatron.ranks import device
+        from megatron.training.memory.sizes import parameters
+        from megatron.training.run_folder import save_dir_of
+
+        room = device.memory(device.current()) if device.available() else None
+        yield from settings.fits(settled, self.ranks, self.ranks_here, room)
+        if self.run_dir is not None:
+            yield from run_dir.disk(
+                save_dir_of(config, self.run_dir), memory.checkpoint_bytes(parameters(config), config), config
+            )
+
+    def _hosts(self) -> Iterator[Finding]:
+        if not self.hosts:
+            return
+        try:
+            versions = [
+                ".".join(map(str, sys.version_info[:2])),
+                *map(importlib.metadata.version, ("torch", "deepspeed")),
+            ]
+        except importlib.metadata.PackageNotFoundError:
+            return  # already reported by the package checks
+        try:
+            marked = run_dir.marker(self.run_dir) if self.run_dir is not None else nullcontext()
+        except OSError:
+            marked = nullcontext()
+        with marked as file:
+            path = Path(file.name) if file is not None else None
+            yield from network.hosts_answer(self.hosts, versions, path, self.args.ssh_timeout)
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("--run-dir", help="folder of the run")
+    add("--hostfile", help="lines such as 'node1 slots=8'; each host is asked by ssh")
+    add("--ranks", type=int, help="of the run (default: the slots of the hostfile, WORLD_SIZE, or 1)")
+    add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to reach a host (default: 10)")
+    add("--quick", action="store_true", help="do not read the checkpoint through")
+    add("--json", action="store_true", help="for machines: a list of objects")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = build_parser()
+    args, flags = parser.parse_known_args(list(argv))
+    if args.ranks is not None and args.ranks < 1:
+        parser.error(f"--ranks {args.ranks} must be at least 1")
+    found = list[Finding]()
+    for each in Examination(args, flags).findings():
+        found.append(each)
+        if not args.json:
+            print(each, flush=True)
+    bad, doubtful = (sum(each.state == state for each in found) for state in (FAILED, WARNING))
+    if args.json:
+        print(json.dumps([asdict(each) for each in found], indent=2, ensure_ascii=False))
+    else:
+        print(f"{len(found)} checks: {bad} failed, {doubtful} warnings")
+    return 1 if bad else 0
+
+
+def cli() -> None:
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,24 @@
+"""Size of a checkpoint and free memory of this machine; `megatron.training.memory.per_rank` has a rank's memory."""
+
+from typing import Any
+
+from megatron.config import Config
+
+
+def checkpoint_bytes(parameters: int, config: Config) -> float:
+    """Return the bytes of one checkpoint: fp32 weights and optimizer moments."""
+    return 4.0 * parameters * (2 if config.optim.optimizer == "sgd" else 3)
+
+
+def machine_bytes() -> float | None:
+    """Return the free memory of this machine in bytes; None if the system does not report it."""
+    found: list[Any] = []
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            found += [1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable")]
+        with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
+            text = file.read().strip()
+            found += [float(text)] if text.isdecimal() else []
+    except OSError:
+        pass
+    return min(found, default=None)

@@ -1,0 +1,132 @@
+"""Checks of the run directory: writable, unlocked, enough space, and a checkpoint that can be resumed."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+
+from .finding import Finding, failed, ok, warning
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return `path` or its nearest existing parent."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def writable(run_dir: Path) -> Iterator[Finding]:
+    """Check write access by creating a temporary file, as permission bits are not conclusive."""
+    there = nearest_folder(run_dir)
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor-"):
+            pass
+    except OSError as error:
+        yield failed("run directory", f"cannot write to {there}: {error.strerror}", "give a --run-dir on a disk that you may write to")  # fmt: skip
+    else:
+        yield ok("run directory", f"{there} can be written" + ("" if there == run_dir.absolute() else f"; {run_dir} will be made"))  # fmt: skip
+
+
+def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
+    """Check the lock of the run directory and of its checkpoint folder, which other runs may use as well."""
+    from megatron.training.run_lock import NAME, Holder, holder_of
+
+    folder = Path(config.checkpoint.save) if config and config.checkpoint.save else run_dir / "checkpoints"
+    path = next((each / NAME for each in (run_dir, folder) if (each / NAME).exists()), None)
+    if path is None:
+        yield ok("run lock", "nobody has it")
+        return
+    holder = holder_of(path)
+    if holder is None:
+        yield failed("run lock", f"{path} is damaged", "delete it if no run uses the directory")
+    elif holder.is_gone(Holder.here(), path):
+        yield warning(
+            "run lock", f"{path} was left by {holder}, which has ended", "nothing: the next run takes it over"
+        )
+    else:
+        yield failed("run lock", f"{path.parent} is in use by {holder}", f"end that process, or give another {'--run-dir' if path.parent == run_dir else '--save'}; if it is of another machine and has ended, --override-lock (or delete {path})")  # fmt: skip
+
+
+def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
+    """Check disk space for checkpoints of `one` bytes each; a new one is written before an old one is deleted."""
+    if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
+        yield ok("disk", "nothing is saved")
+        return
+    free = shutil.disk_usage(nearest_folder(save_dir)).free
+    kept = config.checkpoint.keep_last
+    wanted = (kept or 2) + 1
+    words = f"{free / 1e9:.1f} GB free, a checkpoint takes {one / 1e9:.2g} GB"
+    remedy = "free some, give --save on another disk, or keep fewer (--keep-last 2)"
+    if free < 2 * one:
+        yield failed("disk", f"{words}, and a new one is written beside the last", remedy)
+    elif free < wanted * one or kept is None and free < 10 * one:
+        yield warning("disk", words, remedy)
+    else:
+        yield ok("disk", words)
+
+
+def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bool) -> Iterator[Finding]:
+    """Check the checkpoint that the run would resume from: intact and consistent with the settings.
+
+    quick: do not read the whole checkpoint.
+    """
+    from megatron.checkpointing.files import CheckpointError, find_checkpoint, latest_checkpoint
+    from megatron.checkpointing.load import Wanted, refuse_contradictions
+    from megatron.checkpointing.reader import CheckpointReader
+    from megatron.training.run_folder import save_dir_of
+
+    save_dir, load = save_dir_of(config, run_dir), config.checkpoint.load
+    try:
+        path = latest_checkpoint(save_dir)
+        wanted = Wanted.by(config, beside_load=path is not None and bool(load))
+        path = find_checkpoint(load) if path is None and load else path
+        if path is None:
+            yield ok("checkpoint", "none: the run begins at iteration 0")
+            return
+        reader = CheckpointReader(path)
+        if not quick:
+            reader.verify()
+    except CheckpointError as error:
+        yield failed("checkpoint", str(error), "write the name of an earlier whole checkpoint into latest, or take another --run-dir")  # fmt: skip
+        return
+    yield ok("checkpoint", f"{path} is whole, iteration {reader.state['iteration']}" if not quick else f"{path}, not read through")  # fmt: skip
+    try:
+        refuse_contradictions(reader, config, fingerprint, wanted)
+    except CheckpointError as error:
+        yield failed("resume", str(error), "give the settings of the checkpoint, or another --run-dir for a new run")
+    else:
+        yield from _samples(reader, config, wanted)
+
+
+def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
+    """Check that seed, split and corpora match the checkpoint, so that no consumed sample changes.
+
+    A note reports which learning-rate schedule continues.
+    """
+    from megatron.checkpointing.reader import plain_config
+    from megatron.optim import settled
+
+    saved, seen = plain_config(reader), reader.state["consumed_samples"]
+    if wanted.same_data and wanted.position and seen:
+        for name, there, here in (
+            ("seed", saved.train.seed, config.train.seed),
+            ("split", saved.data.split, config.data.split),
+        ):
+            if there != here:
+                yield failed("resume", f"--{name} is {there} there and {here} here: the {seen} samples before this point would be others", f"give --{name} {there}, or --override-data to go on with others")  # fmt: skip
+                return
+        if saved.data.paths != config.data.paths:
+            yield warning("resume", "the checkpoint names other corpora; the run compares the samples themselves and ends where they differ", "give the corpora of the checkpoint, or --override-data")  # fmt: skip
+            return
+    note = settled(config, saved)[1] if wanted.position and reader.state["iteration"] else None
+    yield ok("resume", "the settings are those of the checkpoint" + (f"; {note}" if note else ""))
+
+
+def marker(run_dir: Path) -> Any:
+    """Create a temporary file that other hosts look for, in the run directory or its nearest existing parent.
+
+    Returns a context manager that deletes the file at its end.
+    """
+    return tempfile.NamedTemporaryFile(dir=nearest_folder(run_dir), prefix=f".doctor-{os.getpid()}-")

@@ -1,0 +1,111 @@
+"""Checks of the settings: consistent with each other, the number of ranks, and the available memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.config import Config
+from megatron.config.command_line import from_file, parse
+from megatron.config.defaults import DEFAULTS
+from megatron.config.fields import ConfigError
+
+from . import memory
+from .finding import Finding, failed, ok, warning
+
+if TYPE_CHECKING:
+    from megatron.config.ds_config import Resolved
+
+
+class Settled(NamedTuple):
+    """Settings of a run as far as they could be resolved; None for the rest."""
+
+    config: Config | None
+    resolved: "Resolved | None" = None
+
+
+def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
+    """Return the settings that the flags give, or those stored by a run if only its directory is given."""
+    try:
+        if run_config and not flags:
+            return from_file(run_config), [ok("settings", f"those of {run_config}")]
+        config = parse(flags, None, ranks)
+        family = config.model.family or "gpt2"
+        config = parse(flags, {"family": family, **_defaults(family)}, ranks)
+    except ConfigError as error:
+        return None, [failed("settings", str(error), "change the flags that the sentence names; --help of the script lists all")]  # fmt: skip
+    words = f"a {family}" + ("" if "--family" in flags else " (--family says another)")
+    if run_config and Path(run_config).is_file():
+        words += f", of the flags given, not of {run_config} (which goes for --run-dir without flags)"
+    return config, [ok("settings", words)]
+
+
+def _defaults(family: str) -> dict[str, Any]:
+    """Return the defaults of the family's entry script."""
+    return dict(DEFAULTS[family])
+
+
+def layout(config: Config, ranks: int) -> Iterator[Finding]:
+    """Check that the parallel sizes fit the number of ranks."""
+    p = config.parallel
+    try:
+        replicas = p.data_parallel_size(ranks)
+    except ConfigError as error:
+        yield failed("layout", str(error), "change --ranks (or the hostfile), or the sizes that the sentence names")
+        return
+    context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    yield ok("layout", f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas, global batch {config.train_batch_size(ranks)}")  # fmt: skip
+
+
+def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
+    """Check that the ds_config and the flags agree; return the resolved settings and findings."""
+    from megatron.config.ds_config import resolve
+    from megatron.ranks import device
+
+    try:
+        config.parallel.data_parallel_size(ranks)
+    except ConfigError:
+        return Settled(config), []  # `layout` reports this
+    try:
+        found = resolve(config, ranks, device.fast_bf16(device.current()))
+    except ConfigError as error:
+        return Settled(config), [
+            failed("ds_config", str(error), "change what the sentence names: the file, or the flag that contradicts it")
+        ]
+    words = f"{found.precision}, ZeRO {found.zero_stage}" + (f", of {config.train.deepspeed_config}" if config.train.deepspeed_config else "")  # fmt: skip
+    return Settled(config, found), [ok("ds_config", words)]
+
+
+def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | None) -> Iterator[Finding]:
+    """Check the memory of the peak rank against the available memory.
+
+    device_bytes: memory of an accelerator, None if ranks run on the CPU.
+    """
+    from megatron.training.memory.per_rank import rank_memory
+    from megatron.training.memory.sizes import parameters, stages_of
+
+    assert settled.config is not None
+    if settled.resolved is None:
+        return
+    if any(name.startswith("offload") for name in settled.resolved.deepspeed.get("zero_optimization", {})):
+        yield ok("memory", "not estimated: the ds_config offloads")
+        return
+    stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
+    kinds = asdict(max(stages, key=lambda stage: stage.total))
+    needed, free = sum(kinds.values()), device_bytes
+    there = "the device has" if device_bytes is not None else f"{ranks_here} such ranks share"
+    if device_bytes is None:
+        machine = memory.machine_bytes()
+        free = None if machine is None else machine / ranks_here
+        there += f" {machine / 1e9:.1f} GB here" if machine is not None else " this machine"
+    else:
+        there += f" {device_bytes / 1e9:.1f} GB"
+    parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
+    words = f"{parameters(settled.config) / 1e6:.1f} million parameters; the fullest rank holds {needed / 1e9:.2g} GB ({parts}); {there}"  # fmt: skip
+    remedy = "more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3; --checkpoint-activations; a smaller model; --precision bf16; tools/plan.py finds a layout"
+    if free is not None and needed > free:
+        yield failed("memory", words, remedy)
+    elif free is not None and needed > 0.9 * free:
+        yield warning("memory", words + ", which leaves little", remedy)
+    else:
+        yield ok("memory", words)

@@ -1,0 +1,230 @@
+"""Start the ranks of a run on this machine (or on this node of several) like torchrun, with short error messages.
+
+Takes torchrun's arguments, then the script and its arguments. The ranks report errors themselves; the exit code
+is that of the first rank that failed.
+
+SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (600, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
+                  a second signal kills them at once; the exit code is 128 + the signal's number
+SIGUSR1           the ranks save and continue
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from megatron.streams import fill_closed
+
+EXAMPLES = """\
+examples:
+  python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 --data-path ...
+  python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
+      pretrain_gpt2.py ..."""
+SHUTDOWN_SECONDS = 600
+REFUSED = 2  # exit code of argparse and of our scripts for bad arguments
+
+
+def say(words: str) -> None:
+    """Write a line to stderr."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"launch.py: {words}\n".encode())  # os.write is safe in signal handlers
+
+
+class Signals:
+    """Signal handling of the launcher: forward a stop request to the ranks and wait for them.
+
+    torch's own handler raises in the middle of whatever the launcher does and kills whole process groups,
+    including data workers. It waits for 30 seconds only, which is too short for saving a large model.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.asked, self._since = seconds, 0, 0.0
+        self._groups: list[Any] = []  # torch's process groups, one for each attempt
+
+    def listen(self, group: Any) -> None:
+        """Prepare for the start of `group`'s processes.
+
+        They inherit an ignored SIGUSR1, which would otherwise kill them while they import.
+        """
+        if self.asked:
+            raise SystemExit(128 + self.asked)
+        self._groups.append(group)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def handle(self) -> None:
+        """Install the signal handlers, after the processes have started."""
+        signal.signal(signal.SIGUSR1, lambda *_: self._tell(signal.SIGUSR1))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
+                signal.signal(number, self._stop)
+
+    def _pids(self) -> list[int]:
+        return [pid for group in self._groups[-1:] for pid in group.pids().values()]
+
+    def _tell(self, number: int) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if self.asked:
+            if time.monotonic() - self._since < 0.5:  # the same request arrived twice
+                return
+            say(f"{name} again: ended at once")
+            self._end(128 + number)
+        self.asked, self._since = number, time.monotonic()
+        say(
+            f"{name}: the ranks save and end, for which they have {self.seconds:g} s (--shutdown-timeout); once more ends them at once"
+        )
+        self._tell(signal.SIGTERM)
+        timer = threading.Timer(self.seconds, self._give_up)
+        timer.daemon = True
+        timer.start()
+
+    def _give_up(self) -> None:
+        say(f"the ranks have not ended {self.seconds:g} s after they were asked to (--shutdown-timeout): killed")
+        self._end(128 + self.asked)
+
+    def _end(self, code: int) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # torch puts each rank into its own process group
+        os._exit(code)
+
+
+def install_signals(args: Any) -> Signals:
+    """Replace torch's signal handling with ours."""
+    from megatron import _torch
+
+    given = getattr(args, "shutdown_timeout", None)  # torch 2.11 only has the environment variable
+    signals = Signals(
+        float(given if given is not None else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS))
+    )
+
+    def start(group: Any, start_with_torch: Callable[[Any], None]) -> None:
+        before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+        signals.listen(group)
+        start_with_torch(group)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signals.handle()
+
+    _torch.replace_elastic_start(start)
+    return signals
+
+
+def _pid_namespace() -> str:
+    """Return the name of the PID namespace in which this launcher's process id is valid."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _several(args: Any) -> bool:
+    """Return whether the run spans more nodes than this one."""
+    return str(args.nnodes) not in ("1", "1:1")
+
+
+def wait_for_others(args: Any) -> None:
+    """Report the wait for other nodes, and apply the ranks' startup timeout to their rendezvous.
+
+    Ctrl-C then ends the wait at once.
+    """
+    if not _several(args) or args.rdzv_backend != "static":
+        return
+    words = list(args.training_script_args)
+    for name, value in [*zip(words, words[1:], strict=False), *(word.split("=", 1) for word in words if "=" in word)]:
+        if name.replace("_", "-") == "--startup-timeout-minutes" and "timeout=" not in args.rdzv_conf:
+            with contextlib.suppress(ValueError):
+                args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={max(int(float(value) * 60), 1)}"]))
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would only run once torch's socket times out
+    say(f"node {args.node_rank} of {args.nnodes} waits for the others at {args.master_addr}:{args.master_port}")
+    try:
+        socket.getaddrinfo(args.master_addr, None)
+    except OSError:  # not fatal: host names of containers may only resolve later
+        say(f"this machine knows no host {args.master_addr} yet: is --master-addr (MASTER_ADDR=) right?")
+
+
+def not_met(error: Exception, args: Any) -> str:
+    """Return why the rendezvous failed, in a sentence."""
+    text = " ".join(str(error).split())
+    if "EADDRINUSE" in text:
+        return (
+            f"port {args.master_port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)"
+            + (", or is that a node with --node-rank 0 (NODE_RANK=), too?" if _several(args) else "")
+        )
+    return (
+        f"node {args.node_rank} of {args.nnodes} did not meet the others at {args.master_addr}:{args.master_port} ({text[:150]}): "
+        f"start the missing ones with the same --master-addr and --master-port"
+    )
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{__doc__}\n{EXAMPLES}")
+        return 0
+    fill_closed()
+    # Ranks share this machine's cores, so each gets one thread unless the user sets another number.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # without it C++ stack traces clutter the ranks' messages
+    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()  # ranks exit when this process does
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
+    warnings.simplefilter("ignore")
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    from megatron import _torch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    args = parse_args(argv)  # type: ignore[no-untyped-call]
+    if int(args.max_restarts) and _several(args):
+        # Otherwise a new attempt of several nodes would rendezvous over a store that still lists the previous
+        # attempt's ranks. On one node tds separates attempts itself and needs no new port, which another
+        # process might take.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    signals = install_signals(args)
+    # Ranks that exit with code 2 have rejected their arguments and would do so again.
+    _torch.never_restart_after(REFUSED)
+    wait_for_others(args)
+    try:
+        run(args)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        if signals.asked:
+            return 128 + signals.asked
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        if code < 0:
+            say(f"rank {rank} was ended by signal {-code}")
+        return code if code > 0 else 1
+    except (DistError, RendezvousError) as error:
+        say(not_met(error, args))
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 128 + signals.asked if signals.asked else 0
+
+
+def cli() -> None:
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    cli()

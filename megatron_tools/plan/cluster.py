@@ -1,0 +1,121 @@
+"""Description of a cluster from data sheets: configs/clusters/*.json."""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron import presets
+from megatron.json_text import describe_json
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # dtypes of matmuls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Link of a device in one direction: bandwidth in gigabytes per second and latency in seconds."""
+
+    gigabytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hardware figures of a cluster.
+
+    kind: `cpu` or `accelerator`, which decides what layers keep. memory: of a device, in gigabytes of 10^9
+    bytes.
+    peak_tflops: dense matmul peak by dtype. memory_bandwidth: of a device's memory, in gigabytes per second.
+    inside, between: links of a device within its node and to other nodes. sources: references for the figures.
+    """
+
+    name: str
+    kind: str
+    devices_per_node: int
+    memory: float
+    peak_tflops: dict[str, float]
+    memory_bandwidth: float
+    inside: Link
+    between: Link
+    sources: tuple[str, ...]
+
+    @property
+    def accelerated(self) -> bool:
+        """True if the devices are accelerators."""
+        return self.kind != "cpu"
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak FLOP/s of matmuls in `dtype`. Raises ValueError if the data sheet has none."""
+        if dtype not in self.peak_tflops:
+            raise ValueError(
+                f"the cluster {self.name} names no peak for {dtype}: use --precision {' or '.join(self.peak_tflops)}, or add it "
+                f"to peak_tflops of its file"
+            )
+        return self.peak_tflops[dtype] * 1e12
+
+    def link(self, ranks: int, stride: int) -> Link:
+        """Return the slowest link of a group of `ranks` devices with distance `stride`: `between` if it spans nodes."""
+        return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
+
+
+def load_cluster(name: str) -> Cluster:
+    """Load a cluster from a JSON file or configs/clusters/NAME.json. Raises ValueError naming file and error."""
+    path = presets.find(name, "clusters")
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in presets.folder("clusters").glob("*.json")))
+        raise ValueError(
+            f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}, {describe_json(text, error)}") from None
+    try:
+        return _cluster(found)
+    except ValueError as error:
+        raise ValueError(f"{path} does not describe a cluster: {error}; configs/clusters/a100.json does") from None
+
+
+def _cluster(found: Any) -> Cluster:
+    """Validate a parsed description and return the cluster. Raises ValueError naming the error."""
+    _keys(found, Cluster, "it")
+    if found["kind"] not in ("cpu", "accelerator"):
+        raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
+    if not isinstance(found["name"], str) or not isinstance(found["sources"], list):
+        raise ValueError("name must be a word and sources a list of sentences")
+    if type(found["devices_per_node"]) is not int:
+        raise ValueError(f"devices_per_node is {found['devices_per_node']!r}, not a whole number")
+    peaks = found["peak_tflops"]
+    if not isinstance(peaks, dict) or not peaks or not set(peaks) <= set(DTYPES):
+        raise ValueError(f"peak_tflops is {peaks!r}; it must have a number for at least one of {', '.join(DTYPES)}")
+    for name in ("devices_per_node", "memory", "memory_bandwidth"):
+        _positive(name, found[name])
+    for dtype, peak in peaks.items():
+        _positive(f"peak_tflops.{dtype}", peak)
+    links = {}
+    for name in ("inside", "between"):
+        _keys(found[name], Link, name)
+        for each, value in found[name].items():
+            _positive(f"{name}.{each}", value)
+        links[name] = Link(**found[name])
+    return Cluster(**{**found, **links, "sources": tuple(found["sources"])})
+
+
+def _keys(found: Any, kind: type, what: str) -> None:
+    """Raise ValueError unless `found` is an object with exactly the fields of `kind`."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is no JSON object")
+    names = {f.name for f in fields(kind)}
+    if missing := sorted(names - set(found)):
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+    if strange := sorted(set(found) - names):
+        raise ValueError(f"{what} has {', '.join(strange)}, which nothing reads")
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, not a positive number")

@@ -1,0 +1,268 @@
+"""Step time from shapes and a data sheet: matmuls, memory traffic, collectives, stage boundaries and the bubble.
+
+Every constant that is neither a shape nor on a data sheet is a field of `Efficiency`, so that it can be
+replaced by a measured one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from megatron.config import Config
+from megatron.config.ds_config import Resolved
+from megatron.model.layers import Layer
+from megatron.model.work import lengths
+from megatron.training.memory.activations import Shapes
+from megatron.training.memory.sizes import Stage, padded_vocabulary
+from tds.schedule import schedule_of
+from tds.timetable import bubble, times
+
+from .cluster import Cluster, Link
+
+FORWARD, BACKWARD = 1.0, 2.0  # relative durations of the passes in the timetable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Achieved fractions of data-sheet figures. One set of defaults serves all clusters, fitted to none of them.
+
+    product: fraction of the peak in wide matmuls. narrow: matmul width at which half of that is reached.
+    attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
+    hidden_passes, inner_passes: how often a layer's forward pass reads or writes hidden states and the MLP's
+    inner activations outside matmuls. score_passes: the same for attention scores, 0 for fused kernels.
+    overlap: fraction of the gradient reduction hidden by the last backward pass.
+    step_seconds: constant overhead of a step.
+    """
+
+    product: float = 0.75
+    narrow: float = 220.0
+    attention: float = 0.40
+    memory: float = 0.80
+    link: float = 0.75
+    hidden_passes: float = 10.0
+    inner_passes: float = 2.0
+    score_passes: float = 0.0
+    overlap: float = 0.6
+    step_seconds: float = 0.0
+
+
+DEFAULT = Efficiency()
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a micro-batch's forward and backward pass on one stage, by kind."""
+
+    products: float
+    attention: float
+    memory: float
+    tensor_parallel: float
+    context_parallel: float
+    weights: float  # ZeRO 3's all-gathers of weights
+    border: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all kinds in seconds."""
+        return float(sum(getattr(self, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time and work of one step on `devices` devices.
+
+    model_flops: FLOPs of forward and backward pass. done_flops: the same with recomputation.
+    """
+
+    step: float
+    bubble: float
+    stages: tuple[Seconds, ...]
+    gradients: float
+    optimizer: float
+    model_flops: float
+    done_flops: float
+    tokens: int
+    devices: int
+    peak: float
+    border_bytes: float
+    gradient_bytes: float
+    collective_bytes: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all devices together."""
+        return self.tokens / self.step
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s per device; recomputation counts, as in most publications."""
+        return self.done_flops / self.step / self.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization (Chowdhery et al. 2022), without recomputation."""
+        return self.model_flops / self.step / self.devices / self.peak
+
+    def days(self, tokens: float) -> float:
+        """Return the days in which `tokens` tokens are processed."""
+        return tokens / self.tokens_per_second / 86400
+
+
+@lru_cache(maxsize=65536)
+def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int) -> float:
+    """Return the duration of a step, in units of a micro-batch's forward and backward pass on one stage.
+
+    Stages are assumed equal. The duration comes from the schedule's timetable. A long schedule is extrapolated
+    from its steady state.
+    """
+    if stages == 1:
+        return float(micros)
+    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
+    few = micros
+    if micros > 6 * stages * (1 + extra) and micros % stages == 0 and name != "zb-h1":
+        few = 4 * stages * (1 + extra)
+    spans = times([list(schedule(stage, stages, few)) for stage in range(stages)], FORWARD, BACKWARD)
+    return max(span.end for span in spans) / (FORWARD + BACKWARD) + micros - few
+
+
+def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> float:
+    """Return the seconds of a ring all-reduce of `size` bytes.
+
+    Each byte is sent and received 2 (n - 1) / n times (Patarasuk and Yuan 2009).
+    """
+    if ranks == 1:
+        return 0.0
+    return 2 * (ranks - 1) / ranks * size / (link.gigabytes_per_second * 1e9 * e.link) + 2 * (ranks - 1) * min(
+        link.latency_seconds, 1e-5
+    )
+
+
+def _width_factor(x: Shapes, e: Efficiency) -> float:
+    """Return the fraction of `e.product` that this rank's matmuls reach, from their shortest side."""
+    m = x.config.model
+    narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
+    return narrowest / (narrowest + e.narrow)
+
+
+def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
+    """Return forward FLOPs (matmuls, attention) of a micro-batch on this rank for a transformer layer or the head."""
+    c, b, m = x.config, x.config.train.batch_size, x.config.model
+    encoder, decoder = lengths(c)
+    split = x.ranks * c.parallel.context_parallel_size
+    if not layer.repeated:
+        tokens = x.of_layer(layer)
+        return (
+            2.0 * tokens * m.hidden_size * padded_vocabulary(c, x.ranks) / x.ranks if layer.name == "head" else 0.0
+        ), 0.0
+    inner, s = m.num_attention_heads * m.head_size, decoder if layer.cls.__name__ == "DecoderBlock" else encoder
+    scores = 2 * s * s * inner + (2 * s * encoder * inner if layer.cls.__name__ == "DecoderBlock" else 0)
+    return 2.0 * b * (layer.work - scores) / split, 2.0 * b * scores / split
+
+
+def stage_seconds(
+    stage: Stage, x: Shapes, resolved: Resolved, cluster: Cluster, replicas: int, e: Efficiency
+) -> tuple[Seconds, float, float]:
+    """Return seconds, model FLOPs and executed FLOPs of a micro-batch's forward and backward pass on one rank."""
+    m, p = x.config.model, x.config.parallel
+    peak, hbm = cluster.peak(resolved.precision), cluster.memory_bandwidth * 1e9 * e.memory
+    again = bool(x.config.recomputed_layers)
+    products = attention = memory = tensor = context = model = done = 0.0
+    line = cluster.link(x.ranks, 1)
+    for layer in stage.layers:
+        dense, scores = layer_flops(x, layer)
+        times_ = 4 if again and layer.repeated else 3
+        model, done = model + 3 * (dense + scores), done + times_ * (dense + scores)
+        products += times_ * dense / (peak * e.product * _width_factor(x, e))
+        tokens = x.of_layer(layer)
+        if layer.repeated:
+            more = 1 if m.checkpoint_attention and not again else 0
+            if m.recompute_modules:  # repeats the QKV matmul and memory-bound operations
+                qkv = (
+                    2.0
+                    * tokens
+                    * m.hidden_size
+                    * (m.num_attention_heads + 2 * m.key_value_heads)
+                    * m.head_size
+                    / x.ranks
+                )
+                extra = qkv if "qkv" in m.recompute_modules else 0.0
+                done, products = done + extra, products + extra / (peak * e.product * _width_factor(x, e))
+                memory += (
+                    len(m.recompute_modules) * 2 * (x.hidden(tokens) + tokens * m.ff_size / x.ranks * x.width / 3) / hbm
+                )
+            attention += (times_ + more) * scores / (peak * (e.attention if not e.score_passes else e.product / 2))
+            heads, length = m.num_attention_heads / x.ranks, tokens / x.config.train.batch_size
+            touched = e.hidden_passes * x.hidden(tokens) + e.inner_passes * tokens * m.ff_size / x.ranks * x.width
+            touched += e.score_passes * x.config.train.batch_size * heads * length**2 * x.width
+            memory += times_ * touched / hbm
+            whole = tokens * m.hidden_size * x.width
+            sums = (2 if again else 0) + 4 + (2 if layer.cls.__name__ == "DecoderBlock" else 0)
+            tensor += sums * all_reduce_seconds(whole, x.ranks, line, e)
+            keys = 2 * tokens * m.key_value_heads * m.head_size / x.ranks * x.width * p.context_parallel_size
+            context += 1.5 * all_reduce_seconds(
+                keys, p.context_parallel_size, cluster.link(p.context_parallel_size, x.ranks), e
+            )
+        elif layer.name == "head":
+            memory += 6 * tokens * padded_vocabulary(x.config, x.ranks) / x.ranks * x.width / hbm
+    gathered = 0.0
+    if resolved.zero_stage == 3:
+        gathered = 1.5 * all_reduce_seconds(stage.count.held * x.width, replicas, cluster.link(replicas, x.ranks), e)
+    border = 0.0
+    if p.stages > 1:
+        wire = cluster.link(p.stages, x.ranks * replicas)
+        one = boundary_bytes(stage, x) / (wire.gigabytes_per_second * 1e9 * e.link) + wire.latency_seconds
+        border = 2 * one * p.virtual_pipeline_size
+    return Seconds(products, attention, memory, tensor, context, gathered, border), model, done
+
+
+def boundary_bytes(stage: Stage, x: Shapes) -> float:
+    """Return the bytes that a rank sends to the next stage per micro-batch.
+
+    These are its share of the hidden states, in a decoder also of the encoder's.
+    """
+    tokens = x.of_layer(stage.layers[-1])
+    states = tokens + (x.tokens[0] if x.config.is_t5 and tokens == x.tokens[1] else 0)
+    return states * x.config.model.hidden_size * x.width / x.ranks
+
+
+def cost_of(
+    config: Config, resolved: Resolved, world: int, cluster: Cluster, stages: Sequence[Stage], e: Efficiency = DEFAULT
+) -> Cost:
+    """Return the cost of one step. Raises ValueError for a dtype for which the cluster has no peak."""
+    p, x = config.parallel, Shapes(config, resolved.precision, cluster.accelerated)
+    replicas = p.data_parallel_size(world) * p.context_parallel_size
+    found = [stage_seconds(stage, x, resolved, cluster, replicas, e) for stage in stages]
+    units = pipeline_units(
+        p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, p.stages, config.train.gas
+    )
+    slowest = max(seconds.total for seconds, _, _ in found)
+    held = max(stage.count.held for stage in stages)
+    exact = 4 if resolved.zero_stage <= 1 else x.width
+    sums = all_reduce_seconds(held * exact, replicas, cluster.link(replicas, x.ranks), e)
+    behind = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
+    if resolved.zero_stage >= 2:  # DeepSpeed reduces after every micro-batch
+        sums, behind = sums * config.train.gas, behind * config.train.gas
+    share = held / (replicas if resolved.zero_stage else 1)
+    stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
+    samples = config.train_batch_size(world)
+    step = units * slowest + sums - behind + stepped + e.step_seconds
+    each = config.train.gas * x.ranks * replicas
+    collective = 4.0 * max(x.tokens) * config.model.hidden_size * x.width * max((s.repeated for s in stages), default=0)
+    return Cost(
+        step=step,
+        bubble=1 - config.train.gas / units,
+        stages=tuple(seconds for seconds, _, _ in found),
+        gradients=sums - behind,
+        optimizer=stepped,
+        model_flops=sum(model for _, model, _ in found) * each,
+        done_flops=sum(done for _, _, done in found) * each,
+        tokens=samples * sum(lengths(config)),
+        devices=world,
+        peak=cluster.peak(resolved.precision),
+        border_bytes=max(boundary_bytes(stage, x) for stage in stages) if p.stages > 1 else 0.0,
+        gradient_bytes=held * float(exact),
+        collective_bytes=collective if x.ranks > 1 else 0.0,
+    )
+
+
+__all__ = ["DEFAULT", "Cost", "Efficiency", "Seconds", "bubble", "cost_of", "pipeline_units"]

@@ -1,0 +1,264 @@
+"""Search over the layouts of a model on some devices: which ones fit, and how fast each is."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.command_line import with_values
+from megatron.config.ds_config import Resolved, resolve
+from megatron.config.fields import ConfigError
+from megatron.training.memory.activations import Shapes
+from megatron.training.memory.per_rank import Memory, rank_memory
+from megatron.training.memory.sizes import Stage, in_words, parameters, stages_of
+
+from .cluster import Cluster
+from .cost import DEFAULT, Cost, Efficiency, cost_of
+
+USABLE = 0.9  # usable fraction of a device's memory; the rest goes to driver, libraries and fragmentation
+MICROS = (1, 2, 4, 8, 16, 32)
+MODULES = ("norm", "qkv", "activation")
+AXES = {
+    "model_parallel_size", "pipe_parallel_size", "context_parallel_size", "virtual_pipeline_size", "pipeline_schedule", "zero_stage",
+    "checkpoint_activations", "recompute_modules", "sequence_parallel",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of an iteration, samples of a micro-batch, and micro-batches per iteration and replica."""
+
+    total: int
+    micro: int
+    gas: int
+
+
+def solve_batch(replicas: int, total: int | None = None, micro: int | None = None, gas: int | None = None) -> Batch:
+    """Complete a batch from two of its sizes: global batch = micro-batch x gas x replicas.
+
+    Raises ValueError if the sizes contradict each other or if two are missing.
+    """
+    given = sum(each is not None for each in (total, micro, gas))
+    if given < 2:
+        raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas: the third follows")
+    if min(each for each in (replicas, total, micro, gas) if each is not None) < 1:
+        raise ValueError("--global-batch-size, --micro-batch-size and --gas must be at least 1")
+    if total is None:
+        assert micro is not None and gas is not None
+        return Batch(micro * gas * replicas, micro, gas)
+    known = micro if micro is not None else gas
+    assert known is not None
+    name, other = ("--micro-batch-size", "--gas") if micro is not None else ("--gas", "--micro-batch-size")
+    found, rest = divmod(total, known * replicas)
+    if rest or (gas is not None and micro is not None and micro * gas * replicas != total):
+        unit = (micro or 1) * (gas or 1) * replicas
+        near = max(round(total / unit), 1) * unit
+        raise ValueError(
+            f"--global-batch-size {total} is not {name} {known} x {other} x {replicas} replicas: make it {near}, a multiple of {unit}"
+        )
+    return Batch(total, known, found) if micro is not None else Batch(total, found, known)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout: settings, content and memory of each stage, and the cost of a step."""
+
+    config: Config
+    resolved: Resolved
+    devices: int
+    stages: tuple[Stage, ...]
+    memory: tuple[Memory, ...]
+    cost: Cost | None
+
+    @property
+    def worst(self) -> Memory:
+        """Memory of the peak stage."""
+        return max(self.memory, key=lambda m: m.total)
+
+    @property
+    def name(self) -> str:
+        """Short name of the layout, such as dp 8 x tp 4 x pp 2."""
+        p = self.config.parallel
+        words = [f"dp {p.data_parallel_size(self.devices)}", f"tp {p.model_parallel_size}", f"pp {p.stages}"]
+        words += [f"cp {p.context_parallel_size}"] if p.context_parallel_size > 1 else []
+        words += [f"vp {p.virtual_pipeline_size}"] if p.virtual_pipeline_size > 1 else []
+        return " x ".join(words)
+
+
+def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAULT, timed: bool = True) -> Layout:
+    """Return a layout with its memory, and its cost if `timed`.
+
+    Raises ConfigError or ValueError, naming the setting to change, for an invalid layout.
+    """
+    resolved = resolve(config, devices, cluster.accelerated)
+    stages = stages_of(config)
+    memory = rank_memory(config, resolved, devices, cluster.accelerated, stages)
+    cost = cost_of(config, resolved, devices, cluster, stages, e) if timed else None
+    return Layout(config, resolved, devices, tuple(stages), tuple(memory), cost)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Request for a plan.
+
+    total, micro, gas: as in `solve_batch`, None where the search may choose. fixed: settings that the search must
+    keep.
+    """
+
+    config: Config
+    cluster: Cluster
+    devices: int
+    total: int | None
+    micro: int | None = None
+    gas: int | None = None
+    fixed: frozenset[str] = frozenset()
+
+
+def _choices(wanted: Wanted) -> dict[str, list[Any]]:
+    c, n, cluster = wanted.config, wanted.devices, wanted.cluster
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    layers = c.model.num_layers + (c.model.decoder_layers if c.is_t5 else 0)
+    mixed = c.train.precision in ("bf16", "fp16")
+    again = [(False, ()), (False, MODULES), (True, ())]
+    found: dict[str, list[Any]] = {
+        "model_parallel_size": [d for d in divisors if d <= cluster.devices_per_node],
+        "pipe_parallel_size": [0, *(d for d in divisors if 1 < d <= layers)],
+        "zero_stage": [1, 2, 3] if mixed else [0, 1, 2, 3],
+        "virtual_pipeline_size": [1, 2, 4],
+        "again": again,
+    }
+    for name in ("model_parallel_size", "pipe_parallel_size", "zero_stage", "virtual_pipeline_size"):
+        value = getattr(c.parallel, name)
+        if name in wanted.fixed and value is not None:
+            found[name] = [value]
+    if wanted.fixed & {"checkpoint_activations", "recompute_modules"}:
+        found["again"] = [(c.parallel.checkpoint_activations, c.model.recompute_modules)]
+    return found
+
+
+def candidates(wanted: Wanted) -> Iterator[Config]:
+    """Yield every valid layout of the search as a Config."""
+    choices, c = _choices(wanted), wanted.config
+    grids = product(
+        *(
+            choices[name]
+            for name in ("model_parallel_size", "pipe_parallel_size", "virtual_pipeline_size", "zero_stage", "again")
+        )
+    )
+    for tp, pp, chunks, zero, (whole, modules) in grids:
+        cell = tp * max(pp, 1) * c.parallel.context_parallel_size
+        replicas = wanted.devices // cell
+        # Without replicas ZeRO shards nothing, so only the lowest stage that the precision allows is tried.
+        if wanted.devices % cell or (pp and zero > 1) or (chunks > 1 and not pp):
+            continue
+        if replicas * c.parallel.context_parallel_size == 1 and zero > 1:
+            continue
+        values = {
+            "model_parallel_size": tp, "pipe_parallel_size": pp, "virtual_pipeline_size": chunks, "zero_stage": zero,
+            "checkpoint_activations": whole, "recompute_modules": modules,
+        }  # fmt: skip
+        if "pipeline_schedule" not in wanted.fixed:
+            values["pipeline_schedule"] = "interleaved" if chunks > 1 else "1f1b"
+        if "sequence_parallel" not in wanted.fixed:
+            values["sequence_parallel"] = tp > 1 and wanted.cluster.accelerated
+        for batch in _batches(wanted, replicas):
+            if chunks > 1 and batch.gas % pp:
+                continue
+            try:
+                yield with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas})
+            except ConfigError:
+                continue
+
+
+def _batches(wanted: Wanted, replicas: int) -> Iterator[Batch]:
+    search = wanted.micro is None and (wanted.gas is None or wanted.total is None)
+    for micro in MICROS if search else [wanted.micro]:
+        try:
+            yield solve_batch(replicas, wanted.total, micro, wanted.gas)
+        except ValueError:
+            continue
+
+
+def fits(layout: Layout, cluster: Cluster) -> bool:
+    """Return True if the peak stage leaves a tenth of a device's memory free."""
+    return layout.worst.total <= USABLE * cluster.memory * 1e9
+
+
+def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
+    """Return the layouts that fit, fastest first; at equal speed (to 1%) the one with least memory first.
+
+    Raises ValueError with one sentence of advice if no layout is valid or none fits.
+    """
+    good: list[Layout] = []
+    leanest: Layout | None = None
+    for config in candidates(wanted):
+        try:
+            layout = evaluate(config, wanted.devices, wanted.cluster, e, timed=False)
+        except ConfigError:
+            continue
+        if leanest is None or layout.worst.total < leanest.worst.total:
+            leanest = layout
+        if fits(layout, wanted.cluster):
+            cost = cost_of(config, layout.resolved, wanted.devices, wanted.cluster, layout.stages, e)
+            good.append(Layout(config, layout.resolved, layout.devices, layout.stages, layout.memory, cost))
+    if good:
+        return sorted(good, key=_rank)
+    raise ValueError(_why(wanted) if leanest is None else _too_large(wanted, leanest))
+
+
+def _rank(layout: Layout) -> tuple[float, float]:
+    assert layout.cost is not None
+    return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.worst.total
+
+
+def _too_large(wanted: Wanted, leanest: Layout) -> str:
+    """Return the error if nothing fits: memory of the leanest layout, and a sufficient number of devices."""
+    need, there = leanest.worst.total / 1e9, USABLE * wanted.cluster.memory
+    start = (
+        f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of {wanted.cluster.name}: the leanest "
+        f"layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs {need:,.3g} GB of the {there:,.3g} GB that each can give"
+    )
+    return f"{start}; take about {_devices_for(wanted, leanest):,} devices, a smaller model, shorter --seq-length or devices with more memory"
+
+
+def _devices_for(wanted: Wanted, leanest: Layout) -> int:
+    """Estimate how many devices the model needs, by doubling their number.
+
+    Stops when weights, gradients and optimizer state fit beside the leanest layout's activations.
+    """
+    whole = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory) * leanest.devices / len(leanest.memory)
+    room = max(USABLE * wanted.cluster.memory * 1e9 - leanest.worst.activations, 0.25 * wanted.cluster.memory * 1e9)
+    count = wanted.devices * 2
+    while count * room < whole:
+        count *= 2
+    return count
+
+
+def _why(wanted: Wanted) -> str:
+    """Return why no layout is valid: the error of the layout that the settings themselves describe."""
+    c, replicas = wanted.config, wanted.devices
+    values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
+    try:
+        replicas = c.parallel.data_parallel_size(wanted.devices)
+        batch = solve_batch(replicas, wanted.total, wanted.micro or (None if wanted.gas else 1), wanted.gas)
+        evaluate(
+            with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas}),
+            wanted.devices,
+            wanted.cluster,
+            timed=False,
+        )
+    except ValueError as error:
+        return str(error)
+    if not wanted.total or wanted.total % wanted.devices == 0:
+        given = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(wanted.fixed)) or "the batch"
+        return f"no layout of {wanted.devices} devices goes together with {given} and these sizes of the batch: leave one out"
+    return (
+        f"--global-batch-size {wanted.total} cannot be shared out over any layout of {wanted.devices} devices: make it a multiple of "
+        f"{wanted.devices}"
+    )
+
+
+def shapes_of(layout: Layout, cluster: Cluster) -> Shapes:
+    """Return the quantities that determine the activation sizes of a layout."""
+    return Shapes(layout.config, layout.resolved.precision, cluster.accelerated)

@@ -1,0 +1,202 @@
+"""Find layouts of a model on a cluster that fit in memory, and predict their speed and training time in days.
+
+Give two of global batch, micro-batch and gas, or the global batch alone. Training flags describe the model
+(--num-layers 24 ...); layout flags (--model-parallel-size 8, --zero-stage 1, --checkpoint-activations ...) fix
+that part of the search. See docs/scaling.md for what is counted and how accurate it is.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from data_utils.cli import Parser, run
+from megatron import presets
+from megatron.config import Config
+from megatron.config.command_line import parse, read_json, with_values
+from megatron.config.defaults import DEFAULTS
+from megatron.training.memory.sizes import in_words, parameters
+
+from . import published
+from .cluster import Cluster, load_cluster
+from .layouts import AXES, Layout, Wanted, search
+from .report import KINDS, explained, ranked
+from .scripts import write
+
+EXAMPLES = """\
+  python tools/plan.py --model configs/models/llama_8b.json --cluster h100 --devices 64 --global-batch-size 1024 --tokens 1e12
+  python tools/plan.py --model configs/models/gpt2_345M.json --cluster a100 --devices 8 --micro-batch-size 4 --gas 8 --explain
+  python tools/plan.py --model configs/models/llama_70b.json --cluster h100 --devices 256 --global-batch-size 1024 \\
+      --model-parallel-size 8 --pipe-parallel-size 4 --explain --chart memory.png
+  python tools/plan.py --family gpt2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 \\
+      --cluster laptop_cpu --devices 2 --global-batch-size 8 --write plan && plan/run.sh --train-iters 5
+  python tools/plan.py --published"""
+VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
+
+
+class _PlanParser(Parser):
+    """A parser that collects unknown flags, those of training, in `flags`."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        found, rest = self.parse_known_args(args, namespace)
+        found.flags = rest
+        return found
+
+
+def _family_of(argv: list[str]) -> str:
+    """Return the model family in these settings, or "" if they do not name one."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--family")
+    finder.add_argument("--config", action="append", default=[])
+    found, _ = finder.parse_known_args(argv)
+    said = [read_json(str(presets.find(path, "models"))) for path in found.config]
+    inside = [content.get("family") or content.get("model", {}).get("family") for content in said]
+    return str(found.family or next((family for family in reversed(inside) if family), ""))
+
+
+def _chunks(flags: list[str]) -> int:
+    """Return --virtual-pipeline-size, or 1 for a value that training would reject."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--virtual-pipeline-size", default="1")
+    size = str(finder.parse_known_args(flags)[0].virtual_pipeline_size)
+    return int(size) if size.isdecimal() else 1
+
+
+def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
+    """Return the run to plan a layout for. Raises ConfigError for flags that training would reject."""
+    argv = [*(word for path in args.model for word in ("--config", path)), *args.flags]
+    given = {word.split("=")[0] for word in args.flags}
+    if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given:
+        argv += ["--pipeline-schedule", "interleaved"] if _chunks(args.flags) > 1 else []
+    # A given layout must be valid with the planned batch rather than with a run's default batch.
+    config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, lambda note: print(f"note: {note}"))
+    values: dict[str, Any] = {}
+    if config.model.vocab_size is None:
+        values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)
+        print(f"note: a vocabulary of {values['vocab_size']:,} tokens is assumed; --vocab-size says another")
+    if config.train.precision == "auto":
+        values["precision"] = (
+            "fp32" if not cluster.accelerated else next(k for k in ("bf16", "fp16", "fp32") if k in cluster.peak_tflops)
+        )
+    return with_values(config, values)
+
+
+def fixed_by(flags: list[str]) -> frozenset[str]:
+    """Return the layout settings that were given as flags."""
+    names = {
+        word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        for word in flags
+        if word.startswith("--")
+    }
+    return frozenset(names & AXES)
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.published:
+        if args.flags:
+            raise ValueError(f"--published takes no other flags: leave {args.flags[0]} out")
+        print("\n".join(published.lines()))
+        return
+    if args.devices is None or args.cluster is None:
+        raise ValueError("give --cluster and --devices: what there is to run on; --help shows examples")
+    for name in ("devices", "top"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.tokens is not None and not 1 <= args.tokens < math.inf:
+        raise ValueError(f"--tokens {args.tokens:g} must be a number of tokens, at least 1, such as 1e12")
+    cluster = load_cluster(args.cluster)
+    config = settings(args, cluster)
+    if sum(each is not None for each in (args.global_batch_size, args.micro_batch_size, args.gas)) < 1:
+        raise ValueError("give --global-batch-size, or two of it, --micro-batch-size and --gas")
+    wanted = Wanted(
+        config, cluster, args.devices, args.global_batch_size, args.micro_batch_size, args.gas, fixed_by(args.flags)
+    )
+    found = search(wanted)
+    print(
+        f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} devices of "
+        f"{cluster.name}; {len(found)} layouts fit; GB of the fullest stage, TFLOP/s of a device with what is computed again"
+    )
+    print("\n".join(ranked(found[: args.top], args.tokens)))
+    chosen = _chosen(found, args.layout)
+    if args.explain:
+        print(f"\nlayout {args.layout}: {chosen.name}")
+        print("\n".join(explained(chosen, cluster, args.tokens)))
+    if args.chart:
+        draw(chosen, cluster, args.chart)
+    for path in write(chosen, cluster, args.write, args.tokens) if args.write else ():
+        print(f"wrote {path}")
+
+
+def _chosen(found: list[Layout], number: int) -> Layout:
+    if not 1 <= number <= len(found):
+        raise ValueError(f"--layout {number}: the table has rows 1 to {len(found)}")
+    return found[number - 1]
+
+
+def draw(layout: Layout, cluster: Cluster, path: str) -> None:
+    """Draw each stage's memory as a bar by kind, with a line at the device's capacity."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
+    below = [0.0] * len(layout.memory)
+    for kind, colour in zip(
+        KINDS, ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b"), strict=True
+    ):
+        sizes = [getattr(memory, kind) / 1e9 for memory in layout.memory]
+        axes.bar(range(len(sizes)), sizes, 0.7, below, label=kind, color=colour)
+        below = [low + size for low, size in zip(below, sizes, strict=True)]
+    axes.axhline(
+        cluster.memory, color="black", linestyle="--", linewidth=1, label=f"{cluster.name}: {cluster.memory:g} GB"
+    )
+    axes.set(xlabel="pipeline stage", ylabel="GB on each rank", title=f"{in_words(parameters(layout.config))} parameters, {layout.name}, micro-batch {layout.config.train.batch_size}")  # fmt: skip
+    axes.set_xticks(range(len(below)))
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=110)
+    print(f"wrote {Path(path)}")
+
+
+def build_parser() -> Parser:
+    parser = _PlanParser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add(
+        "--model",
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="settings of the model, e.g. llama_8b of configs/models, or a JSON file of your own",
+    )
+    add("--cluster", help="a name of configs/clusters, or a JSON file like those")
+    add("--devices", type=int, help="how many of them")
+    add("--global-batch-size", type=int, help="samples of one step")
+    add(
+        "--micro-batch-size",
+        "--batch-size",
+        type=int,
+        help="samples that pass through the model at once; searched if not given",
+    )
+    add("--gas", type=int, help="micro-batches of one step for each replica; follows if not given")
+    add("--tokens", type=float, help="how many are to be read, for the time of the whole run, e.g. 1e12")
+    add("--top", type=int, default=10, help="rows of the table (default: 10)")
+    add(
+        "--layout",
+        type=int,
+        default=1,
+        help="the row that --explain, --chart and --write take (default: 1, the fastest)",
+    )
+    add("--explain", action="store_true", help="the arithmetic of that row")
+    add("--chart", metavar="FILE", help="its memory by stage and kind as a picture (needs matplotlib)")
+    add("--write", metavar="DIR", help="config.json, ds_config.json and run.sh of that row")
+    add("--published", action="store_true", help="predictions of published runs beside what was measured")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,130 @@
+"""Report of a plan: ranked table, arithmetic of one layout, memory by stage."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from megatron.model.work import lengths
+from megatron.training.memory.per_rank import Memory
+from megatron.training.memory.sizes import in_words, parameters
+from tds.schedule import schedule_of
+from tds.timetable import most_in_flight
+
+from .cluster import Cluster
+from .layouts import USABLE, Layout, shapes_of
+
+KINDS = tuple(f.name for f in fields(Memory))
+
+
+def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table with aligned columns."""
+    widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
+    for row in (heads, ["-" * width for width in widths], *rows):
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+
+
+def recomputed(layout: Layout) -> str:
+    """Return what is recomputed: none, layers, or modules."""
+    if layout.config.parallel.checkpoint_activations:
+        return "layers"
+    return "modules" if layout.config.model.recompute_modules else "none"
+
+
+def duration(days: float) -> str:
+    """Format a duration given in days, in a suitable unit."""
+    for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
+        if days >= size:
+            return f"{days / size:,.1f} {unit}"
+    return f"{days * 86400:.1f} s"
+
+
+def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
+    """Yield a table with one row per layout: its grid, memory of its peak stage by kind, and its speed."""
+    heads = ["", "dp", "tp", "pp", "vp", "zero", "again", "micro", "gas", "GB", *(f"{k[:5]}." for k in KINDS), "bubble", "s/step", "tokens/s", "TFLOP/s", "MFU"]  # fmt: skip
+    rows = []
+    for at, layout in enumerate(layouts, 1):
+        p, cost, worst = layout.config.parallel, layout.cost, layout.worst
+        assert cost is not None
+        train = layout.config.train
+        row = [str(at), str(p.data_parallel_size(layout.devices)), str(p.model_parallel_size), str(p.stages), str(p.virtual_pipeline_size)]  # fmt: skip
+        row += [
+            str(layout.resolved.zero_stage),
+            recomputed(layout),
+            str(train.batch_size),
+            str(train.gas),
+            f"{worst.total / 1e9:.3g}",
+        ]
+        row += [f"{getattr(worst, kind) / 1e9:.3g}" for kind in KINDS]
+        row += [
+            f"{cost.bubble:.1%}",
+            f"{cost.step:.3g}",
+            f"{cost.tokens_per_second:,.0f}",
+            f"{cost.tflops:.3g}",
+            f"{cost.mfu:.1%}",
+        ]
+        rows.append(row + ([duration(cost.days(tokens))] if tokens else []))
+    yield from as_table(heads + (["time"] if tokens else []), rows)
+
+
+def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterator[str]:
+    """Yield the arithmetic of a layout, line by line."""
+    config, cost, x = layout.config, layout.cost, shapes_of(layout, cluster)
+    assert cost is not None
+    p, t = config.parallel, config.train
+    replicas = p.data_parallel_size(layout.devices)
+    context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    yield f"{layout.devices} devices = {replicas} replicas x {p.stages} stages x {p.model_parallel_size} model-parallel{context}"
+    yield f"global batch {config.train_batch_size(layout.devices):,} = micro-batch {t.batch_size} x gas {t.gas} x {replicas} replicas"
+    long = " + ".join(f"{n:,}" for n in lengths(config) if n)
+    yield f"tokens of a step: {config.train_batch_size(layout.devices):,} x ({long}) = {cost.tokens:,}"
+    yield f"parameters: {parameters(config):,} ({in_words(parameters(config))})"
+    yield ""
+    yield from stage_table(layout)
+    schedule = schedule_of(
+        {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}, p.virtual_pipeline_size
+    )
+    if p.stages > 1 and t.gas * p.stages <= 1 << 16:
+        kept = [most_in_flight(list(schedule(s, p.stages, t.gas))) / p.virtual_pipeline_size for s in range(p.stages)]
+        yield f"micro-batches kept by each stage ({p.pipeline_schedule}): {', '.join(f'{each:g}' for each in kept)}"
+    yield (
+        f"hidden states of a micro-batch: {x.tokens[0]:,} tokens x {config.model.hidden_size:,} x {x.width} bytes / {x.shared} ranks = "
+        f"{x.hidden(x.tokens[0]) / 1e6:,.1f} MB"
+    )
+    room = USABLE * cluster.memory
+    yield f"memory: {layout.worst.total / 1e9:.3g} GB on the fullest stage, of {room:.3g} GB ({USABLE:.0%} of {cluster.memory:g} GB)"
+    yield ""
+    slowest = max(cost.stages, key=lambda s: s.total)
+    parts = ", ".join(
+        f"{f.name.replace('_', ' ')} {getattr(slowest, f.name) * 1e3:.3g}"
+        for f in fields(slowest)
+        if getattr(slowest, f.name)
+    )
+    yield f"a micro-batch there and back on the slowest stage: {slowest.total * 1e3:.4g} ms ({parts})"
+    if p.stages > 1:
+        yield f"border: {cost.border_bytes / 1e6:,.2f} MB a micro-batch each way from a rank; bubble of {t.gas} micro-batches on {p.stages} stages: {cost.bubble:.1%}"
+    if cost.collective_bytes:
+        yield f"model-parallel sums: {cost.collective_bytes / 1e6:,.1f} MB a micro-batch and rank"
+    yield f"gradients over {replicas * p.context_parallel_size} copies: {cost.gradient_bytes / 1e6:,.1f} MB, {cost.gradients * 1e3:.3g} ms not hidden; optimizer {cost.optimizer * 1e3:.3g} ms"
+    whole = t.gas * slowest.total / (1 - cost.bubble)
+    yield f"step: {t.gas} x {slowest.total * 1e3:.4g} ms / (1 - {cost.bubble:.3f}) + {(cost.step - whole) * 1e3:.3g} ms = {cost.step:.4g} s"
+    yield f"model FLOPs of a step: {cost.model_flops:.4g}, with what is computed again {cost.done_flops:.4g}"
+    yield (
+        f"MFU: {cost.model_flops:.4g} / {cost.step:.4g} s / {layout.devices} / {cost.peak:.4g} = {cost.mfu:.1%}; "
+        f"{cost.tflops:.4g} TFLOP/s a device; {cost.tokens_per_second:,.0f} tokens/s"
+    )
+    if tokens:
+        yield f"{in_words(tokens)} tokens: {tokens / cost.tokens:,.0f} steps, {duration(cost.days(tokens))}, {cost.days(tokens) * 24 * layout.devices:,.0f} device-hours"
+
+
+def stage_table(layout: Layout) -> Iterator[str]:
+    """Yield a table of layers, parameters and memory of each stage; equal neighbours share a row."""
+    rows: list[list[str]] = []
+    first = 0
+    for at, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):
+        row = [f"{stage.repeated} of {len(stage.layers)}", f"{stage.count.held:,}", f"{memory.total / 1e9:.4g}"]
+        row += [f"{getattr(memory, kind) / 1e9:.3g}" for kind in KINDS]
+        if rows and rows[-1][1:] == row:
+            rows[-1][0] = f"{first}-{at}"
+        else:
+            first = at
+            rows.append([str(at), *row])
+    yield from as_table(["stage", "transformer layers", "parameters of a rank", "GB", *KINDS], rows)

@@ -1,0 +1,98 @@
+"""Draw a pipeline schedule with its bubble and memory, as text and as a figure.
+
+Draws the schedule that the engine would run, or with --run what a run with --trace really did.
+"""
+
+import argparse
+from pathlib import Path
+
+from data_utils.cli import Parser, run
+from tds import timeline
+from tds.schedule import NAMES
+from tds.timetable import Span, bubble, check, most_in_flight, times
+
+from .drawing import write_pictures
+from .timetable import plan_of, timetable_of
+
+EXAMPLES = """\
+  python tools/draw_schedule.py --stages 4 --micros 8
+  python tools/draw_schedule.py --schedule 1f1b --extra-warmup 1 --stages 4 --micros 8 --message 0.3
+  python tools/draw_schedule.py --schedule interleaved --chunks 2 --stages 4 --micros 8 --svg interleaved.svg
+  python tools/draw_schedule.py --schedule zb-h1 --stages 4 --micros 8
+  python tools/draw_schedule.py --run runs/mine --svg mine.svg"""
+
+
+def as_text(spans: list[Span], stages: int, unit: float) -> str:
+    """Return one row for each stage, with three characters (four with chunks) for each `unit` of time."""
+    chunked = any(span.chunk for span in spans)
+    wide = 4 if chunked else 3
+    rows = [""] * stages
+    for span in sorted(spans, key=lambda s: s.begin):
+        at, until = round(span.begin / unit), round(span.end / unit)
+        kind = f"{span.kind}{'abcdefgh'[span.chunk]}" if chunked else span.kind
+        label = f"{kind}{span.micro}".ljust(wide * (until - at) - 1, "-") + " "
+        rows[span.stage] = rows[span.stage].ljust(wide * at) + label
+    return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))
+
+
+def draw_run(args: argparse.Namespace) -> None:
+    """Draw a traced iteration, with the ideal schedule of the same passes."""
+    folder = Path(args.run) / timeline.FOLDER
+    ranks = timeline.read(folder)
+    merged = timeline.merge(folder, ranks)
+    table = timetable_of(ranks, args.iteration)
+    lines = table.rows()
+    print("\n".join(lines))
+    print(
+        f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} is {table.usual * 1e3:.1f} ms"
+    )
+    print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; all of them in {merged.path}")
+    write_pictures(args.svg, args.png, lines, table.stages, "ms")
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.run:
+        draw_run(args)
+        return
+    if args.stages is None or args.micros is None:
+        raise ValueError("give --stages and --micros, or --run")
+    if min(args.stages, args.micros) < 1:
+        raise ValueError("--stages and --micros must be at least 1")
+    if (args.chunks > 1) != (args.schedule == "interleaved"):
+        raise ValueError(f"--chunks {args.chunks} does not fit {args.schedule}: interleaved takes 2 to 8, the others 1")
+    plan = plan_of(args.schedule, args.stages, args.micros, args.chunks, args.extra_warmup)
+    check(plan, args.micros)
+    spans = times(plan, args.forward, args.backward, args.message)
+    print(as_text(spans, args.stages, min(span.end - span.begin for span in spans)))
+    kept = ", ".join(f"{most_in_flight(stage) / args.chunks:g}" for stage in plan)
+    print(f"bubble {bubble(spans):.1%}; micro-batches kept by each stage: {kept}")
+    extra = f", extra warmup {args.extra_warmup}" if args.extra_warmup else ""
+    words = f"{args.schedule}{extra}: {args.stages} stages, {args.micros} micro-batches, bubble {bubble(spans):.1%}"
+    write_pictures(args.svg, args.png, {words: spans}, args.stages)
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="default: 1f1b")
+    parser.add_argument("--extra-warmup", type=int, default=0, help="how much farther ahead 1f1b runs (default: 0)")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="stretches of layers a stage, for interleaved (default: 1)"
+    )
+    parser.add_argument("--stages", type=int, help="pipeline stages")
+    parser.add_argument("--micros", type=int, help="micro-batches of one step")
+    parser.add_argument("--forward", type=float, default=1.0, help="time of a forward pass (default: 1)")
+    parser.add_argument("--backward", type=float, default=2.0, help="time of a backward pass (default: 2)")
+    parser.add_argument("--message", type=float, default=0.0, help="time of a message (default: 0)")
+    parser.add_argument("--run", metavar="DIR", help="draw what a run with --trace really did, beside the ideal")
+    parser.add_argument("--iteration", type=int, help="with --run: which; if not given, the one of median time")
+    parser.add_argument("--svg", help="write the picture to this file, too")
+    parser.add_argument("--png", help="write it to this file, too (needs matplotlib)")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

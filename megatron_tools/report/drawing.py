@@ -1,0 +1,116 @@
+"""Timetables as figures: a row of bars for each stage, timetables stacked on one time scale.
+
+SVG needs no package, PNG needs matplotlib.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.atomic import whole_file, write_text
+from tds.timetable import Span
+
+COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}  # even, odd chunk
+WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
+WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
+    860,
+    34,
+    70,
+    26,
+    26,
+)  # pixels: total width, height of a stage, width of its name, height of the title, height of the time axis
+
+Rows = Mapping[str, Sequence[Span]]
+
+
+def kinds_of(rows: Rows) -> list[str]:
+    """Return the kinds of passes present: forward, backward and, if separate, weight gradients."""
+    there = {span.kind for spans in rows.values() for span in spans}
+    return [kind for kind in WORDS if kind in there]
+
+
+def end_of(rows: Rows) -> float:
+    """Return the end of the last span."""
+    return max(span.end for spans in rows.values() for span in spans)
+
+
+def ticks(end: float) -> list[float]:
+    """Return round numbers from 0 to `end`, at most nine."""
+    rough = end / 8
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    return [step * i for i in range(int(end / step + 1e-9) + 1)]
+
+
+def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
+    """Return an SVG of timetables.
+
+    rows: spans by title. unit: `ms` for spans in seconds; without it times have no unit.
+    """
+    scale, per_row = (WIDTH - LEFT - 10) / end_of(rows), stages * HEIGHT + HEAD
+    tall = per_row * len(rows) + AXIS + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{tall}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{tall}" fill="white"/>',
+    ]
+    for row, (words, spans) in enumerate(rows.items()):
+        top = row * per_row + HEAD
+        parts.append(f'<text x="4" y="{top - 8}" font-weight="bold">{words}</text>')
+        parts += [f'<text x="4" y="{top + s * HEIGHT + 22}">stage {s}</text>' for s in range(stages)]
+        parts += [_bar(span, scale, top + span.stage * HEIGHT + 4) for span in spans]
+    y, factor = per_row * len(rows) + 6, 1e3 if unit == "ms" else 1.0
+    for tick in ticks(end_of(rows) * factor):
+        x = LEFT + tick / factor * scale
+        parts.append(f'<path d="M{x:.1f} {y}v4" stroke="#777"/><text x="{x:.1f}" y="{y + 16}" text-anchor="middle" fill="#555" font-size="10">{tick:g}</text>')  # fmt: skip
+    parts.append(f'<text x="4" y="{y + 16}" fill="#555" font-size="10">{f"time, {unit}" if unit else "time"}</text>')
+    for place, kind in enumerate(kinds_of(rows)):
+        x = LEFT + place * 90
+        parts.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" rx="2" fill="{COLOURS[kind][0]}"/><text x="{x + 17}" y="{y + 34}" font-size="11">{WORDS[kind]}</text>')  # fmt: skip
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _bar(span: Span, scale: float, y: int) -> str:
+    x, w = LEFT + span.begin * scale, (span.end - span.begin) * scale
+    number = f'<text x="{x + w / 2:.1f}" y="{y + 17}" text-anchor="middle">{span.micro}</text>' if w > 9 else ""
+    colour = COLOURS[span.kind][span.chunk % 2]
+    return f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="26" rx="3" fill="{colour}"/>{number}'
+
+
+def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None:
+    """Write the figure as PNG. Raises ValueError without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError("--png needs the package matplotlib: pip install matplotlib, or take --svg") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    factor = 1e3 if unit == "ms" else 1.0
+    size = (WIDTH / 80, (len(rows) * (stages * HEIGHT + HEAD + 10) + 60) / 80)
+    figure, all_axes = pyplot.subplots(len(rows), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    for axes, (words, spans) in zip(all_axes[:, 0], rows.items(), strict=True):
+        axes.set_title(words, loc="left", fontsize=10, fontweight="bold")
+        for span in spans:
+            begin, took = span.begin * factor, (span.end - span.begin) * factor
+            axes.barh(span.stage, took, 0.76, begin, color=COLOURS[span.kind][span.chunk % 2], edgecolor="white", linewidth=0.6)  # fmt: skip
+            if took > 0.012 * end_of(rows) * factor:
+                axes.text(begin + took / 2, span.stage, str(span.micro), ha="center", va="center", fontsize=9)
+        axes.set_yticks(range(stages), [f"stage {s}" for s in range(stages)])
+        axes.invert_yaxis()
+        axes.tick_params(left=False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    all_axes[-1, 0].set_xlabel(f"time, {unit}" if unit else "time")
+    legend = [Patch(color=COLOURS[kind][0], label=WORDS[kind]) for kind in kinds_of(rows)]
+    figure.legend(handles=legend, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=160, format="png")
+    pyplot.close(figure)
+
+
+def write_pictures(svg: str | None, png: str | None, rows: Rows, stages: int, unit: str = "") -> None:
+    """Write the figure to each path that is given."""
+    if svg:
+        write_text(svg, as_svg(rows, stages, unit))
+    if png:
+        write_png(png, rows, stages, unit)

@@ -1,0 +1,186 @@
+"""A self-contained HTML page about runs: text and tables from here, charts drawn by page.js from embedded data."""
+
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from . import facts
+from .curves import Chart, charts
+from .differences import Setting, settings
+from .runs import RunRead
+from .timetable import Timetable, as_svg
+
+COLOURS = 8  # number of run colours in page.css
+
+
+def escape(text: object) -> str:
+    """Return text escaped for HTML."""
+    return html.escape(str(text))
+
+
+def as_data(content: Any) -> str:
+    """Return JSON that is safe inside a script element."""
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def page(
+    runs: Sequence[RunRead],
+    parameters: Sequence[int | None],
+    timetables: Mapping[int, Timetable],
+    live: bool = False,
+    now: float | None = None,
+) -> str:
+    """Return the whole page.
+
+    parameters: parameter count of each run's model. timetables: by index of the run. live: the page polls for
+    updates.
+    """
+    here = resources.files("megatron_tools.report")
+    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    names = " · ".join(run.name for run in runs)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{escape(names)}</title><style>{style}</style></head><body data-live="{int(live)}">'
+        f'<div id="page">{body(runs, parameters, timetables, now)}</div>'
+        '<noscript><p class="note">The curves are drawn by JavaScript, which is off; the tables are whole.</p></noscript>'
+        f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
+    )
+
+
+def body(
+    runs: Sequence[RunRead],
+    parameters: Sequence[int | None],
+    timetables: Mapping[int, Timetable],
+    now: float | None = None,
+) -> str:
+    """Return the part of the page that changes while a run continues."""
+    told = [[*facts.results(run), *facts.machine(run, count)] for run, count in zip(runs, parameters, strict=True)]
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    parts = [
+        f'<header><h1>{escape(title)}</h1><span class="when">{at}</span><span id="live" hidden>live</span>'
+        '<button id="theme" title="light or dark" aria-label="light or dark">◐</button></header>',
+        _cards(runs, now),
+        _controls(),
+        _figures(runs, charts(runs)),
+        _table("What came of it", [run.name for run in runs], facts.table(told)),
+        "".join(_timetable(runs, i, table) for i, table in timetables.items()),
+        _samples(runs),
+        _settings(runs, settings([run.given for run in runs])),
+    ]
+    return "".join(parts)
+
+
+def _dot(run: int) -> str:
+    return f'<i class="dot" style="--c:var(--c{run % COLOURS})"></i>'
+
+
+def _cards(runs: Sequence[RunRead], now: float | None) -> str:
+    found = []
+    for i, run in enumerate(runs):
+        words, share = facts.progress(run, now)
+        last = run.part("train")[-1:]
+        loss = f"loss {last[0]['lm_loss']:.3f}" if last else "–"
+        found.append(
+            f'<button class="card" data-run="{i}" aria-pressed="true" title="{escape(run.folder)}">'
+            f'<b>{_dot(i) if len(runs) > 1 else ""}{escape(run.name)}</b><span class="loss">{loss}</span>'
+            f'<small>{escape(words)}</small><span class="bar"><span style="width:{share:.1%}"></span></span></button>'
+        )
+    return f'<section class="cards">{"".join(found)}</section>'
+
+
+def _controls() -> str:
+    axes = "".join(
+        f'<label><input type="radio" name="x" value="{value}"{" checked" if value == "iteration" else ""}>{words}</label>'
+        for value, words in (("iteration", "iterations"), ("tokens", "tokens"), ("hours", "hours"))
+    )
+    return (
+        f'<section class="controls"><span class="pick">{axes}</span>'
+        '<label class="smooth">smooth <input type="range" id="smooth" min="0" max="0.98" step="0.01" value="0"></label>'
+        '<button id="whole" hidden>all of it</button></section>'
+    )
+
+
+def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
+    if not found:
+        return '<p class="note">No line has been written yet.</p>'
+    about = {"names": [run.name for run in runs], "axes": [run.axes() for run in runs]}
+    figures = "".join(
+        f'<figure class="chart" id="chart-{chart.name}"><script type="application/json">{as_data(chart._asdict())}</script></figure>'
+        for chart in found
+    )
+    return (
+        f'<script type="application/json" id="about">{as_data(about)}</script><section class="grid">{figures}</section>'
+    )
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], code: bool = False) -> str:
+    """Return a table with names on the left and a column for each run; a single run has no header."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{_dot(i)}{escape(name)}</th>" for i, name in enumerate(names)) if len(names) > 1 else ""
+    lines = "".join(
+        f"<tr><th>{f'<code>{escape(name)}</code>' if code else escape(name)}</th>"
+        + "".join(f"<td>{escape(value)}</td>" for value in values)
+        + "</tr>"
+        for name, values in rows
+    )
+    top = f"<thead><tr><th></th>{head}</tr></thead>" if head else ""
+    words = f"<h2>{escape(title)}</h2>" if title else ""
+    return f'<section>{words}<div class="wide"><table>{top}<tbody>{lines}</tbody></table></div></section>'
+
+
+def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
+    of = f": {_dot(run)}{escape(runs[run].name)}" if len(runs) > 1 else ""
+    return (
+        f'<section><h2>Pipeline timetable{of}</h2><div class="wide">{as_svg(table)}</div><p class="note">'
+        f"Forward blue, backward orange, weight gradients green; numbers are micro-batches. The whole step took "
+        f"{table.chosen.seconds * 1e3:.1f} ms; the median of {table.kept} is {table.usual * 1e3:.1f} ms.</p></section>"
+    )
+
+
+def _samples(runs: Sequence[RunRead]) -> str:
+    """Return the samples of all runs by prompt, newest checkpoint first."""
+    by_prompt: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for i, run in enumerate(runs):
+        for row in run.samples:
+            by_prompt.setdefault(str(row["prompt"]), []).append((i, row))
+    parts = []
+    for prompt, rows in by_prompt.items():
+        lines = "".join(
+            f"<li>{_dot(i) if len(runs) > 1 else ''}<b>{row['iteration']:,}</b><p>{_continued(prompt, str(row['text']))}</p></li>"
+            for i, row in sorted(rows, key=lambda each: (-each[1]["iteration"], each[0]))
+        )
+        parts.append(f'<article><h3>{escape(prompt) or "(no prompt)"}</h3><ol class="samples">{lines}</ol></article>')
+    if not parts:
+        return ""
+    return f'<section><h2>Written on the way</h2><div class="prompts">{"".join(parts)}</div></section>'
+
+
+def _continued(prompt: str, text: str) -> str:
+    """Return the text with its prompt in a different colour."""
+    if prompt and text.startswith(prompt):
+        return f"<span>{escape(prompt)}</span>{escape(text[len(prompt) :])}"
+    return escape(text)
+
+
+def _settings(runs: Sequence[RunRead], rows: Sequence[Setting]) -> str:
+    names = [run.name for run in runs]
+    differ = [(row.flag, row.values) for row in rows if row.differs]
+    changed = [(row.flag, row.values) for row in rows if row.changed and not row.differs]
+    parts = []
+    if len(runs) > 1:
+        words = "Settings that differ" if differ else "No setting differs but the folders"
+        parts.append(_table(words, names, differ, code=True) or f"<section><h2>{words}</h2></section>")
+    shared = "Settings that are not the defaults" + (", the same in all" if len(runs) > 1 else "")
+    parts.append(_table(shared, names[:1], [(name, values[:1]) for name, values in changed], code=True))
+    for section in dict.fromkeys(row.section for row in rows):
+        own = [(row.flag, row.values) for row in rows if row.section == section]
+        inside = _table("", names, own, code=True)
+        parts.append(f'<details id="all-{section}"><summary>all of {section}</summary>{inside}</details>')
+    return "".join(parts)

@@ -1,0 +1,195 @@
+"""Write a page about runs, as one file or served live: curves, timetables, samples, settings and differences."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data_utils.cli import Parser, run
+from megatron.atomic import whole_file, write_text
+from megatron.checkpointing.relocation import relocated
+from megatron.config import Config
+from megatron.config.command_line import from_file
+from megatron.config.fields import describe
+from megatron.training.memory.sizes import parameters
+from tds import timeline
+
+from . import facts, serve
+from .page import body, page
+from .runs import RunRead, names_of, read_run
+from .timetable import Timetable, read_timetable
+from .unigram import of_targets, of_text
+
+EXAMPLES = """\
+  python tools/report.py runs/gpt2                        report.html and loss.png in its folder
+  python tools/report.py runs/a runs/b --output both.html
+  python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with what each kept checkpoint writes
+  python tools/report.py runs/gpt2 --serve                live, at http://127.0.0.1:8765/ while it goes on"""
+PORT = 8765
+Row = dict[str, Any]
+
+
+def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
+    """Return unigram entropies in nats per token, by what they describe; {} without validation text."""
+    if config["model"]["family"] != "t5":
+        if config["data"]["objective"] == "sft":
+            return {}  # the loss covers only some of the tokens
+        text = of_text(config)
+        return {} if text is None else {"validation text": text}
+    if not train:
+        return {}
+    batch = train[-1]["consumed_samples"] // train[-1]["iteration"]
+    both = of_targets(
+        relocated(from_file(str(run_dir / "config.json")), run_dir), batch * config["train"]["eval_iters"]
+    )
+    return {} if both is None else {"targets": both.targets, "masked text": both.text}
+
+
+def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
+    """Draw the loss curves as a PNG. Raises ValueError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install -e '.[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
+    for split, key, label, colour, marker in (
+        ("train", "lm_loss", "training loss", "#9db7d5", None),
+        ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
+        ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
+    ):
+        chosen = [row for row in rows if row.get("split") == split and key in row]
+        if chosen:
+            x, y = [row["iteration"] for row in chosen], [row[key] for row in chosen]
+            axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.8, label=label)
+    for (of, nats), style in zip(baselines.items(), (":", "--") if len(baselines) > 1 else ("--",), strict=False):
+        axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {of}")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("nats per token")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
+    figure.tight_layout()
+    with whole_file(path) as there:
+        figure.savefig(there, format="png")
+    plt.close(figure)
+
+
+class Reader:
+    """Reader of a page's runs. Each call reads them again; expensive results are cached until files change."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders, self.names = list(folders), names_of(folders)
+        self._baselines: dict[Path, dict[str, float]] = {}
+        self._timetables: dict[Path, tuple[float, Timetable | None]] = {}
+
+    def runs(self) -> list[RunRead]:
+        """Return the runs in their current state. Raises ValueError for a folder that holds no run."""
+        return [self._run(folder, name) for folder, name in zip(self.folders, self.names, strict=True)]
+
+    def _run(self, folder: Path, name: str) -> RunRead:
+        found = read_run(folder, name)
+        known = self._baselines.get(folder)
+        if known is None:
+            known = baselines_of(folder, found.config.to_dict(), found.part("train"))
+            if known or found.part("train"):
+                self._baselines[folder] = known
+        return replace(found, baselines=known)
+
+    def timetables(self) -> dict[int, Timetable]:
+        """Return the timetables of runs that kept pipeline timelines, by index of the run."""
+        found = {}
+        for i, folder in enumerate(self.folders):
+            changed = max((p.stat().st_mtime for p in (folder / timeline.FOLDER).glob("rank_*.json")), default=0.0)
+            if self._timetables.get(folder, (-1.0, None))[0] != changed:
+                self._timetables[folder] = changed, read_timetable(folder) if changed else None
+            if table := self._timetables[folder][1]:
+                found[i] = table
+        return found
+
+    def whole(self, live: bool = False) -> str:
+        """Return the HTML of the whole page."""
+        runs = self.runs()
+        return page(runs, [_parameters(each.config) for each in runs], self.timetables(), live)
+
+    def body(self) -> str:
+        """Return the part of the page that changes while runs continue."""
+        runs = self.runs()
+        return body(runs, [_parameters(each.config) for each in runs], self.timetables())
+
+
+def _parameters(config: Config) -> int | None:
+    """Return the number of parameters, or None for user-defined models."""
+    if config.model.family is None or not config.model.vocab_size:
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return parameters(config)
+    return None
+
+
+def main(args: argparse.Namespace) -> None:
+    given = [*args.runs, *([args.run_dir] if args.run_dir else [])]
+    if not given:
+        raise ValueError("name the folder of a run, or several")
+    reader = Reader([Path(each) for each in dict.fromkeys(given)])
+    if args.prompt:
+        from .kept_samples import write_samples  # importing torch is slow, so reports without --prompt avoid it
+
+        for folder in reader.folders:
+            write_samples(folder, args.prompt, args.max_new_tokens)
+    runs = reader.runs()
+    print("\n".join(facts.as_text(reader.names, [facts.results(each) for each in runs])), flush=True)
+    if args.serve:
+        _serve(reader, args.port)
+        return
+    home = Path(args.output) if args.output else reader.folders[0] / "report.html"
+    files = home.name if len(runs) > 1 or args.output else "loss.png and report.html"
+    try:
+        if len(runs) == 1 and not args.output:
+            draw(runs[0].rows, dict(runs[0].baselines), home.with_name("loss.png"))
+        home.parent.mkdir(parents=True, exist_ok=True)
+        write_text(home, reader.whole())
+    except (ValueError, OSError) as error:
+        print(f"report.py: {files} were not written in {home.parent}: {describe(error)}", file=sys.stderr)
+        return
+    if len(runs) > 1 or args.output:
+        print(f"-> {home}")
+
+
+def _serve(reader: Reader, port: int) -> None:
+    """Serve the page until Ctrl-C."""
+    try:
+        there = serve.server(lambda: reader.whole(live=True), reader.body, port)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--port {port} cannot be had ({error}); another one can, or 0 for any") from None
+    print(f"live at http://{serve.HOST}:{there.server_address[1]}/ until Ctrl-C", flush=True)
+    with there, contextlib.suppress(KeyboardInterrupt):
+        there.serve_forever()
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="folders of runs")
+    add("--run-dir", help="the folder of a run, as other tools name it")
+    add("--output", help="the page (default: report.html in the folder of the first run)")
+    add(
+        "--prompt", action="append", help="show what each kept checkpoint writes after this; may be given several times"
+    )
+    add("--max-new-tokens", type=int, default=48, help="of --prompt: how long that is (default: 48)")
+    add("--serve", action="store_true", help="show the page to browsers of this machine, and keep it up to date")
+    add("--port", type=int, default=PORT, help=f"of --serve; 0 for one that is free (default: {PORT})")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,120 @@
+"""Timetable of a traced iteration, with the ideal schedule of the same passes for comparison."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tds import timeline
+from tds.schedule import Plan, schedule_of
+from tds.timetable import Span, bubble
+
+from ..simulate.simulator import Costs, simulate
+
+WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
+
+
+class Timetable(NamedTuple):
+    """A traced iteration.
+
+    ideal: the same passes on stages that only wait for inputs. usual: seconds of the median iteration. kept:
+    number of iterations in the trace.
+    """
+
+    stages: int
+    schedule: str
+    chosen: timeline.Iteration
+    ideal: list[Span]
+    usual: float
+    kept: int
+
+    def rows(self) -> dict[str, list[Span]]:
+        """Return the ideal and the real timetable by title."""
+        end, real = (max(span.end for span in spans) for spans in (self.ideal, self.chosen.spans))
+        return {
+            f"ideal {self.schedule} of the same passes: {end * 1e3:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
+            f"iteration {self.chosen.number}: {real * 1e3:.1f} ms, bubble {self.chosen.bubble:.1%}": self.chosen.spans,
+        }
+
+
+def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
+    """Return the instructions of every stage."""
+    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
+    return [list(schedule(stage, stages, micros)) for stage in range(stages)]
+
+
+def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = None) -> Timetable:
+    """Return the timetable of `iteration`, or of the one with median time.
+
+    ranks: traces from `timeline.read`. Raises ValueError if the iteration is missing.
+    """
+    found = timeline.iterations(ranks)
+    if not found:
+        raise ValueError("the timeline holds no iteration that all stages have kept whole")
+    usual = statistics.median(each.seconds for each in found)
+    chosen = min(found, key=lambda each: abs(each.seconds - usual))
+    if iteration is not None:
+        named = [each for each in found if each.number == iteration]
+        if not named:
+            raise ValueError(f"--iteration {iteration} is not there: {found[0].number} to {found[-1].number} are")
+        chosen = named[0]
+    about = ranks[0].about
+    return Timetable(about["stages"], about["schedule"], chosen, ideal_of(about, chosen.spans), usual, len(found))
+
+
+def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
+    """Return the schedule with median pass times, on stages that only wait for inputs."""
+    stages, chunks = int(about["stages"]), int(about["chunks"])
+    chunks = chunks if stages > 1 else 1
+    plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
+
+    def usual(kind: str, stage: int, chunk: int) -> float:
+        took = [s.end - s.begin for s in spans if (s.kind, s.stage, s.chunk) == (kind, stage, chunk)]
+        return statistics.median(took) if took else 0.0
+
+    def weight(stage: int, chunk: int) -> float:
+        return usual("W", stage, chunk)
+
+    def backward(stage: int, chunk: int) -> float:
+        return usual("B", stage, chunk) + weight(stage, chunk)
+
+    costs = Costs(lambda stage, chunk: usual("F", stage, chunk), backward, weight)
+    found = simulate(plan, costs, steps=1).spans
+    zero = min(span.begin for span in found)
+    return [replace(span, begin=span.begin - zero, end=span.end - zero) for span in found]
+
+
+def read_timetable(run_dir: Path) -> Timetable | None:
+    """Return the timetable of a pipeline run with timelines, or None if there is none."""
+    folder = run_dir / timeline.FOLDER
+    try:
+        ranks = timeline.read(folder)
+        return timetable_of(ranks) if ranks[0].about["pipeline"] and ranks[0].about["stages"] > 1 else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def as_svg(table: Timetable) -> str:
+    """Return both timetables on one scale. Colours are CSS classes that the page defines."""
+    rows, stages = table.rows(), table.stages
+    scale = (WIDTH - LEFT - 4) / max(span.end for spans in rows.values() for span in spans)
+    tall = stages * HEIGHT + 32
+    parts = [f'<svg class="timetable" viewBox="0 0 {WIDTH} {tall * len(rows)}" width="{WIDTH}" role="img">']
+    for row, (words, spans) in enumerate(rows.items()):
+        top = row * tall + 24
+        parts.append(f'<text class="head" x="0" y="{top - 8}">{words}</text>')
+        parts += [f'<text x="0" y="{top + s * HEIGHT + 19}">stage {s}</text>' for s in range(stages)]
+        parts += [_bar(span, scale, top + span.stage * HEIGHT + 2) for span in spans]
+    return "".join([*parts, "</svg>"])
+
+
+def _bar(span: Span, scale: float, y: int) -> str:
+    x, w = LEFT + span.begin * scale, (span.end - span.begin) * scale
+    what = {"F": "forward", "B": "backward", "W": "weight gradients"}[span.kind]
+    words = f"stage {span.stage}, micro-batch {span.micro}, {what}: {(span.end - span.begin) * 1e3:.2f} ms"
+    number = f'<text class="in" x="{x + w / 2:.1f}" y="{y + 17}">{span.micro}</text>' if w > 14 else ""
+    return (
+        f'<g><title>{words}</title><rect class="{span.kind}{span.chunk % 2}" x="{x:.1f}" y="{y}" '
+        f'width="{max(w - 1, 0.6):.1f}" height="{HEIGHT - 5}" rx="3"/>{number}</g>'
+    )

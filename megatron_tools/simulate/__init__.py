@@ -1,0 +1,1 @@
+"""Simulation of pipeline schedules, and short profiled runs that measure the costs it needs."""

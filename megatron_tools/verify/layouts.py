@@ -1,0 +1,86 @@
+"""Layouts in the user's notation, such as `pp 2, tp 2`, and their flags."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.fields import ConfigError
+from tds.schedule import NAMES
+
+WORDS = ("pp", "tp", "dp", "cp", "vpp", "zero", "sp", "schedule")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout. pp: 0 means no pipeline. sp: sequence parallelism over the model-parallel ranks."""
+
+    pp: int = 0
+    tp: int = 1
+    dp: int = 1
+    cp: int = 1
+    vpp: int = 1
+    zero: int = 0
+    sp: bool = False
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the run."""
+        return max(self.pp, 1) * self.tp * self.dp * self.cp
+
+    def __str__(self) -> str:
+        plain = Layout()
+        said = ["sp" if name == "sp" else f"{name} {getattr(self, name)}"
+                for name in WORDS if getattr(self, name) != getattr(plain, name)]  # fmt: skip
+        return ", ".join(said) or "one process"
+
+    def flags(self, micros: int) -> list[str]:
+        """Return an entry script's flags for `micros` micro-batches over all replicas. Raises ConfigError."""
+        if micros % self.dp:
+            raise ConfigError(
+                f"layout {self}: {micros} micro-batches cannot be shared out over {self.dp} replicas; change --micros"
+            )
+        sequence = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
+        context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # T5 does not have this flag
+        return [
+            "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context, *sequence,
+            "--pipeline-schedule", self.schedule, "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
+            "--gas", str(micros // self.dp),
+        ]  # fmt: skip
+
+
+ONE = Layout()
+DEFAULT = ("pp 2", "tp 2", "pp 2, tp 2", "dp 2, zero 1")
+
+
+def read_layout(text: str) -> Layout:
+    """Parse a layout such as `pp 2, tp 2, zero 1, sp, schedule zb-h1`. Raises ConfigError with what is allowed."""
+    values: dict[str, object] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition(" ")
+        value = value.strip()
+        if name == "sp" and not value:
+            values["sp"] = True
+        elif name == "schedule" and value in NAMES:
+            values["schedule"] = value
+        elif (
+            name in ("pp", "tp", "dp", "cp", "vpp", "zero")
+            and value.isdecimal()
+            and (int(value) or name in ("pp", "zero"))
+        ):
+            values[name] = int(value)
+        else:
+            raise ConfigError(
+                f"layout {text!r}: cannot read {part!r}; a layout is such as 'pp 2, tp 2, dp 2, zero 1', of the words "
+                f"pp, tp, dp, cp, vpp and zero with a number, sp, and schedule with one of {', '.join(NAMES)}"
+            )
+    if values.get("vpp", 1) != 1:
+        values.setdefault("schedule", "interleaved")
+    return Layout(**values)  # type: ignore[arg-type]
+
+
+def common_micros(layouts: Sequence[Layout]) -> int:
+    """Return the micro-batches of an iteration for all layouts: per replica at least 2, and one for each stage."""
+    least = math.lcm(*(layout.dp for layout in layouts))
+    wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)
+    return least * math.ceil(wanted / least)

@@ -1,0 +1,198 @@
+"""Recorder of one rank's initial values, module outputs, gradients and losses over a few training steps.
+
+A record is a file per rank with plain dicts and tensors. Outputs are those of the first step. Hooks capture
+each gradient as autograd passes it to the parameter, before any reduction over replicas.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.atomic import write_text
+from megatron.model.layers import global_buffers, global_parameters
+from megatron.training import setup
+from megatron.training.engine import Batches, Engine, PipeEngine, Step
+from tds import optimizer_state as zero_state
+
+MOST_BYTES = 2**31  # limit for the outputs that a rank keeps
+
+
+def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (global name, module) of each layer on this rank; without `named_layers`, of the model's children."""
+    named: Any = getattr(model, "named_layers", None)
+    if named is not None:
+        return list(named())
+    tied = getattr(model, "tied_modules", nn.ModuleDict())
+    ties = [(f"tied_modules.{key}", module) for key, module in tied.items()]
+    return ties + [(name, module) for name, module in model.named_children() if module is not tied]
+
+
+def _modules(layers: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for layer_name, layer in layers:
+        for name, module in layer.named_modules():
+            yield f"{layer_name}.{name}" if name else layer_name, module
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a module's output, in order."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors(value)
+    elif isinstance(outputs, (tuple, list)):
+        for value in outputs:
+            yield from _tensors(value)
+
+
+class Recorder:
+    """Records an engine for `steps` steps, then writes `folder/rank<r>.pt`.
+
+    every: record the outputs of all micro-batches instead of only the first.
+    """
+
+    def __init__(self, folder: Path, steps: int, every: bool) -> None:
+        self.folder, self.steps, self.every = folder, steps, every
+        self.losses: list[float] = []
+        self.outputs: list[dict[str, Any]] = []
+        self.gradients: dict[str, Tensor] = {}
+        self._at: tuple[int, int] | None = None  # micro-batch and chunk during a forward pass
+        self._calls: Counter[Any] = Counter()
+        self._inside: list[str] = []  # modules whose forward has begun but not returned
+        self._bytes, self._hooks = 0, list[Any]()
+
+    def attach(self, engine: Engine) -> Engine:
+        """Attach to an engine, and return it."""
+        self._model = engine.deepspeed.module
+        mesh = mpu.get_mesh()
+        self.record: dict[str, Any] = {
+            "rank": dist.get_rank(), "pipe": mesh.pipe.rank, "data": mesh.data.rank, "model": mesh.model.rank,
+            "share": tuple(mesh.share), "context": mesh.context.size, "layers": [name for name, _ in named_layers(self._model)],
+            "kinds": {name: type(module).__name__ for name, module in _modules(named_layers(self._model))},
+            "specs": {name: _plain(parameter) for name, parameter in global_parameters(self._model)},
+            "weights": {name: zero_state.get_weight(p).detach().cpu().clone() for name, p in global_parameters(self._model)},
+        }  # fmt: skip
+        self._begun = _buffers(self._model)
+        self._listen(engine)
+        for name, module in _modules(named_layers(self._model)):
+            self._hooks += [
+                module.register_forward_pre_hook(partial(self._begins, name)),
+                module.register_forward_hook(partial(self._ends, name)),
+            ]
+        for name, parameter in global_parameters(self._model):
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(partial(self._learned, name)))  # type: ignore[no-untyped-call]
+        self._honest = engine.train_batch
+        engine.train_batch = self._train_batch  # type: ignore[method-assign]
+        return engine
+
+    def _listen(self, engine: Any) -> None:
+        """Track the current micro-batch; recomputation in a backward pass does not count."""
+        if isinstance(engine, PipeEngine):
+            ds = engine.deepspeed
+            honest_forward = ds._forward
+
+            def forward(instruction: Any) -> None:
+                self._pass(instruction.micro, instruction.chunk, lambda: honest_forward(instruction))
+
+            ds._forward = forward
+            self.record["scale"] = 1 if ds._overlaps else ds.dp_world_size
+            return
+        honest_loss, numbers = engine.loss, Counter[str]()
+
+        def loss(model: Any, batch: Any) -> Tensor:
+            numbers["seen"] += 1
+            made: Tensor = self._pass(numbers["seen"] - 1, 0, lambda: honest_loss(model, batch))
+            return made
+
+        engine.loss = loss
+        self.record["scale"] = engine.factor // engine.gas
+
+    def _pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
+        wanted = self._model.training and not self.losses and (self.every or micro == 0)
+        self._at = (micro, chunk) if wanted else None
+        try:
+            return run()
+        finally:
+            self._at = None
+
+    def _begins(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._inside.append(name)
+
+    def _ends(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+        if self._at is None or self._bytes > MOST_BYTES:
+            return
+        micro, chunk = self._at
+        call = self._calls[micro, chunk, name]
+        self._calls[micro, chunk, name] += 1
+        for number, each in enumerate(_tensors(outputs)):
+            value = each.detach().cpu().clone()
+            self._bytes += value.nbytes
+            self.outputs.append(
+                {"micro": micro, "chunk": chunk, "name": name, "call": call, "number": number, "value": value}
+            )
+
+    def _learned(self, name: str, gradient: Tensor) -> None:
+        if not self.losses:
+            value = gradient.detach().double().cpu()
+            self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
+
+    def _train_batch(self, batches: Batches | None, lr: float) -> Step:
+        try:
+            step = self._honest(batches, lr)
+        except Exception:
+            if self._inside:
+                write_text(self.folder / f"stopped{dist.get_rank()}", self._inside[-1])
+            raise
+        self.losses.append(float(step.loss))
+        if len(self.losses) == self.steps:
+            self._write()
+        return step
+
+    def _write(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
+        buffers = _buffers(self._model)
+        found["buffers"] = buffers
+        found["changed"] = [name for name, value in buffers.items() if not torch.equal(value, self._begun[name])]
+        found["cut_short"] = self._bytes > MOST_BYTES
+        torch.save(found, self.folder / f"rank{dist.get_rank()}.pt")
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().cpu().clone() for name, buffer in global_buffers(model)}
+
+
+def _plain(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the sharding of a parameter as plain values."""
+    spec = mpu.spec_of(parameter)
+    return {"dim": spec.dim, "full": spec.full_shape, "local": spec.local_shape, "rows": tuple(spec.rows) if spec.local_shape else (0, 0, 1)}  # fmt: skip
+
+
+def record_run(folder: Path, steps: int) -> Callable[[], None]:
+    """Record subsequent runs in this process into `folder`. Return a function that undoes it.
+
+    A run gets its engine from `megatron.training.setup`, once. This is the only point of contact with
+    recording.
+    """
+    home: Any = setup
+    honest = home.build_engine
+
+    def build(*args: Any) -> Engine:
+        return Recorder(folder, steps, every=dist.get_world_size() == 1).attach(honest(*args))
+
+    def undo() -> None:
+        home.build_engine = honest
+
+    home.build_engine = build
+    return undo

@@ -1,0 +1,144 @@
+"""Run an entry script in several layouts on CPU ranks, and name the first layer that differs from one process.
+
+Each layout trains for a few steps. Everything after -- is passed to the script; keep the model tiny. Dropout is
+off unless --keep-dropout is given, because replicas and tensor-parallel ranks draw different masks. Exit code 0
+if all layouts agree, else 1.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import megatron
+from data_utils.cli import Parser, run
+
+from .layouts import DEFAULT, Layout, common_micros, read_layout
+
+EXAMPLES = """\
+  python tools/verify_layout.py pretrain_gpt2.py -- --data-path runs/steps/data_text_document \\
+      --vocab-file runs/steps/tokenizer.model --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64
+  python tools/verify_layout.py examples/pretrain_decoder.py --layouts "pp 2" "tp 2, sp" --precision fp64 -- --data-path ..."""
+NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
+
+
+def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
+    """Return the flags of one layout; the script gets them after the user's flags, so they take precedence."""
+    dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    return [
+        *args.flags, *dropout, *layout.flags(micros), "--train-iters", str(args.steps), "--precision", args.precision,
+        "--eval-iters", "0", "--eval-interval", "0", "--save-interval", "0", "--no-save-at-end", "--log-interval", "1",
+        "--no-compile", "--no-tensorboard", "--num-workers", "0", "--run-dir", str(run_dir),
+    ]  # fmt: skip
+
+
+def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:
+    """Train in `layout` with the ranks' records in `folder`. Return an error message, or None on success."""
+    folder.mkdir()
+    flags = flags_of_steps(args, layout, micros, folder / "run")
+    rank = ["megatron_tools.verify.verify_rank", str(folder), str(args.steps), args.script, *flags]
+    launcher = ["megatron_tools.launch", "--standalone", "--nproc-per-node", str(layout.ranks), "-m"]
+    command = [sys.executable, "-m", *(launcher if layout.ranks > 1 else []), *rank]
+    places = [str(Path(megatron.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, **NO_DEVICES, "PYTHONPATH": os.pathsep.join(places)}
+    try:
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {args.timeout:g} s (--timeout)"
+    if len(list(folder.glob("rank*.pt"))) == layout.ranks:
+        return None
+    return failure(folder, ended.returncode, ended.stderr)
+
+
+def failure(folder: Path, code: int, stderr: str) -> str:
+    """Return why a run left no records, and in which module it stopped, if known."""
+    where = sorted({path.read_text(encoding="utf-8") for path in folder.glob("stopped*")})
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    words = next((line for line in lines if not line.startswith(("Traceback", " ", "warning", "W0", "W1"))), "")
+    last = lines[-1] if lines and lines[-1] not in words else ""
+    said = "; ".join(part.strip() for part in (words, last) if part) or f"ended with code {code} and no record"
+    return (f"stopped in layer {', '.join(where)}: " if where else "") + said
+
+
+def main(args: argparse.Namespace) -> None:
+    if not Path(args.script).is_file():
+        raise ValueError(f"there is no script {args.script}")
+    for name in ("steps", "micros"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if args.tolerance is not None and not 0 < args.tolerance < 1:
+        raise ValueError(f"--tolerance {args.tolerance} must be a share between 0 and 1, such as 1e-4")
+    one, layouts = read_layout(args.reference), [read_layout(text) for text in args.layouts]
+    if one.ranks > 1:
+        raise ValueError(f"--reference {args.reference!r} has {one.ranks} ranks: it must be one process, pp 0 or pp 1")
+    micros = args.micros or common_micros(layouts)
+    from .compare import TOLERANCE, Comparison, Verdict, as_table
+    from .records import Records
+
+    tolerance = args.tolerance or TOLERANCE[args.precision]
+    with tempfile.TemporaryDirectory() as folder:
+        said = start(args, one, micros, Path(folder, "one"))
+        if said:
+            raise ValueError(f"the run in one process, with which others are compared: {said}")
+        expected, verdicts = Records.read(Path(folder, "one"), micros), list[Verdict]()
+        for number, layout in enumerate(layouts):
+            where = Path(folder, str(number))
+            said = start(args, layout, micros, where)
+            if said:
+                verdicts.append(Verdict(str(layout), stopped=said))
+            else:
+                verdicts.append(Comparison(expected, Records.read(where, micros), tolerance).verdict(str(layout)))
+    print(f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}" + ("" if args.keep_dropout else ", without dropout"))  # fmt: skip
+    print(as_table(verdicts, tolerance))
+    if not all(verdict.agrees for verdict in verdicts):
+        sys.exit(1)
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("script", help="an entry script, of this project or your own")
+    add("--layouts", nargs="+", default=list(DEFAULT), metavar="LAYOUT",
+        help='such as "pp 2, tp 2", "dp 2, zero 1", "tp 2, sp", "pp 2, vpp 2", "pp 2, schedule zb-h1" (default: %(default)s)')  # fmt: skip
+    add(
+        "--reference",
+        default="pp 0",
+        help="what they are compared with: pp 0, or pp 1 for a model that is always a pipeline",
+    )
+    add("--steps", type=int, default=3, help="optimizer steps (default: 3)")
+    add("--micros", type=int, help="micro-batches of a step, over all replicas (default: what fits all layouts)")
+    add(
+        "--precision",
+        choices=("fp32", "fp64"),
+        default="fp32",
+        help="fp64 leaves no doubt, and knows no ZeRO (default: fp32)",
+    )
+    add("--tolerance", type=float, help="relative difference that still agrees (default: 1e-4 in fp32, 1e-9 in fp64)")
+    add("--keep-dropout", action="store_true", help="leave dropout as the flags say")
+    add("--timeout", type=float, default=600.0, help="seconds that a layout may take (default: 600)")
+    return parser
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments into this tool's, before `--`, and the script's."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def cli() -> None:
+    ours, flags = split_flags(sys.argv[1:])
+    parser = build_parser()
+    parser.set_defaults(flags=flags)
+    strange = [word for word in parser.parse_known_args(ours)[1] if word.startswith("--")]
+    if strange and not flags:
+        parser.error(
+            f"{strange[0]} is no flag of this tool: flags of the script come after --, as in: verify_layout.py SCRIPT -- {strange[0]} ..."
+        )
+    run(main, parser, ours)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,193 @@
+"""Evaluate a GPT-2 or Llama, ours or Hugging Face's: perplexity and bits per byte of a text, or cloze accuracy.
+
+Uses the GPU if there is one.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils.cli import Parser, run
+from data_utils.documents import texts
+from data_utils.progress import Progress
+from megatron import mpu
+from megatron.checkpointing import find_checkpoint, load_weights
+from megatron.checkpointing.shapes import described
+from megatron.model.gpt2 import GPT2Model
+from megatron.ranks import device
+from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer.load import folder_has_one, refuse_other_ids
+
+from ..convert.hf_config import check_tokenizer
+from ..convert.hf_folder import Folder, is_hf_folder
+from .lm_eval import Harness, evaluate_tasks
+from .scoring import Logits, Score, border, completes, nats_of
+
+EXAMPLES = """\
+  python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
+  python tools/evaluate.py --load runs/gpt2 --cloze questions.jsonl
+      each line {"context": "...", "target": "..."}: is the target what the model finds likeliest?
+  python tools/evaluate.py --hf exported/ --input held_out.jsonl
+  python tools/evaluate.py --load runs/gpt2 --tasks lambada_openai,hellaswag    (pip install lm-eval)"""
+
+
+class Subject:
+    """A model to evaluate: its logits, tokenizer, context window in tokens, and device."""
+
+    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
+        self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
+
+
+def ours(args: argparse.Namespace) -> Subject:
+    """Return the model of --load, from one of our runs or from a Hugging Face folder, computed by our code."""
+    theirs = Folder(Path(args.load)) if is_hf_folder(Path(args.load)) else None
+    path = theirs.path if theirs else find_checkpoint(args.load)
+    config = theirs.config if theirs else described(path)
+    if config.is_t5:
+        raise ValueError(f"{path} is a T5; evaluate.py scores left-to-right models: tools/generate.py fills T5's gaps")
+    vocab_file = args.vocab_file or (str(path) if theirs else config.data.vocab_file)
+    if vocab_file is None:
+        raise ValueError("no tokenizer: give --vocab-file")
+    tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
+    with mpu.undrawn():
+        model = GPT2Model(config, parallel_output=False)
+    if theirs:
+        for note in check_tokenizer(theirs.values, theirs.given, tokenizer, path / "config.json"):
+            print(f"note: {note}", file=sys.stderr)
+        theirs.load(model)
+    else:
+        load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
+    here = device.current()
+    # The model was trained on samples of --seq-length tokens, even if it has more positions.
+    usual = config.positions if theirs else min(config.positions, config.data.seq_length)
+    return Subject(model.eval().to(here), tokenizer, _window(args, usual, config.positions), here)
+
+
+def _window(args: argparse.Namespace, usual: int, most: int) -> int:
+    """Return the context window in tokens: --window or the default."""
+    if args.window is not None and not 1 <= args.window <= most:
+        raise ValueError(
+            f"--window {args.window} must be from 1 to {most}, the tokens that this model can read at once"
+        )
+    return args.window or usual
+
+
+def hugging_face(args: argparse.Namespace) -> Subject:
+    """Return the model of a Hugging Face folder, computed by transformers."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("--hf needs the package transformers: pip install transformers") from None
+    model: Any = AutoModelForCausalLM.from_pretrained(args.hf, dtype=torch.float32)
+    here = device.current()
+    model.eval().to(here)
+    tokenizer = load_tokenizer(args.vocab_file or args.hf)
+    if args.vocab_file and folder_has_one(Path(args.hf)):
+        refuse_other_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
+    longest = model.config.max_position_embeddings
+    return Subject(lambda tokens: model(tokens).logits, tokenizer, _window(args, longest, longest), here)
+
+
+def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+    """Return loss and perplexity over documents, each scored separately and including its end-of-document token."""
+    score, tokenizer = Score(), subject.tokenizer
+    longest = subject.longest + 1  # the last token of a window is only a target
+    stride = args.stride or max(subject.longest // 2, 1)
+    for text in Progress(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
+        ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
+        nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
+        score += Score(sum(nats), len(nats), len(text), len(text.encode()))
+    if not score.tokens:
+        raise ValueError(f"no text in {', '.join(args.input)}")
+    return {
+        "loss": score.nats / score.tokens,
+        "perplexity": math.exp(min(score.nats / score.tokens, 700)),
+        "bits_per_byte": score.nats / math.log(2) / max(score.bytes, 1),
+        "bits_per_character": score.nats / math.log(2) / max(score.characters, 1),
+        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest, "stride": stride,
+    }  # fmt: skip
+
+
+def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the cloze accuracy on the texts of --cloze."""
+    right = total = 0
+    for number, line in enumerate(Path(args.cloze).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            context, target = record["context"], record["target"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f'{args.cloze}, line {number}: not of the form {{"context": "...", "target": "..."}}'
+            ) from None
+        # Encode both together, as in a text. A token across the boundary counts as part of the target.
+        known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
+        same = border(known, whole)
+        if same == len(whole):
+            raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
+        total += 1
+        before = [*subject.tokenizer.before, *whole[:same]]
+        right += completes(before, whole[same:], subject.logits_of, subject.longest + 1, subject.device)
+    if not total:
+        raise ValueError(f"no questions in {args.cloze}")
+    return {"accuracy": right / total, "right": right, "questions": total}
+
+
+def main(args: argparse.Namespace) -> None:
+    if bool(args.load) == bool(args.hf):
+        raise ValueError("give either --load (a run of ours) or --hf (a folder of Hugging Face)")
+    if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
+        raise ValueError("give one of --input (text to be predicted), --cloze (questions) and --tasks (of lm-eval)")
+    subject = ours(args) if args.load else hugging_face(args)
+    if args.tasks:
+        harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
+        by_task = evaluate_tasks(harness, args.tasks.split(","), args.limit, args.task_folder)
+        found = {f"{task} {name}": value for task, row in by_task.items() for name, value in row.items()}
+        found = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    else:
+        found = perplexity(subject, args) if args.input else cloze(subject, args)
+    for key, value in found.items():
+        print(f"{key.ljust(20)} {value:,.4f}" if isinstance(value, float) else f"{key.ljust(20)} {value:,}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("--load", help="a run directory, one of its checkpoints, or a GPT-2, Llama, Qwen or Mistral of Hugging Face")
+    add("--hf", help="a folder that transformers can load, computed by transformers")
+    add("--input", nargs="+", help="text files, as tools/preprocess_data.py reads them")
+    add("--cloze", help="a .jsonl of contexts and targets")
+    add("--tasks", help="names of lm-eval's tasks, by commas")
+    add("--task-folder", help="of --tasks: a folder with tasks of your own, as lm-eval describes them")
+    add("--limit", type=int, help="of --tasks: questions of each task")
+    add("--vocab-file", help="the tokenizer (default: the run's, or that of the folder)")
+    add("--json-key", default="text", help="key of the text in a record (default: text)")
+    add(
+        "--window",
+        type=int,
+        help="tokens that the model sees at once (default: --seq-length of the run, or what config.json of a folder says)",
+    )
+    add(
+        "--stride",
+        type=int,
+        help="targets of a window; fewer give each more context (default: half of the window)",
+    )
+    add("--json", help="write the numbers to this file")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

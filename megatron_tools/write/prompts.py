@@ -1,0 +1,196 @@
+"""Prompts of tools/generate.py: their flags, their sources, and the format in which the model was trained on them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from data_utils.inspect_data import of_conversations
+from megatron.config import Config
+from megatron.ranks.rank_0 import is_rank_0
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat import (
+    Message,
+    Template,
+    is_undated,
+    load_template,
+    missing_marks,
+    own_template,
+    template_from,
+    template_of_corpus,
+    turns_of,
+)
+
+from .questions import Asked, Conversation, Gap, Marks, Reader
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for prompts."""
+    add = parser.add_argument
+    add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
+    add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"; each text is one line, too')
+    add("--interactive", action="store_true", help="ask for prompts, one after another")
+    add(
+        "--special-tokens",
+        action="store_true",
+        help="names of special tokens in a prompt, such as <|im_start|>, stand for these tokens, as in transformers; else they are text",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help='prompts are what a user says to the assistant; a line of --input may have "messages"; --interactive keeps the conversation',
+    )
+    add(
+        "--chat-template",
+        help="of --chat: chatml, tokenizer (its own, in Jinja) or a Jinja file (default: that of the conversations that "
+        "the model was trained on, else the tokenizer's, else chatml)",
+    )
+    add("--suffix", help='write what stands between --prompt and this text; a line of --input may have a "suffix"')
+    add(
+        "--fim-tokens",
+        nargs=3,
+        metavar=("PREFIX", "MIDDLE", "SUFFIX"),
+        help="of --suffix: special tokens that mark the pieces (default: those of the training)",
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that contradict each other."""
+    if sum(map(bool, (args.prompt, args.input, args.interactive))) > 1:
+        raise ValueError("give one of --prompt, --input and --interactive")
+    if args.chat_template and not args.chat:
+        raise ValueError("--chat-template is for --chat")
+    if args.chat and (args.special_tokens or args.suffix is not None or args.fim_tokens):
+        raise ValueError("--chat writes special tokens itself: leave --special-tokens, --suffix and --fim-tokens out")
+    if args.suffix is not None and (args.interactive or args.input):
+        raise ValueError(
+            '--suffix goes with --prompt; lines of --input have their own, as {"prompt": ..., "suffix": ...}'
+        )
+
+
+def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
+    """Return the encoder of prompts for this model. Raises ValueError for unsupported flags."""
+    if config.is_t5:
+        given = [
+            name
+            for name in ("special_tokens", "chat", "suffix", "fim_tokens")
+            if getattr(args, name) not in (None, False)
+        ]
+        if given:
+            raise ValueError(
+                f"--{given[0].replace('_', '-')} is for decoders; a T5 reads names of its gaps in any prompt"
+            )
+        return Reader(tokenizer, goes_on=config.objective == "prefix-lm")
+    template = _template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
+    return Reader(tokenizer, template, _marks(args.fim_tokens, config, tokenizer), args.special_tokens)
+
+
+def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Template:
+    if name is None:
+        found, whose = _known_template(config, tokenizer, vocab_file)
+        print(f"note: conversations are written as {whose} has them", file=sys.stderr)
+    else:
+        found = load_template(name, tokenizer, vocab_file)
+    if missing := missing_marks(found, tokenizer):
+        print(
+            f"note: the tokenizer has no special token {' or '.join(missing)}: each is written as text", file=sys.stderr
+        )
+    return found
+
+
+def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tuple[Template, str]:
+    """Return the chat template of the training data, else of the tokenizer, else ChatML, and its origin in words."""
+    for prefix, about in of_conversations(config):
+        date = about.get("chat_date")
+        when = f", of {date}," if date else ", without a date," if is_undated(about) else ""
+        return template_of_corpus(about, tokenizer, vocab_file), f"the corpus {prefix}{when}"
+    if source := own_template(vocab_file):
+        return template_from(source, tokenizer, vocab_file), "the tokenizer"
+    return load_template("chatml", tokenizer, vocab_file), "chatml"
+
+
+def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Marks | None:
+    trained = bool(config.data.fim_rate)
+    names = names or (list(config.data.fim_tokens) if config.data.fim_tokens else None)
+    if names is None:
+        return None
+    if missing := [name for name in names if name not in tokenizer.marks]:
+        known = ", ".join(tokenizer.marks)
+        raise ValueError(
+            f"--fim-tokens: {' and '.join(missing)} is no special token of the tokenizer, which has {known}"
+        )
+    prefix, middle, suffix = (tokenizer.marks[name] for name in names)
+    return Marks(prefix, middle, suffix, inside=trained, spm=trained and config.data.fim_spm_rate == 1)
+
+
+def prompts(args: argparse.Namespace) -> Iterator[Asked]:
+    """Yield the prompts one after another, equal on all ranks."""
+    if args.input:
+        with open(args.input, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                yield _prompt_of(line, args.chat, f"{args.input}, line {number}")
+    elif args.interactive:
+        while True:
+            asked: list[Any] = [None]
+            if is_rank_0():
+                print("> ", end="", flush=True, file=sys.stderr)
+                asked[0] = sys.stdin.readline()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast_object_list(asked)
+            if not asked[0]:
+                return
+            said = asked[0].rstrip("\n")
+            if said or not args.chat:
+                yield _said(said, args.chat)
+    elif args.suffix is not None:
+        yield Gap(args.prompt, args.suffix)
+    else:
+        yield _said(args.prompt, args.chat)
+
+
+def _said(text: str, chat: bool) -> Asked:
+    return Conversation(turns_of([{"role": "user", "content": text}])) if chat else text
+
+
+def _prompt_of(line: str, chat: bool, where: str) -> Asked:
+    """Return the prompt in a line of text or of JSON with "prompt", "text" or, for conversations, "messages"."""
+    if not line.startswith("{"):
+        return _said(line.rstrip("\n"), chat)
+    wanted = '"messages" or a "prompt"' if chat else '"prompt"'
+    try:
+        content = json.loads(line)
+        found = next(
+            content[key] for key in ("messages", "prompt", "text") if key in content and (chat or key != "messages")
+        )
+    except (ValueError, StopIteration):
+        raise ValueError(f"{where} is not a JSON object with a {wanted}") from None
+    if chat and not isinstance(found, str):
+        return _conversation(found, where)
+    if isinstance(content.get("suffix"), str) and not chat:
+        return Gap(str(found), str(content["suffix"]))
+    return _said(str(found), chat)
+
+
+def _conversation(turns: object, where: str) -> Conversation:
+    try:
+        found = turns_of(turns)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not found or found[-1].role == "assistant":
+        raise ValueError(f"{where}: the conversation must end with what is to be answered")
+    return Conversation(found)
+
+
+def as_json(asked: Asked) -> dict[str, Any]:
+    """Return the prompt as the fields that an output line of --json repeats."""
+    if isinstance(asked, Conversation):
+        return {"messages": [message._asdict() for message in asked.messages]}
+    return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Gap) else {"prompt": asked}
+
+
+def with_answer(asked: Conversation, text: str) -> tuple[Message, ...]:
+    """Return the conversation with the assistant's answer appended."""
+    return (*asked.messages, Message("assistant", text))

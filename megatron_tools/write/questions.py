@@ -1,0 +1,163 @@
+"""User input as model input: text to continue, a conversation to answer, or text for fill-in-the-middle.
+
+Names of special tokens in a text are encoded as text unless the user requests otherwise. In conversations and
+fill-in-the-middle this holds for all `marks`, so that untrusted input cannot forge a turn or a span.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.tokenizer import SentinelTokenizer, Tokenizer
+from megatron.tokenizer.chat import ChatEncoder, Message, Template, turn_end
+
+
+class Gap(NamedTuple):
+    """The text before and after the missing part, for fill-in-the-middle."""
+
+    prefix: str
+    suffix: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of a conversation, the last of which is to be answered."""
+
+    messages: tuple[Message, ...]
+
+
+Asked = str | Gap | Conversation
+
+
+class Question(NamedTuple):
+    """A prompt as tokens, and the token that ends its answer.
+
+    before, after: text shown around the answer. hidden: ids to omit from the shown text.
+    """
+
+    prompt: Asked
+    tokens: list[int]
+    end: int
+    before: str = ""
+    after: str = ""
+    hidden: frozenset[int] = frozenset()
+
+
+class Marks(NamedTuple):
+    """Ids of the fill-in-the-middle tokens.
+
+    inside: the tokens that begin a text follow the first mark, as in `megatron.data.fim`, instead of preceding
+    it. spm: the suffix comes first.
+    """
+
+    prefix: int
+    middle: int
+    suffix: int
+    inside: bool
+    spm: bool
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Encoder of prompts.
+
+    template: chat template. marks: fill-in-the-middle tokens. names: names of special tokens in a text become these
+    tokens. goes_on: the model is a T5 trained to continue text (--objective prefix-lm), not to fill masked spans.
+    """
+
+    tokenizer: Tokenizer
+    template: Template | None = None
+    marks: Marks | None = None
+    names: bool = False
+    goes_on: bool = False
+
+    def question(self, asked: Asked) -> Question:
+        """Return `asked` as a Question. Raises ValueError for a kind of prompt that this model does not support."""
+        if isinstance(self.tokenizer, SentinelTokenizer):
+            if not isinstance(asked, str):
+                raise ValueError(
+                    "a T5 fills the gaps that its prompt names, such as <extra_id_0>: leave the suffix out"
+                )
+            return _to_go_on(asked, self.tokenizer) if self.goes_on else _of_t5(asked, self.tokenizer)
+        if isinstance(asked, Conversation):
+            return self._of_conversation(asked)
+        if isinstance(asked, Gap):
+            return self._of_gap(asked)
+        tokenizer = self.tokenizer
+        # A prompt is encoded like text of the corpus, so added tokens that are not special stay tokens.
+        found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
+        ids = [*tokenizer.start, *found]
+        return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
+
+    def _of_conversation(self, asked: Conversation) -> Question:
+        """Return a conversation as a Question.
+
+        Its answer ends with the template's end-of-turn token, or else with the end-of-document token, and shows
+        no special tokens.
+        """
+        assert self.template is not None
+        tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(self.template.asking(asked.messages))
+        end = turn_end(self.template, self.tokenizer)
+        hidden = frozenset(self.tokenizer.specials.values()) | ({end} if end is not None else set())
+        return Question(asked, tokens, self.tokenizer.eod if end is None else end, hidden=hidden)
+
+    def _of_gap(self, asked: Gap) -> Question:
+        assert self.marks is not None
+        prefix, middle, suffix, inside, spm = self.marks
+        tokenizer = self.tokenizer
+        start, tail = list(tokenizer.start), tokenizer.encode_content(asked.suffix, inside=True)
+        head = tokenizer.encode_names(asked.prefix) if self.names else tokenizer.encode_content(asked.prefix)
+        first = [prefix, *start] if inside else [*start, prefix]
+        tokens = [*first, *head, suffix, *tail, middle]
+        if spm:
+            tokens = (
+                [prefix, suffix, *tail, middle, *start, *head] if inside else [*first, suffix, *tail, middle, *head]
+            )
+        return Question(asked, tokens, self.tokenizer.eod, asked.prefix, asked.suffix)
+
+
+def _of_t5(asked: str, tokenizer: SentinelTokenizer) -> Question:
+    source = tokenizer.encode(asked)
+    if tokenizer.convention == "t5":
+        return Question(asked, [*source, tokenizer.eod], tokenizer.eod)
+    if not source:
+        raise ValueError("the prompt is empty: this T5 fills gaps in a text, such as <s_0>")
+    gaps = sum(token in tokenizer.sentinels for token in source)
+    if gaps >= tokenizer.count:
+        raise ValueError(
+            f"{gaps} gaps in the prompt: the model has {tokenizer.count} sentinels, one of them to close with"
+        )
+    return Question(asked, source, tokenizer.sentinels[gaps])
+
+
+def _to_go_on(asked: str, tokenizer: SentinelTokenizer) -> Question:
+    """Return a prefix as a Question, laid out as `megatron.data.t5_dataset` does."""
+    source = tokenizer.encode(asked)
+    if tokenizer.convention == "t5":
+        return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
+    if not source:
+        raise ValueError("the prompt is empty: this T5 goes on with a text")
+    return Question(asked, source, tokenizer.sentinels[1], asked)
+
+
+def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
+    """Return the answer's text up to its last whole character, because ids may end within one."""
+    return _written(tokenizer, question, ids).rstrip("\ufffd")
+
+
+def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
+    """Return the text of `ids` up to the end of the document, without hidden ids.
+
+    After a text prompt it is decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
+    leading space otherwise.
+    """
+    written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
+    shown = [i for i in written if i not in question.hidden]
+    if not isinstance(question.prompt, str):
+        return tokenizer.decode(shown)
+    read = question.tokens
+    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # the end of the encoder's input
+        read = read[:-1]
+    known, whole = tokenizer.decode(read), tokenizer.decode([*read, *shown])
+    return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(shown)
