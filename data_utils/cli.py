@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 # Flags of other projects' tools, with our flag or an explanation.
 ELSEWHERE = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
-    "--dataset-impl": "pairs of .bin and .idx are always mapped: leave it out", "--num-return-sequences": "--num-samples",
+    "--dataset-impl": ".bin and .idx files are always memory-mapped: leave it out", "--num-return-sequences": "--num-samples",
     "--do-sample": "--temperature 0 takes the likeliest token, any other draws: leave it out", "--max-length": "--max-new-tokens",
     "--load-dir": "--load", "--save-dir": "--output", "--output-dir": "--output", "--model-name-or-path": "--load",
     "--target-tensor-parallel-size": "checkpoints know no layout: leave it out",

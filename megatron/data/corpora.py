@@ -120,10 +120,10 @@ def made_with(prefix: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         words = describe_json(text, error) if isinstance(error, ValueError) and text else str(error)
         raise ValueError(
-            f"{path} is damaged ({words}): copy it again, or write the corpus again with tools/preprocess_data.py"
+            f"{path} is damaged ({words}): copy it again, or rebuild the corpus with tools/preprocess_data.py"
         ) from None
     if not isinstance(about, dict):
         raise ValueError(
-            f"{path} is no JSON object: copy it again, or write the corpus again with tools/preprocess_data.py"
+            f"{path} is no JSON object: copy it again, or rebuild the corpus with tools/preprocess_data.py"
         )
     return about

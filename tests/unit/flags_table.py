@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.config.fields import flag
 from megatron.config.foreign import core as foreign_core
-from megatron.config.foreign import deepspeed as foreign_trainer
+from megatron.config.foreign import keys as foreign_keys
 from megatron.config.foreign.flags import MEGATRON, VALUES
 from megatron.config.foreign.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
 from megatron.config.foreign.translate import written
@@ -73,7 +73,7 @@ def english() -> list[str]:
         _table("flag", "taken for", _rows((Means, ByValue, Depends)) | _values()),
         _table("flag", "has no effect, because", _rows((NoEffect,))),
         _table("flag", "is refused with this advice", _rows((Refused,))),
-        _table("name", "here", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_trainer.ROWS)),
+        _table("name", "here", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS)),
     ]
 
 
@@ -83,7 +83,7 @@ def chinese() -> list[str]:
         _table("参数", "当作", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),
         _table("参数", "被拒绝，建议是", _rows((Refused,), chinese=True)),
-        _table("名称", "这里", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_trainer.ROWS, chinese=True)),
+        _table("名称", "这里", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS, chinese=True)),
     ]
 
 

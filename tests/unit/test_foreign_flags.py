@@ -79,10 +79,10 @@ def test_the_original_run_scripts_start(tmp_path: Path) -> None:
     assert (config.train.precision, config.train.deepspeed_config) == ("fp16", "ds_config.json")
     assert (config.train_batch_size(4), config.model.hidden_bias) == (64, True)
     assert notes == [
-        "--data-impl mmap has no effect: pairs of .bin and .idx are always mapped",
+        "--data-impl mmap has no effect: .bin and .idx files are always memory-mapped",
         "--distributed-backend nccl has no effect: the device decides: NCCL between GPUs, gloo between CPUs",
         "--fp16 taken for --precision fp16",
-        "--deepspeed has no effect: every run is DeepSpeed's",
+        "--deepspeed has no effect: every run uses DeepSpeed",
         "--deepspeed_config ds_config.json taken for --deepspeed-config ds_config.json",
     ]
     fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16}
@@ -117,7 +117,7 @@ def test_megatrons_line_is_ours() -> None:
     )
     assert found == ours and none == []
     assert "--global-batch-size 16 taken for --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
-    assert "--merge-file v/merges.txt has no effect: it is read where it is, next to --vocab-file" in notes
+    assert "--merge-file v/merges.txt has no effect: it is next to --vocab-file, where it is looked for" in notes
     for vocab in ("v", "v/gpt2-vocab.json"):
         assert "has no effect" in taken(f"--vocab-file {vocab} --merge-file v/gpt2-merges.txt")[1][0]
     assert "--tokenizer-type GPT2BPETokenizer taken for --tokenizer-type auto" in notes
@@ -144,8 +144,8 @@ def test_megatrons_llama_is_ours() -> None:
         "--max-position-embeddings 8192 --no-tie-embeddings --attention-dropout 0 --hidden-dropout 0 --batch-size 1 --precision bf16"
     )
     assert found == ours and none == []
-    assert "--window-size 4095,0 taken for --sliding-window 4096 (the token itself is counted here)" in notes
-    assert "--group-query-attention has no effect: --num-key-value-heads says how many there are" in notes
+    assert "--window-size 4095,0 taken for --sliding-window 4096 (the count includes the token itself here)" in notes
+    assert "--group-query-attention has no effect: --num-key-value-heads sets the number of groups" in notes
     assert taken("--group-query-attention")[0].model.key_value_heads == 1
 
 
@@ -156,7 +156,7 @@ def test_a_gated_mlp_is_as_wide_as_megatrons(hidden: int) -> None:
     sizes = f"--hidden-size {hidden} --num-attention-heads 4"
     config, notes = taken(f"--swiglu {sizes}")
     assert (config.model.activation, config.model.ff_size) == ("swiglu", width)
-    why = "8/3 of --hidden-size, down to a multiple of 64, as there"
+    why = "8/3 of --hidden-size, rounded down to a multiple of 64, as there"
     assert notes == [f"--swiglu taken for --activation swiglu --ff-hidden-size {width} ({why})"]
     for given in ("--ffn-hidden-size 640", "--ff-hidden-size 640"):
         config, notes = taken(f"--swiglu {given} {sizes}")
@@ -214,11 +214,11 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--sgd-momentum 0.5", 1, "the momentum of --optimizer sgd is 0.9"),
         ("--micro-batch-size x", 1, "argument --micro-batch-size: invalid int value: 'x'"),
         ("--micro-batch-size 0", 1, "--batch-size 0 must be at least 1"),
-        ("--qk-layernorm", 1, "take --normalization rmsnorm for all"),
-        ("--no-position-embedding", 1, "a model without positions is not here"),
-        ("--window-size 8,8", 1, "N,0 can be taken: a token sees N others before it"),
-        ("--window-size (-1,0)", 1, "leave it out for all"),
-        ("--position-embedding-type yarn", 1, "take --position-embedding rope --rope-scaling yarn"),
+        ("--qk-layernorm", 1, "use --normalization rmsnorm for all norms"),
+        ("--no-position-embedding", 1, "every model has positions"),
+        ("--window-size 8,8", 1, "only N,0 is supported"),
+        ("--window-size (-1,0)", 1, "leave the flag out for full attention"),
+        ("--position-embedding-type yarn", 1, "use --position-embedding rope --rope-scaling yarn"),
         ("--position-embedding-type alibi", 1, "it may be rope, learned_absolute"),
         ("3 --lr 1", 1, "unknown argument 3"),
     ],
@@ -257,7 +257,7 @@ def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         taken(f"--config {path}")
     assert [line.split(f"{path}: ")[-1] for line in str(error.value).splitlines()[1:]] == [
-        "--num-experts 2 is not taken: there are no experts; every token passes the same MLP",
+        "--num-experts 2 is not taken: there are no experts; all tokens share one MLP",
         "--micro-batch-size 4 means --batch-size 4, against --batch-size 2; leave one of them out",
         "--global-batch-size depends on other settings; give it as a flag",
     ]
@@ -267,7 +267,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     config, notes = taken("--iterations-to-skip 0 10 20-29")
     assert parse_ranges(config.train.skip_iterations) == parse_ranges(("1", "11", "21-30"))
     assert notes == [
-        "--iterations-to-skip 0 10 20-29 taken for --skip-iterations 1 11 21-30 (the first iteration is 0 there and 1 here)"
+        "--iterations-to-skip 0 10 20-29 taken for --skip-iterations 1 11 21-30 (iterations count from 0 there and from 1 here)"
     ]
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"iterations_to_skip": [10, 11]}))
@@ -292,7 +292,7 @@ def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
     """--no-bias-gelu-fusion selects the erf GELU, as convert/megatron_settings.py does for checkpoints."""
     config, notes = taken(f"--no-bias-gelu-fusion {more}")
     assert config.model.activation == activation
-    taken_for = "taken for --activation gelu (gelu goes by tanh there if it is fused, else by erf)"
+    taken_for = "taken for --activation gelu (there the fused GELU uses tanh and the other one erf)"
     assert f"--no-bias-gelu-fusion {f'has no effect: it is --activation {activation}' if more else taken_for}" in notes
 
 
@@ -300,15 +300,15 @@ def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
 def test_a_false_turns_off_what_the_name_turns_on(words: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(
-        json.dumps({"tie_word_embeddings": False, "bf16": False, "deepspeed": False, "checkpoint_activations": True})
+        json.dumps({"tie_word_embeddings": False, "bf16": False, "deepspeed": False, "checkpoint_attention": True})
     )
     config, notes = taken(words.replace("FILE", f"--config {path}"))
     assert not config.model.tie_embeddings and len(notes) == 1
     assert notes[0].endswith("--tie-word-embeddings False taken for --no-tie-embeddings")
-    config, notes = taken(f"--config {path} --gradient-checkpointing False --fp16 False")
-    assert not config.parallel.checkpoint_activations and config.train.precision == Config().train.precision
-    assert notes[1:] == ["--gradient-checkpointing False taken for --no-checkpoint-activations"]
-    assert taken("--gradient-checkpointing --gradient-checkpointing False")[0] == taken("")[0], "the last one wins"
+    config, notes = taken(f"--config {path} --recompute-activations False --fp16 False")
+    assert not config.model.checkpoint_attention and config.train.precision == Config().train.precision
+    assert notes[1:] == ["--recompute-activations False taken for --no-checkpoint-attention"]
+    assert taken("--recompute-activations --recompute-activations False")[0] == taken("")[0], "the last one wins"
     with pytest.raises(
         ConfigError, match="--tie-word-embeddings False means --no-tie-embeddings, against --tie-embeddings"
     ):

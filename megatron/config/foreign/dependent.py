@@ -63,7 +63,7 @@ def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
     """Accept a merges file where the tokenizer looks for it, refuse one elsewhere."""
     vocab = config.data.vocab_file
     if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
-        return NoEffect("it is read where it is, next to --vocab-file")
+        return NoEffect("it is next to --vocab-file, where it is looked for")
     return Refused("merges are read from merges.txt next to --vocab-file; copy the file there")
 
 
@@ -78,8 +78,8 @@ def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
     if config.train.precision in ("fp32", "fp64") or (
         config.train.precision == "bf16" and (config.parallel.zero_stage or 0) <= 1
     ):
-        return NoEffect(f"{config.train.precision} adds gradients up in fp32 or better already")
-    return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or take --precision bf16')
+        return NoEffect(f"{config.train.precision} always reduces gradients in fp32 or better")
+    return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or use --precision bf16')
 
 
 def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
@@ -99,28 +99,30 @@ def gated_width(values: Mapping[str, Any]) -> int | None:
 def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
     """Translate --group-query-attention without --num-query-groups to one group, as Megatron-LM does."""
     if config.model.num_key_value_heads is not None:
-        return NoEffect("--num-key-value-heads says how many there are")
-    return Means({"num_key_value_heads": 1}, "one group, as there, where nothing says how many")
+        return NoEffect("--num-key-value-heads sets the number of groups")
+    return Means({"num_key_value_heads": 1}, "one group, the default there")
 
 
 def norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
     """Translate query and key norms to --qk-norm; refuse them unless --normalization is rmsnorm."""
     if config.model.normalization == "rmsnorm":
         return Means({"qk_norm": True})
-    return Refused("norms of queries and keys are RMS norms here, take --normalization rmsnorm for all")
+    return Refused("query and key norms are RMSNorm here; use --normalization rmsnorm for all norms")
 
 
 def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
     """Accept --no-position-embedding if positions are not learned, else refuse."""
     kind = config.model.position_embedding
     if kind != "learned":
-        return NoEffect(f"--position-embedding {kind} has no learned ones")
-    return Refused("a model without positions is not here: see --position-embedding")
+        return NoEffect(f"--position-embedding {kind} learns no positions")
+    return Refused("every model has positions: see --position-embedding")
 
 
 def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
     """Translate Megatron's window `N,0` to --sliding-window N + 1, which counts the token itself."""
     before, _, after = sides.strip("()").replace(" ", "").partition(",")
     if not before.isdigit() or after != "0":
-        return Refused("N,0 can be taken: a token sees N others before it and none behind; leave it out for all")
-    return Means({"sliding_window": int(before) + 1}, "the token itself is counted here")
+        return Refused(
+            "only N,0 is supported: N earlier tokens and no later ones; leave the flag out for full attention"
+        )
+    return Means({"sliding_window": int(before) + 1}, "the count includes the token itself here")

@@ -1,6 +1,6 @@
 """Foreign flags of CPM-Pretrain and Megatron-LM (1 and 2): their translation, or why they are refused.
 
-`ROWS` also includes Megatron Core (foreign_core.py), Hugging Face and DeepSpeed (foreign_trainer.py).
+`ROWS` also includes Megatron Core (core.py) and keys of JSON files (keys.py).
 `translate.py` translates and suggests flags by this table, and docs/migration.md shows it.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import core as foreign_core
-from . import deepspeed as foreign_trainer
+from . import keys as foreign_keys
 from .dependent import (
     accumulation,
     fp32_sums,
@@ -27,11 +27,11 @@ from .dependent import (
 )
 from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
 
-_IN_FP32 = NoEffect("attention's kernels add up in fp32 as they are")
-_EVENTS = NoEffect("metrics.jsonl and TensorBoard get what there is, once every --log-interval")
+_IN_FP32 = NoEffect("attention kernels always accumulate in fp32")
+_EVENTS = NoEffect("metrics.jsonl and TensorBoard get every metric at each --log-interval")
 _WHOLE_LAYERS = Means({"checkpoint_activations": True})
 _SELECTIVE = Means({"checkpoint_attention": True})
-_ALWAYS = NoEffect("every run is DeepSpeed's")
+_ALWAYS = NoEffect("every run uses DeepSpeed")
 _REALM = Refused("there is no retrieval here")
 _ROPE = Means({"position_embedding": "rope"})
 
@@ -49,36 +49,42 @@ MEGATRON = (
     Row("--tensor-model-parallel-size", same("model_parallel_size"), int),
     Row(
         "--pipeline-model-parallel-size",
-        Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "no pipeline is 1 there and 0 here"),
+        Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "1 there means no pipeline, which is 0 here"),
         int,
     ),
     Row("--micro-batch-size", same("batch_size"), int),
     Row("--global-batch-size", Depends(accumulation, "--gas, by --batch-size and the replicas"), int),
-    Row("--rampup-batch-size", Refused("the batch size is the same from beginning to end"), list),
+    Row("--rampup-batch-size", Refused("the batch size is constant"), list),
     Row(
         "--num-layers-per-virtual-pipeline-stage",
         Depends(stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, by --num-layers"),
         int,
     ),
-    Row("--pipeline-model-parallel-split-rank", Refused("--partition-method says where the layers are cut"), int),
-    Row("--standalone-embedding-stage", Refused("--partition-method says where the layers are cut")),
+    Row(
+        "--pipeline-model-parallel-split-rank",
+        Refused("--partition-method decides how layers are split into stages"),
+        int,
+    ),
+    Row("--standalone-embedding-stage", Refused("--partition-method decides how layers are split into stages")),
     Row("--use-distributed-optimizer", Means({"zero_stage": 1})),
-    Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed does so as it is")),
+    Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed always does this")),
     Row("--zero-reduce-bucket-size", in_json("zero_optimization", "reduce_bucket_size"), int),
     Row("--zero-allgather-bucket-size", in_json("zero_optimization", "allgather_bucket_size"), int),
     Row("--cpu-optimizer", in_json("zero_optimization", "offload_optimizer")),
-    Row("--cpu_torch_adam", NoEffect("an optimizer on the CPU is torch's as it is")),
+    Row("--cpu_torch_adam", NoEffect("an optimizer on the CPU is always torch's")),
     Row("--distributed-backend", NoEffect("the device decides: NCCL between GPUs, gloo between CPUs"), str),
-    Row("--DDP-impl", NoEffect("--overlap-grad-reduce says how replicas add gradients up"), str),
-    Row("--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce says how replicas add gradients up")),
+    Row("--DDP-impl", NoEffect("--overlap-grad-reduce decides how replicas reduce gradients"), str),
+    Row(
+        "--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce decides how replicas reduce gradients")
+    ),
     Row(
         "--no-scatter-gather-tensors-in-pipeline",
-        NoEffect("the loss is the same; ranks carry a share of a message each"),
+        NoEffect("the loss is the same; every rank sends its slice of a message"),
     ),
     Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", SAME_LOSS),
     Row("--empty-unused-memory-level", NoEffect("freed memory stays with the process"), int),
-    Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval says when garbage is collected")),
-    Row("--lazy-mpu-init", Refused("groups are made when the ranks are there; leave it out"), str),
+    Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval decides when garbage is collected")),
+    Row("--lazy-mpu-init", Refused("process groups are created after all ranks have joined; leave this flag out"), str),
     Row("--use-cpu-initialization", NoEffect("initial weights follow from --seed and their names on any device")),
     Row("--deepscale", _ALWAYS),
     Row("--deepspeed", ByValue({"True": _ALWAYS}, same("deepspeed_config")), object),
@@ -95,15 +101,18 @@ MEGATRON = (
     Row("--openai-gelu", Means({"activation": "gelu-tanh"})),
     Row("--num-unique-layers", Refused("layers do not share weights"), int),
     Row("--param-sharing-style", Refused("layers do not share weights"), str),
-    Row("--num-experts", Refused("there are no experts; every token passes the same MLP"), int),
-    Row("--apply-residual-connection-post-layernorm", Refused("the norm stands before attention and MLP")),
+    Row("--num-experts", Refused("there are no experts; all tokens share one MLP"), int),
+    Row("--apply-residual-connection-post-layernorm", Refused("norms come before attention and MLP (pre-LN)")),
     Row("--bert-no-binary-head", Refused("there is no BERT here")),
     Row("--onnx-safe", Refused("tools/convert_checkpoint.py writes for Hugging Face, which exports to ONNX"), str),
-    Row("--init-method-xavier-uniform --data-parallel-random-init", Refused("weights are normal: --init-method-std")),
+    Row(
+        "--init-method-xavier-uniform --data-parallel-random-init",
+        Refused("weights are drawn from a normal distribution; see --init-method-std"),
+    ),
     Row("--use-flash-attn --no-rope-fusion --no-bias-swiglu-fusion", SAME_LOSS),
     Row("--attention-backend", SAME_LOSS, str),
-    Row("--use-mcore-models", NoEffect("there is one form of each model")),
-    Row("--transformer-impl", NoEffect("there is one form of each model"), str),
+    Row("--use-mcore-models", NoEffect("each model has one implementation")),
+    Row("--transformer-impl", NoEffect("each model has one implementation"), str),
     # Llama
     Row("--num-query-groups", same("num_key_value_heads"), int),
     Row("--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else one of them")),
@@ -111,14 +120,14 @@ MEGATRON = (
         "--swiglu",
         Means(
             {"activation": "swiglu"},
-            "8/3 of --hidden-size, down to a multiple of 64, as there",
+            "8/3 of --hidden-size, rounded down to a multiple of 64, as there",
             {"ff_hidden_size": gated_width},
         ),
     ),
-    Row("--squared-relu --quick-geglu", Refused("--activation says which there are")),
-    Row("--apply-layernorm-1p", Refused("norms multiply by their weight itself")),
+    Row("--squared-relu --quick-geglu", Refused("see --activation for the choices")),
+    Row("--apply-layernorm-1p", Refused("norm weights are stored as they are, not minus 1")),
     Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
-    Row("--qk-l2-norm", Refused("--qk-norm has a weight")),
+    Row("--qk-l2-norm", Refused("--qk-norm always has a weight")),
     Row("--add-qkv-bias", Means({"qkv_bias": True})),
     Row("--use-rotary-position-embeddings", _ROPE),
     Row(
@@ -128,8 +137,8 @@ MEGATRON = (
                 "rope": _ROPE,
                 "learned_absolute": Means({"position_embedding": "learned"}),
                 "relative": Means({"position_embedding": "relative"}),
-                "yarn": Refused("take --position-embedding rope --rope-scaling yarn, with its numbers"),
-                **dict.fromkeys(("mrope", "none"), Refused("--position-embedding says which there are")),
+                "yarn": Refused("use --position-embedding rope --rope-scaling yarn and its settings"),
+                **dict.fromkeys(("mrope", "none"), Refused("see --position-embedding for the choices")),
             }
         ),
         str,
@@ -139,9 +148,7 @@ MEGATRON = (
         Depends(no_learned_positions, "no effect with --position-embedding rope, refused otherwise"),
     ),
     Row("--rotary-base", same("rope_theta"), int),
-    Row(
-        "--rotary-interleaved", Refused("the pairs that are turned are the halves of a head, as Hugging Face has them")
-    ),
+    Row("--rotary-interleaved", Refused("rotary pairs are the two halves of a head, as in Hugging Face")),
     Row("--rotary-seq-len-interpolation-factor", Means({"rope_scaling": "linear", "rope_scaling_factor": given}), int),
     Row(
         "--use-rope-scaling",
@@ -149,7 +156,7 @@ MEGATRON = (
     ),
     Row("--window-size", Depends(window, "--sliding-window N + 1, for N,0"), str),
     Row("--window-attn-skip-freq", Refused("all layers have one --sliding-window"), str),
-    Row("--multi-latent-attention", Refused("--num-key-value-heads is what makes keys and values smaller")),
+    Row("--multi-latent-attention", Refused("use --num-key-value-heads to shrink keys and values")),
     # memory
     Row(
         "--checkpoint-granularity --recompute-granularity",
@@ -161,8 +168,8 @@ MEGATRON = (
         "--checkpoint-method --recompute-method",
         ByValue(
             {
-                "uniform": NoEffect("it is so: --checkpoint-num-layers layers between two kept inputs"),
-                "block": Refused("all layers are computed again: --checkpoint-num-layers says how many at a time"),
+                "uniform": NoEffect("always uniform: one input is kept for every --checkpoint-num-layers layers"),
+                "block": Refused("all layers are recomputed, --checkpoint-num-layers at a time"),
             }
         ),
         str,
@@ -174,7 +181,7 @@ MEGATRON = (
     ),
     Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations is all that is needed")),
     Row("--contigious-checkpointing", NoEffect("kept inputs stay where they were computed")),
-    Row("--checkpoint-in-cpu", Refused("take --offload-activations instead of --checkpoint-activations")),
+    Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
     Row("--synchronize-each-layer", NoEffect("it only slows a run down")),
     Row("--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures it')),
     # precision
@@ -187,11 +194,11 @@ MEGATRON = (
     Row("--hysteresis", in_json("fp16", "hysteresis"), int),
     Row(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
-        Depends(fp32_sums, "no effect in fp32 and bf16, where it is so; refused in fp16"),
+        Depends(fp32_sums, "always on in fp32 and bf16; refused in fp16"),
     ),
     Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
     Row("--fp16-lm-cross-entropy", Refused("the loss is computed in fp32")),
-    Row("--fp32-residual-connection", Refused("hidden states have --precision; take fp32 for all")),
+    Row("--fp32-residual-connection", Refused("hidden states have --precision; use fp32 for everything")),
     Row(
         "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "
         "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion",
@@ -199,7 +206,7 @@ MEGATRON = (
     ),
     Row(
         "--no-bias-gelu-fusion",
-        Means({}, "gelu goes by tanh there if it is fused, else by erf", {"activation": "gelu"}),
+        Means({}, "there the fused GELU uses tanh and the other one erf", {"activation": "gelu"}),
     ),
     # length of the run and learning rate
     Row("--train-samples", Depends(iterations("train_iters"), "--train-iters, by the global batch"), int),
@@ -210,17 +217,17 @@ MEGATRON = (
     Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
     Row(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
-        NoEffect("it is so without --override-lr-schedule"),
+        NoEffect("always on without --override-lr-schedule"),
     ),
     Row(
         "--iterations-to-skip",
-        Means({"skip_iterations": counted_from_1}, "the first iteration is 0 there and 1 here"),
+        Means({"skip_iterations": counted_from_1}, "iterations count from 0 there and from 1 here"),
         list,
     ),
     Row("--check-weight-hash-across-dp-replicas-interval", same("check_replicas"), int),
     Row("--sgd-momentum", Depends(momentum, "no effect if 0.9, refused otherwise"), float),
-    Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is the same from beginning to end"), float),
-    Row("--weight-decay-incr-style", Refused("--weight-decay is the same from beginning to end"), str),
+    Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is constant"), float),
+    Row("--weight-decay-incr-style", Refused("--weight-decay is constant"), str),
     # data
     Row("--encoder-seq-length", same("enc_seq_length"), int),
     Row("--decoder-seq-length", same("dec_seq_length"), int),
@@ -228,27 +235,27 @@ MEGATRON = (
     Row("--merge-file", Depends(merges, "no effect if it is merges.txt next to --vocab-file, refused elsewhere"), str),
     Row("--vocab-extra-ids", same("num_sentinels"), int),
     Row("--mask-prob", same("noise_density"), float),
-    Row("--short-seq-prob", Refused("all samples are full"), float),
+    Row("--short-seq-prob", Refused("all samples have the full length"), float),
     Row(
         "--data-impl",
         ByValue(
             {
-                **dict.fromkeys(("mmap", "infer"), NoEffect("pairs of .bin and .idx are always mapped")),
-                **dict.fromkeys(("lazy", "cached"), Refused("write the corpus again with tools/preprocess_data.py")),
+                **dict.fromkeys(("mmap", "infer"), NoEffect(".bin and .idx files are always memory-mapped")),
+                **dict.fromkeys(("lazy", "cached"), Refused("rebuild the corpus with tools/preprocess_data.py")),
             }
         ),
         str,
     ),
-    Row("--mmap-warmup", NoEffect("files are read when they are needed")),
+    Row("--mmap-warmup", NoEffect("pages of the files are loaded on demand")),
     Row(
         "--dataloader-type",
-        ByValue({"single": NoEffect("it is so"), "cyclic": Refused("samples come in one order, shuffled by --seed")}),
+        ByValue({"single": NoEffect("always on"), "cyclic": Refused("the sample order is always shuffled by --seed")}),
         str,
     ),
     # checkpoints, logs, the end of a run
     Row(
         "--no-save-optim",
-        NoEffect("checkpoints hold the optimizer, too; --no-load-optim leaves it out when one is read"),
+        NoEffect("checkpoints always contain the optimizer; --no-load-optim skips it on loading"),
     ),
     Row("--no-save-rng", NoEffect("dropout follows from --seed and the iteration; no generator is saved")),
     Row("--tensorboard-log-interval --tensorboard-queue-size", _EVENTS, int),
@@ -257,7 +264,7 @@ MEGATRON = (
         "--log-memory-to-tensorboard --log-world-size-to-tensorboard",
         _EVENTS,
     ),
-    Row("--log-params-norm --log-num-zeros-in-grad", Refused("of norms that of the gradients is measured")),
+    Row("--log-params-norm --log-num-zeros-in-grad", Refused("only the gradient norm is logged")),
     Row("--exit-signal-handler", NoEffect("SIGTERM always saves and ends the run")),
     Row("--adlr-autoresume", Refused("SIGTERM saves and ends the run, the same command continues")),
     Row("--adlr-autoresume-interval", Refused("SIGTERM saves and ends the run, the same command continues"), int),
@@ -269,7 +276,7 @@ MEGATRON = (
     Row("--report-topk-accuracies", _REALM, list),
 )
 
-ROWS = (*MEGATRON, *foreign_core.ROWS, *foreign_trainer.ROWS)
+ROWS = (*MEGATRON, *foreign_core.ROWS, *foreign_keys.ROWS)
 FLAGS = {name: row for row in ROWS for name in row.names.split()}
 
 # Translation of other projects' values for flags that share our name.

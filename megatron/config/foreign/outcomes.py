@@ -85,4 +85,4 @@ def in_json(section: str, key: str) -> Refused:
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
 
 
-SAME_LOSS = NoEffect("the loss is the same here; torch's attention is one kernel, --compile fuses what else can be")
+SAME_LOSS = NoEffect("the loss is the same; attention is a fused kernel and --compile fuses the rest")

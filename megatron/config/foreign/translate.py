@@ -1,4 +1,4 @@
-"""Translation of other projects' flags to our settings, by the tables of foreign_flags.py."""
+"""Translation of other projects' flags to our settings, by the tables of flags.py."""
 
 import argparse
 import difflib
@@ -14,7 +14,7 @@ from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 Change = Callable[[Config, Mapping[str, Any]], Config]
 _USUAL = {f.name: f.default for _, _, f in settings()}
 
-SAID = {"true": True, "false": False}  # Hugging Face's scripts accept these words after a switch.
+SAID = {"true": True, "false": False}  # Some launchers write these words after a switch.
 
 
 class _Keep(argparse.Action):
@@ -37,7 +37,7 @@ class _Keep(argparse.Action):
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Let `parser` accept foreign flags, hidden from its help; their values go to the dict `foreign`.
 
-    Each flag is also accepted with `_` for `-`, as Hugging Face's Trainer spells it.
+    Each flag is also accepted with `_` for `-`.
     """
     for name, row in FLAGS.items():
         form: dict[str, Any] = {"type": row.takes}
