@@ -1,1 +1,1 @@
-"""Tools around the core: launch, plan, doctor, verify, report, simulate, convert and write."""
+"""Tools around the core: launch, plan, doctor, verify, report, convert and write."""

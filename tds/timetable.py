@@ -1,7 +1,7 @@
 """Analysis of a schedule before it runs: termination, memory, and the time of each pass."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .queues import Rules, finish
@@ -21,6 +21,7 @@ from .schedule import (
 
 SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}  # source of each message
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
+PassSeconds = Callable[[type[Instruction], int, int], float]  # (kind, stage, chunk) -> seconds of one pass
 AFTER = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput, SendActivation: Forward}
 
 
@@ -86,16 +87,22 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Co
 
 
 def times(
-    plan: Plan, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
+    plan: Plan,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    message: float = 0.0,
+    weight: float | None = None,
+    seconds: PassSeconds | None = None,
 ) -> list[Span]:
     """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
-    by default half. message: time in transit.
+    by default half. message: time in transit. seconds: times of passes that differ by stage and chunk, instead.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight
     cost = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
+    seconds = seconds or (lambda kind, stage, chunk: cost[kind] / chunks)
     todo = [deque(stage) for stage in plan]
     clock = [0.0] * stages
     wires: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # arrival times of what a virtual stage sent
@@ -113,7 +120,7 @@ def times(
                     clock[stage] = max(clock[stage], wire.popleft())
                 elif kind in PASSES:
                     begin = clock[stage]
-                    clock[stage] += cost[kind] / chunks
+                    clock[stage] += seconds(kind, stage, head.chunk)
                     spans.append(Span(stage, head.micro, head.chunk, PASSES[kind], begin, clock[stage]))
                 else:
                     wires[virtual_stage, kind].append(clock[stage] + message)

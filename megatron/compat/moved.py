@@ -17,7 +17,6 @@ _PACKAGES = {
         "megatron_tools.doctor": "doctor",
         "megatron_tools.plan": "plan",
         "megatron_tools.report": "draw_schedule kept_samples report result_table unigram",
-        "megatron_tools.simulate": "profile_run profiled_rank simulate",
         "megatron_tools.verify": "verify_layout verify_rank",
         "megatron_tools.write": "evaluate generate prompts",
     },
@@ -41,7 +40,6 @@ MOVED = {
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
     "megatron.planning.memory": "megatron.training.memory.per_rank",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",
-    "tds.simulator": "megatron_tools.simulate.simulator",
     **{
         f"{old}.{name}": f"{new}.{name}"
         for old, homes in _PACKAGES.items()

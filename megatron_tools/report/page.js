@@ -245,7 +245,6 @@ function begin() {
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     theme(dark ? "light" : "dark");
   };
-  document.getElementById("live").hidden = document.body.dataset.live !== "1";
   drawAll();
 }
 
@@ -254,27 +253,7 @@ function theme(name) {
   try { localStorage.setItem("theme", name); } catch { /* a page from a file may have no storage */ }
 }
 
-async function news(version) {
-  const badge = () => document.getElementById("live");
-  try {
-    const answer = await fetch("live", { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
-    badge().className = ""; badge().textContent = "live";
-    if (answer.status === 200) {
-      const text = await answer.text(), open = [...document.querySelectorAll("details[open]")].map(d => d.id);
-      const places = [...document.querySelectorAll(".samples")].map(list => list.scrollTop);
-      version = answer.headers.get("ETag");
-      page.innerHTML = text;
-      open.forEach(id => { const found = document.getElementById(id); if (found) found.open = true; });
-      document.querySelectorAll(".samples").forEach((list, i) => { list.scrollTop = places[i] || 0; });
-      tip.hidden = true;
-      begin();
-    }
-  } catch { badge().className = "lost"; badge().textContent = "not reached"; }
-  setTimeout(news, 3000, version);
-}
-
 try { const kept = localStorage.getItem("theme"); if (kept) root.dataset.theme = kept; } catch { /* as above */ }
 let last = 0;
 new ResizeObserver(() => { if (page.clientWidth !== last) { last = page.clientWidth; drawAll(); } }).observe(page);
 begin();
-if (document.body.dataset.live === "1") news(null);

@@ -31,13 +31,11 @@ def page(
     runs: Sequence[RunRead],
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
-    live: bool = False,
     now: float | None = None,
 ) -> str:
     """Return the whole page.
 
-    parameters: parameter count of each run's model. timetables: by index of the run. live: the page polls for
-    updates.
+    parameters: parameter count of each run's model. timetables: by index of the run.
     """
     here = resources.files("megatron_tools.report")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -45,25 +43,25 @@ def page(
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(names)}</title><style>{style}</style></head><body data-live="{int(live)}">'
-        f'<div id="page">{body(runs, parameters, timetables, now)}</div>'
+        f"<title>{escape(names)}</title><style>{style}</style></head><body>"
+        f'<div id="page">{_body(runs, parameters, timetables, now)}</div>'
         '<noscript><p class="note">The curves are drawn by JavaScript, which is off; the tables are whole.</p></noscript>'
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
 
 
-def body(
+def _body(
     runs: Sequence[RunRead],
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
     now: float | None = None,
 ) -> str:
-    """Return the part of the page that changes while a run continues."""
+    """Return the page's content, without its head and scripts."""
     told = [[*facts.results(run), *facts.machine(run, count)] for run, count in zip(runs, parameters, strict=True)]
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
-        f'<header><h1>{escape(title)}</h1><span class="when">{at}</span><span id="live" hidden>live</span>'
+        f'<header><h1>{escape(title)}</h1><span class="when">{at}</span>'
         '<button id="theme" title="light or dark" aria-label="light or dark">◐</button></header>',
         _cards(runs, now),
         _controls(),

@@ -1,4 +1,4 @@
-"""Write a page about runs, as one file or served live: curves, timetables, samples, settings and differences."""
+"""Write a page about runs, as one file: curves, timetables, samples, settings and differences."""
 
 import argparse
 import contextlib
@@ -15,20 +15,17 @@ from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.config.fields import describe
 from megatron.training.memory.sizes import parameters
-from tds import timeline
 
-from . import facts, serve
-from .page import body, page
+from . import facts
+from .page import page
 from .runs import RunRead, names_of, read_run
-from .timetable import Timetable, read_timetable
+from .timetable import read_timetable
 from .unigram import of_targets, of_text
 
 EXAMPLES = """\
   python tools/report.py runs/gpt2                        report.html and loss.png in its folder
   python tools/report.py runs/a runs/b --output both.html
-  python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with what each kept checkpoint writes
-  python tools/report.py runs/gpt2 --serve                live, at http://127.0.0.1:8765/ while it goes on"""
-PORT = 8765
+  python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with what each kept checkpoint writes"""
 Row = dict[str, Any]
 
 
@@ -80,47 +77,16 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
     plt.close(figure)
 
 
-class Reader:
-    """Reader of a page's runs. Each call reads them again; expensive results are cached until files change."""
+def whole_page(runs: Sequence[RunRead]) -> str:
+    """Return the HTML of the page, with the timetables of runs that kept pipeline timelines."""
+    found = {i: table for i, each in enumerate(runs) if (table := read_timetable(Path(each.folder)))}
+    return page(runs, [_parameters(each.config) for each in runs], found)
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders, self.names = list(folders), names_of(folders)
-        self._baselines: dict[Path, dict[str, float]] = {}
-        self._timetables: dict[Path, tuple[float, Timetable | None]] = {}
 
-    def runs(self) -> list[RunRead]:
-        """Return the runs in their current state. Raises ValueError for a folder that holds no run."""
-        return [self._run(folder, name) for folder, name in zip(self.folders, self.names, strict=True)]
-
-    def _run(self, folder: Path, name: str) -> RunRead:
-        found = read_run(folder, name)
-        known = self._baselines.get(folder)
-        if known is None:
-            known = baselines_of(folder, found.config.to_dict(), found.part("train"))
-            if known or found.part("train"):
-                self._baselines[folder] = known
-        return replace(found, baselines=known)
-
-    def timetables(self) -> dict[int, Timetable]:
-        """Return the timetables of runs that kept pipeline timelines, by index of the run."""
-        found = {}
-        for i, folder in enumerate(self.folders):
-            changed = max((p.stat().st_mtime for p in (folder / timeline.FOLDER).glob("rank_*.json")), default=0.0)
-            if self._timetables.get(folder, (-1.0, None))[0] != changed:
-                self._timetables[folder] = changed, read_timetable(folder) if changed else None
-            if table := self._timetables[folder][1]:
-                found[i] = table
-        return found
-
-    def whole(self, live: bool = False) -> str:
-        """Return the HTML of the whole page."""
-        runs = self.runs()
-        return page(runs, [_parameters(each.config) for each in runs], self.timetables(), live)
-
-    def body(self) -> str:
-        """Return the part of the page that changes while runs continue."""
-        runs = self.runs()
-        return body(runs, [_parameters(each.config) for each in runs], self.timetables())
+def _read(folder: Path, name: str) -> RunRead:
+    """Return a run with its unigram baselines. Raises ValueError for a folder that holds no run."""
+    found = read_run(folder, name)
+    return replace(found, baselines=baselines_of(folder, found.config.to_dict(), found.part("train")))
 
 
 def _parameters(config: Config) -> int | None:
@@ -136,40 +102,27 @@ def main(args: argparse.Namespace) -> None:
     given = [*args.runs, *([args.run_dir] if args.run_dir else [])]
     if not given:
         raise ValueError("name the folder of a run, or several")
-    reader = Reader([Path(each) for each in dict.fromkeys(given)])
+    folders = [Path(each) for each in dict.fromkeys(given)]
     if args.prompt:
         from .kept_samples import write_samples  # importing torch is slow, so reports without --prompt avoid it
 
-        for folder in reader.folders:
+        for folder in folders:
             write_samples(folder, args.prompt, args.max_new_tokens)
-    runs = reader.runs()
-    print("\n".join(facts.as_text(reader.names, [facts.results(each) for each in runs])), flush=True)
-    if args.serve:
-        _serve(reader, args.port)
-        return
-    home = Path(args.output) if args.output else reader.folders[0] / "report.html"
+    names = names_of(folders)
+    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    print("\n".join(facts.as_text(names, [facts.results(each) for each in runs])), flush=True)
+    home = Path(args.output) if args.output else folders[0] / "report.html"
     files = home.name if len(runs) > 1 or args.output else "loss.png and report.html"
     try:
         if len(runs) == 1 and not args.output:
             draw(runs[0].rows, dict(runs[0].baselines), home.with_name("loss.png"))
         home.parent.mkdir(parents=True, exist_ok=True)
-        write_text(home, reader.whole())
+        write_text(home, whole_page(runs))
     except (ValueError, OSError) as error:
         print(f"report.py: {files} were not written in {home.parent}: {describe(error)}", file=sys.stderr)
         return
     if len(runs) > 1 or args.output:
         print(f"-> {home}")
-
-
-def _serve(reader: Reader, port: int) -> None:
-    """Serve the page until Ctrl-C."""
-    try:
-        there = serve.server(lambda: reader.whole(live=True), reader.body, port)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--port {port} cannot be had ({error}); another one can, or 0 for any") from None
-    print(f"live at http://{serve.HOST}:{there.server_address[1]}/ until Ctrl-C", flush=True)
-    with there, contextlib.suppress(KeyboardInterrupt):
-        there.serve_forever()
 
 
 def build_parser() -> Parser:
@@ -182,8 +135,6 @@ def build_parser() -> Parser:
         "--prompt", action="append", help="show what each kept checkpoint writes after this; may be given several times"
     )
     add("--max-new-tokens", type=int, default=48, help="of --prompt: how long that is (default: 48)")
-    add("--serve", action="store_true", help="show the page to browsers of this machine, and keep it up to date")
-    add("--port", type=int, default=PORT, help=f"of --serve; 0 for one that is free (default: {PORT})")
     return parser
 
 

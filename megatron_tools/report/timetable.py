@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from tds import timeline
 from tds.schedule import Plan, schedule_of
-from tds.timetable import Span, bubble
-
-from ..simulate.simulator import Costs, simulate
+from tds.timetable import PASSES, Span, bubble, times
 
 WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
 
@@ -73,14 +71,7 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
         took = [s.end - s.begin for s in spans if (s.kind, s.stage, s.chunk) == (kind, stage, chunk)]
         return statistics.median(took) if took else 0.0
 
-    def weight(stage: int, chunk: int) -> float:
-        return usual("W", stage, chunk)
-
-    def backward(stage: int, chunk: int) -> float:
-        return usual("B", stage, chunk) + weight(stage, chunk)
-
-    costs = Costs(lambda stage, chunk: usual("F", stage, chunk), backward, weight)
-    found = simulate(plan, costs, steps=1).spans
+    found = times(plan, seconds=lambda kind, stage, chunk: usual(PASSES[kind], stage, chunk))
     zero = min(span.begin for span in found)
     return [replace(span, begin=span.begin - zero, end=span.end - zero) for span in found]
 

@@ -1,10 +1,8 @@
-"""The report page of runs shows what they logged, needs no other file, and is private while it is served."""
+"""The report page of runs shows what they logged, and needs no other file."""
 
-import http.client
 import json
 import math
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from megatron_tools.report.differences import settings
 from megatron_tools.report.facts import as_text, layout, progress, results
 from megatron_tools.report.page import as_data
 from megatron_tools.report.runs import names_of, read_run, tokens_at
-from megatron_tools.report.serve import server
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 2 --gas 2 --train-iters 40"
@@ -114,38 +111,6 @@ def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path)
     assert data[0]["names"] == ["a", "b<i>"]
     assert {"loss", "ppl", "lr", "grad_norm", "tokens_per_second", "memory_mb"} <= {chart["name"] for chart in data[1:]}
     assert "and on" in text and "Settings that differ" not in text and "No setting differs" in text
-
-
-def test_a_served_page_follows_the_run_and_answers_this_machine_only(tmp_path: Path) -> None:
-    folder = made(tmp_path / "a")
-    reader = report.Reader([folder])
-    there = server(lambda: reader.whole(live=True), reader.body, 0)
-    thread = threading.Thread(target=there.serve_forever)
-    thread.start()
-
-    def ask(path: str, **headers: str) -> tuple[int, str, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", there.server_address[1], timeout=20)
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(), answer.headers.get("ETag", "")
-
-    try:
-        assert there.server_address[0] == "127.0.0.1"
-        status, text, _ = ask("/")
-        assert (status, 'data-live="1"' in text) == (200, True)
-        status, text, version = ask("/live")
-        assert status == 200 and "<!doctype" not in text and "iteration 20 of 40" in text
-        with open(folder / "metrics.jsonl", "a") as file:
-            file.write('\n{"split": "valid", "iteration": 30, "lm_loss": 6.5, "ppl": 665.1}\n')
-        status, text, newer = ask("/live", **{"If-None-Match": version})
-        assert (status, "iteration 30 of 40" in text) == (200, True)
-        assert ask("/live", **{"If-None-Match": newer})[0] == 304
-        assert ask("/live", Host="evil.example")[0] == 403
-        assert ask("/../../etc/passwd")[0] == ask("/config.json")[0] == 404
-    finally:
-        there.shutdown()
-        there.server_close()
-        thread.join()
 
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:

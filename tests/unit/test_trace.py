@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron_tools.report.draw_schedule import build_parser, draw_run
-from megatron_tools.simulate.simulator import simulate
 from tds import timeline, trace
 from tds.align import narrow
 from tds.schedule import Backward, Forward, schedule_of
+from tds.timetable import bubble, times
 
 CPU = torch.device("cpu")
 
@@ -73,23 +73,24 @@ def test_collectives_are_noted_only_while_somebody_records(tmp_path: Path) -> No
 def _written(folder: Path, shift_ms: float) -> float:
     """Write the timeline of a simulated step as two ranks would, with a fast second clock; return its bubble."""
     plan = [list(schedule_of({})(stage, 2, 4)) for stage in range(2)]
-    found = simulate(plan, steps=1)
+    spans = times(plan)
+    seconds = max(span.end for span in spans)
     names = {"F": Forward.__name__, "B": Backward.__name__}
     for stage in range(2):
         ahead = int(shift_ms * 1e6) * stage
         tracer = trace.Tracer(CPU, folder / timeline.name_of(stage), about(stage))
         tracer.iteration(1)
-        tracer._now.append(trace.Piece(ahead, ahead + int(1e6 * found.seconds), 0, "train_batch", "step", -1, 0, 0))
-        for s in found.spans:
+        tracer._now.append(trace.Piece(ahead, ahead + int(1e6 * seconds), 0, "train_batch", "step", -1, 0, 0))
+        for s in spans:
             if s.stage == stage:
-                times = (ahead + int(s.begin * 1e6), ahead + int(s.end * 1e6))
-                tracer._now.append(trace.Piece(*times, 0, names[s.kind], "pass", s.micro, 0, 0))
-                kind, ends = ("SendActivation", times[1]) if stage == 0 else ("RecvActivation", times[0])
+                passed = (ahead + int(s.begin * 1e6), ahead + int(s.end * 1e6))
+                tracer._now.append(trace.Piece(*passed, 0, names[s.kind], "pass", s.micro, 0, 0))
+                kind, ends = ("SendActivation", passed[1]) if stage == 0 else ("RecvActivation", passed[0])
                 if s.kind == "F":
                     tracer._now.append(trace.Piece(ends, ends + 1000, 0, kind, "message", s.micro, 0, 64))
         tracer.clock = [(0, float(ahead), 1000.0), (10**9, float(ahead), 2000.0)]
         tracer.write()
-    return found.bubble
+    return bubble(spans)
 
 
 def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
