@@ -24,6 +24,7 @@ CHAPTERS = {
     ("Inside", "内部"): ["docs/design", "docs/tds", "docs/benchmarks", "CONTRIBUTING", "CHANGELOG", "SECURITY"],
     ("Reference", "参考"): [
         "docs/reference/flags", "docs/reference/ds_config", "docs/reference/tools", "docs/reference/api",
+        "docs/reference/imports",
     ],
 }  # fmt: skip
 LANGUAGES = ("en", "zh")

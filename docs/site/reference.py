@@ -1,4 +1,4 @@
-"""Generate the reference from the code: every flag, every key of a ds_config, every public name.
+"""Generate the reference from the code: every flag, ds_config key, public name and foreign import.
 
 `python -m docs.site.reference` writes docs/reference; a test fails when it is stale. Text taken from the code stays
 English in both languages.
@@ -19,6 +19,7 @@ from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import INSTEAD, PASSED_ON, RESOLVED
 from megatron.config.fields import OneOf, flag, types_of
 
+from .imports import imports_page
 from .words import KEYS, WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,7 +267,9 @@ def api_page(say: dict[str, str]) -> str:
 
 def pages() -> dict[Path, str]:
     """Return the expected contents of the files of docs/reference."""
-    makers = {"flags": flags_page, "ds_config": ds_config_page, "tools": tools_page, "api": api_page}
+    makers = {
+        "flags": flags_page, "ds_config": ds_config_page, "tools": tools_page, "api": api_page, "imports": imports_page,
+    }  # fmt: skip
     return {
         FOLDER / f"{name}{end}.md": re.sub(r"\n{3,}", "\n\n", make(WORDS[language])).rstrip() + "\n"
         for name, make in makers.items()

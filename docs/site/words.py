@@ -27,6 +27,9 @@ WORDS = {
         "api_about": "中文：[api_zh.md](api_zh.md)\n\nWhat scripts may import, and what stays: a name that is to go works for another minor version, "
         "with a warning. Shapes: `s` positions, `b` samples of a micro-batch, `h` hidden size, `v` tokens of the vocabulary, "
         "`t` model-parallel ranks.\n\nThis page is written from the docstrings by `python -m docs.site.reference`.",
+        "imports": "Imports from CPM-Pretrain", "imported": "imported from the original", "here": "here",
+        "imports_about": "中文：[imports_zh.md](imports_zh.md)\n\nThe names that CPM-Pretrain's files import. Importing one that is gone raises an "
+        "error with the text of the right column.\n\nThis page is written by `python -m docs.site.reference`.",
     },
     "zh": {
         "flags": "全部参数",
@@ -49,6 +52,9 @@ WORDS = {
         "api": "公开的名字",
         "api_about": "English: [api.md](api.md)\n\n脚本可以导入、并且会保留的名字：要去掉的名字在下一个小版本里仍然可用，并给出警告。形状：`s` 位置数，`b` 微批次的样本数，`h` 隐藏层"
         "宽度，`v` 词表的词元数，`t` 张量并行的进程数。说明文字取自代码，为英文。\n\n本页由 `python -m docs.site.reference` 从 docstring 写出。",
+        "imports": "从 CPM-Pretrain 导入的名称", "imported": "从原版导入的", "here": "这里",
+        "imports_about": "English: [imports.md](imports.md)\n\nCPM-Pretrain 各文件所导入的名称。导入这里没有的名称时，错误信息就是右边一列的英文原文。"
+        "\n\n本页由 `python -m docs.site.reference` 写出。",
     },
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Modules and names of CPM-Pretrain: where each is now, or what takes its place.
 
 `install()` makes `import` follow these tables, so that nothing of the original lies among our own modules. A name
-that is not here raises ImportError with its counterpart. docs/migration.md shows the tables.
+that is not here raises ImportError with its counterpart. docs/reference/imports.md shows the tables.
 """
 
 import importlib

@@ -26,15 +26,14 @@ from megatron.config.command_line import parse
 from megatron.model.masks import document_mask, no_documents
 from megatron.utils import get_ltor_masks_and_position_ids
 from tests.support import ROOT
-from tests.unit import names_table
 
 NAMES = [line.split() for line in (ROOT / "tests/original/names.txt").read_text().splitlines()]
 GONE_FROM_DEEPSPEED = {"tds.utils.distributed init_distributed", "tds.runtime.engine MEMORY_OPT_ALLREDUCE_SIZE"}
 
 
 def test_every_name_is_here_or_names_its_counterpart() -> None:
-    """Every imported name exists or its error names the counterpart, which the guide lists."""
-    pages = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("migration.md", "migration_zh.md")]
+    """Every imported name exists or its error names the counterpart, which the reference lists."""
+    pages = [(ROOT / "docs/reference" / page).read_text(encoding="utf-8") for page in ("imports.md", "imports_zh.md")]
     here = 0
     for module, name in NAMES:
         try:
@@ -218,10 +217,3 @@ def test_other_masks_and_positions_of_a_t5_are_refused() -> None:
             t5_documents(changed)
     with pytest.raises(ValueError, match="decoder positions"):
         refuse_other_positions("decoder", torch.tensor([[0, 1, 3]]), no_documents(torch.device("cpu")), False)
-
-
-@pytest.mark.parametrize(("page", "tables"), [("migration.md", "english"), ("migration_zh.md", "chinese")])
-def test_the_guide_shows_the_tables_of_names(page: str, tables: str) -> None:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    for table in getattr(names_table, tables)():
-        assert table in text, "python -m tests.unit.names_table prints the tables"

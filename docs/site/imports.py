@@ -1,6 +1,10 @@
-"""Print the tables of names in docs/migration.md and docs/migration_zh.md: `python -m tests.unit.names_table`."""
+"""The reference page of imports from CPM-Pretrain: what works unchanged, and the counterpart of each other name."""
+
+from collections.abc import Iterator
 
 from megatron.compat.names import COUNTERPARTS, GONE_MODULES, HOMES, MODULES
+
+from .words import WORDS
 
 CHINESE = {
     "there is no BERT here": "这里没有 BERT",
@@ -35,7 +39,8 @@ CHINESE = {
 }
 
 
-def _rows(chinese: bool) -> list[str]:
+def _rows(chinese: bool) -> Iterator[tuple[str, str]]:
+    """Yield the names that share a counterpart, and that counterpart."""
     found: dict[str, list[str]] = {}
     for gone, words in GONE_MODULES.items():
         found.setdefault(words, []).append(f"`{gone}`")
@@ -43,30 +48,15 @@ def _rows(chinese: bool) -> list[str]:
         shown = f"`{name}`" if f"`{module}`" not in found.setdefault(words, []) else ""
         if shown and shown not in found[words]:
             found[words].append(shown)
+    there = [f"`{module}`" for module, home in MODULES.items() if home] + [f"`{name}`" for _, name in HOMES]
     comma = "、" if chinese else ", "
-    return [
-        f"| {comma.join(names)} | {CHINESE.get(words, words) if chinese else words} |" for words, names in found.items()
-    ]
+    yield comma.join(there), "原样可用" if chinese else "unchanged"
+    for words, names in found.items():
+        yield comma.join(names), CHINESE.get(words, words) if chinese else words
 
 
-def english() -> list[str]:
-    there = [f"`{module}`" for module, home in MODULES.items() if home] + [f"`{name}`" for _, name in HOMES]
-    return [
-        "\n".join(
-            [
-                "| imported from the original | here |",
-                "| --- | --- |",
-                f"| {', '.join(there)} | as it is |",
-                *_rows(False),
-            ]
-        )
-    ]
-
-
-def chinese() -> list[str]:
-    there = [f"`{module}`" for module, home in MODULES.items() if home] + [f"`{name}`" for _, name in HOMES]
-    return ["\n".join(["| 从原版导入的 | 这里 |", "| --- | --- |", f"| {'、'.join(there)} | 原样可用 |", *_rows(True)])]
-
-
-if __name__ == "__main__":
-    print("\n\n".join([*english(), *chinese()]))
+def imports_page(say: dict[str, str]) -> str:
+    """Return a page of every name that CPM-Pretrain's files import from each other."""
+    rows = [f"| {names} | {words} |" for names, words in _rows(say is WORDS["zh"])]
+    head = f"| {say['imported']} | {say['here']} |\n| --- | --- |"
+    return "\n".join([f"# {say['imports']}\n\n{say['imports_about']}\n\n{head}", *rows])
