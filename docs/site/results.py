@@ -35,7 +35,7 @@ def _cell(value: Any, language: str) -> str:
 
 
 def block(name: str, language: str) -> str:
-    """Return a table and, above it, its command, date and machine as far as the data file has them."""
+    """Return a table and, above it, its command, and its date and machine if they are not the default ones."""
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)
     command = f"`{found['command']}`" if "command" in found else None

@@ -109,6 +109,9 @@ def test_the_reference_is_that_of_the_code() -> None:
 def test_tables_of_measurements_are_those_of_the_data_file() -> None:
     stale = [name(path) for path, made in results.pages().items() if text(path) != made]
     assert stale == [], "python -m docs.site.results writes them"
+    assert all(
+        results.results()["default"]["date"] in text(path) for path in results.PAGES if "benchmarks" in path.stem
+    )
 
 
 @cache
