@@ -2,11 +2,13 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from docs.site.results import results
 from tests.support import ROOT, command
 
 TEXT = """\
@@ -61,3 +63,14 @@ def test_a_section_by_name_and_an_unknown_one(tmp_path: Path) -> None:
     done = command("python", "benchmarks/suite.py", "--sections", "dq")
     assert done.returncode == 2
     assert "no section 'dq'" in done.stderr
+
+
+def test_results_name_commands_that_exist(suite: ModuleType) -> None:
+    """Every table of results.toml has rows of equal length and commands of existing sections and scripts."""
+    for found in results()["table"].values():
+        assert {len(row) for row in found["rows"]} == {len(found["columns"])}
+        cells = [found.get("command", ""), *(str(cell) for row in found["rows"] for cell in row)]
+        for sections in re.findall(r'make bench SECTIONS="([^"]*)"', "\n".join(cells)):
+            assert set(sections.split()) <= set(suite.SECTIONS)
+        for script in re.findall(r"python ([\w/]+\.py)", "\n".join(cells)):
+            assert (ROOT / script).is_file()

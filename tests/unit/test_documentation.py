@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site import pages, reference
+from docs.site import pages, reference, results
 from tests.support import ROOT
 
 ENGLISH = sorted(ROOT / f"{page}.md" for all_pages in pages.chapters().values() for page in all_pages)
@@ -104,6 +104,14 @@ def test_the_reference_is_that_of_the_code() -> None:
         pytest.skip("its keys are those of the DeepSpeed of requirements.txt")
     stale = [name(path) for path, made in reference.pages().items() if path.read_text(encoding="utf-8") != made]
     assert stale == [], "python -m docs.site.reference writes them"
+
+
+def test_tables_of_measurements_are_those_of_the_data_file() -> None:
+    stale = [name(path) for path, made in results.pages().items() if text(path) != made]
+    assert stale == [], "python -m docs.site.results writes them"
+    assert all(
+        results.results()["default"]["date"] in text(path) for path in results.PAGES if "benchmarks" in path.stem
+    )
 
 
 @cache

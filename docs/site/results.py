@@ -1,0 +1,62 @@
+"""Tables of measurements on the pages, made from benchmarks/results.toml.
+
+`python -m docs.site.results` writes them between `<!--table:NAME-->` and `<!--/table-->`; a test fails when a page is
+stale.
+"""
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .reference import table
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results.toml"
+PAGES = tuple(ROOT / "docs" / f"{name}{end}.md" for name in ("benchmarks", "scaling") for end in ("", "_zh"))
+BLOCK = re.compile(r"(<!--table:([\w-]+)-->\n).*?(?=<!--/table-->)", re.DOTALL)
+
+
+@cache
+def results() -> dict[str, Any]:
+    """Return the data file, with decimal numbers as their text, so that 0.90 stays 0.90."""
+    return tomllib.loads(RESULTS.read_text(encoding="utf-8"), parse_float=str)
+
+
+def _cell(value: Any, language: str) -> str:
+    """Return a cell as text: a number, [median, lowest, highest], or words in the language of the page."""
+    if isinstance(value, list):
+        middle, low, high = (_cell(each, language) for each in value)
+        return f"{middle} ({low}–{high})"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return results()["zh"].get(value, value) if language == "zh" else value
+
+
+def block(name: str, language: str) -> str:
+    """Return a table and, above it, its command, and its date and machine if they are not the default ones."""
+    found = results()["table"][name]
+    machine = results()["machines"].get(found.get("machine"), {}).get(language)
+    command = f"`{found['command']}`" if "command" in found else None
+    comma, colon = (", ", ":") if language == "en" else ("，", "：")
+    caption = comma.join(filter(None, (command, found.get("date"), machine)))
+    heads, *rows = (tuple(_cell(each, language) for each in row) for row in (found["columns"], *found["rows"]))
+    return (f"{caption}{colon}\n\n" if caption else "") + table(heads, rows)
+
+
+def filled(path: Path) -> str:
+    """Return a page with the tables of the data file."""
+    language = "zh" if path.stem.endswith("_zh") else "en"
+    text = path.read_text(encoding="utf-8")
+    return BLOCK.sub(lambda found: f"{found[1]}\n{block(found[2], language)}\n", text)
+
+
+def pages() -> dict[Path, str]:
+    """Return the expected contents of the pages that have tables of measurements."""
+    return {path: filled(path) for path in PAGES}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
