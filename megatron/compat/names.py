@@ -123,7 +123,7 @@ COUNTERPARTS: dict[tuple[str, str], str] = {
         )
     },
     **{
-        ("megatron.data.indexed_dataset", name): "megatron.data.indexed_writer.IndexedDatasetBuilder(prefix, dtype)"
+        ("megatron.data.indexed_dataset", name): "data_utils.indexed_writer.IndexedDatasetBuilder(prefix, dtype)"
         for name in ("IndexedDatasetBuilder", "MMapIndexedDatasetBuilder", "make_builder", "write_longs")
     },
     ("megatron.data.samplers", "DistributedBatchSampler"): "megatron.data.sampler.ConsecutiveSampler",

@@ -17,7 +17,6 @@ from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.relocation import keep_roles, kept_beside
 from megatron.checkpointing.save import write_checkpoint
-from megatron.checkpointing.shapes import check_model
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.config.command_line import with_values
@@ -29,6 +28,7 @@ from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS, generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
+from megatron_tools.shapes import check_model
 
 from .export_roles import bare_roles, generation_settings, model_ids
 from .export_tokenizer import Chat, chat_of, write_tokenizer

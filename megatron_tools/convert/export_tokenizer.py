@@ -5,6 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_utils.chat_templates import (
+    NAMED,
+    ChatML,
+    is_undated,
+    missing_marks,
+    own_template,
+    template_of_corpus,
+    turn_end,
+)
 from data_utils.inspect_data import of_conversations
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
@@ -18,7 +27,6 @@ from megatron.tokenizer.beside import (
     settings_beside,
     token_beside,
 )
-from megatron.tokenizer.chat import NAMED, ChatML, is_undated, missing_marks, own_template, template_of_corpus, turn_end
 from megatron.tokenizer.load import file_of
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpointing.shapes import whole_shapes
 from megatron.config import Config
+from megatron_tools.shapes import whole_shapes
 
 from .megatron_lm import RankFiles
 

@@ -10,6 +10,8 @@ from tds import timeline
 from tds.schedule import Plan, schedule_of
 from tds.timetable import PASSES, Span, bubble, times
 
+from .iterations import Iteration, iterations
+
 WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
 
 
@@ -22,7 +24,7 @@ class Timetable(NamedTuple):
 
     stages: int
     schedule: str
-    chosen: timeline.Iteration
+    chosen: Iteration
     ideal: list[Span]
     usual: float
     kept: int
@@ -47,7 +49,7 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
 
     ranks: traces from `timeline.read`. Raises ValueError if the iteration is missing.
     """
-    found = timeline.iterations(ranks)
+    found = iterations(ranks)
     if not found:
         raise ValueError("the timeline holds no iteration that all stages have kept whole")
     usual = statistics.median(each.seconds for each in found)

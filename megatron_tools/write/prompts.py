@@ -8,11 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data_utils.inspect_data import of_conversations
-from megatron.config import Config
-from megatron.ranks.rank_0 import is_rank_0
-from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.chat import (
+from data_utils.chat_templates import (
     Message,
     Template,
     is_undated,
@@ -23,6 +19,10 @@ from megatron.tokenizer.chat import (
     template_of_corpus,
     turns_of,
 )
+from data_utils.inspect_data import of_conversations
+from megatron.config import Config
+from megatron.ranks.rank_0 import is_rank_0
+from megatron.tokenizer import Tokenizer
 
 from .questions import Asked, Conversation, Gap, Marks, Reader
 

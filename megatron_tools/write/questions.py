@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from data_utils.chat_templates import ChatEncoder, Message, Template, turn_end
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron.tokenizer.chat import ChatEncoder, Message, Template, turn_end
 
 
 class Gap(NamedTuple):

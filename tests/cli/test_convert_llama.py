@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from data_utils.chat_templates import BEGIN, END, ChatEncoder, ChatML, turns_of
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.chat import BEGIN, END, ChatEncoder, ChatML, turns_of
 from megatron_tools.convert import export_tokenizer
 from megatron_tools.convert.export_roles import generation_settings
 from megatron_tools.convert.hf_folder import is_hf_folder

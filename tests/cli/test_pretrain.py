@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.indexed_writer import IndexedDatasetBuilder
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
 from tests.support import FULL, ROOT, command, covering, losses, train_gpt2
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sft_dataset import Records, SftDataset
 from megatron.tokenizer import load_tokenizer
 from tests.parity import reference

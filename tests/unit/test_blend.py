@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.blend import BlendedDataset, consumed_by_corpus, order_of, quotas
 from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sample_hash import extend
 
 

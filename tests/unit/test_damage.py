@@ -10,10 +10,10 @@ import pytest
 
 from data_utils.documents import chunks, documents
 from data_utils.files import find_files
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.streams import BadLine, InputError
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 
 VOCAB = 300
 

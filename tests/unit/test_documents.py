@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from data_utils import clean_corpus
+from data_utils.chat_templates import messages_of
 from data_utils.documents import chunks, documents, texts
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError
-from megatron.tokenizer.chat import messages_of
 from tests.support import ROOT
 
 LARGEST = 4000

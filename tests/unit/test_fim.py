@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.fim import Gaps
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tasks.fim import gaps_of
 from megatron.tokenizer import load_tokenizer
 from tests.support import losses, train_gpt2

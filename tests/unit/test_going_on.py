@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.indexed_writer import IndexedDatasetBuilder
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from tests.support import FULL
 
 LINES = [json.dumps({"text": f"第{i}篇文章。" + "春眠不觉晓，处处闻啼鸟。" * (i % 9)}) + "\n" for i in range(400)]

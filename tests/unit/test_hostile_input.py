@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
+from data_utils import jinja_sandbox as sandbox
+from data_utils.chat_templates import Message, template_from
 from data_utils.documents import InputError, texts
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import save, schema
 from megatron.config.command_line import read_json
 from megatron.config.fields import ConfigError
 from megatron.rows import RowError, row_of
-from megatron.tokenizer import load_tokenizer, sandbox
+from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import TokenizerError, read_object
-from megatron.tokenizer.chat import Message, template_from
 from megatron.training.metrics import MetricsWriter
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.report import report

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder, checksums_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, best_dtype
-from megatron.data.indexed_writer import IndexedDatasetBuilder, checksums_of
 from tests.support import FULL, ROOT
 
 
@@ -74,7 +74,7 @@ def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> N
 
 def test_a_writer_goes_on_where_another_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that continues another's file gives the same bytes and checksums, wherever the break falls."""
-    monkeypatch.setattr("megatron.data.indexed_writer.BLOCK", 64)
+    monkeypatch.setattr("data_utils.indexed_writer.BLOCK", 64)
     documents = [np.arange(n * 3 % 17) for n in range(60)]
     with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as whole:
         for document in documents:

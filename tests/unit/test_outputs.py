@@ -19,12 +19,12 @@ import torch
 import zstandard
 
 from data_utils import clean_corpus, inspect_data
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.streams import InputError, open_bytes
 from megatron.atomic import own_folder, remove, write_text
 from megatron.checkpointing.files import clear
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import DatasetError
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.training.run_folder import accept
 from megatron_tools.convert.plain_pickle import load_plain
 from megatron_tools.report import report

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from data_utils import inspect_data
+from data_utils.chat_templates import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.data.fim import Gaps
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron.tokenizer.chat import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
 from megatron_tools.convert import export_tokenizer
 from megatron_tools.write import generate
 from megatron_tools.write import prompts as asking

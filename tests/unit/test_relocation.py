@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from data_utils.chat_templates import own_template
 from megatron.checkpointing.relocation import (
     ENDS,
     keep_tokenizer,
@@ -17,7 +18,6 @@ from megatron.checkpointing.relocation import (
 )
 from megatron.config.command_line import parse
 from megatron.tokenizer.beside import ends_beside
-from megatron.tokenizer.chat import own_template
 from megatron_tools.convert.hf_folder import is_hf_folder
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sample_order import SampleOrder
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents

@@ -14,15 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils import chats, inspect_data, preprocess_data
-from data_utils.tokenizer_training import train_byte_bpe
-from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
-from megatron.data.packing import PackedOrder, fit
-from megatron.data.sft_dataset import Records, SftDataset, build_train_valid_test_datasets
-from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.chat import (
+from data_utils.chat_templates import (
     ChatEncoder,
     ChatML,
     Message,
@@ -33,6 +25,14 @@ from megatron.tokenizer.chat import (
     turn_end,
     turns_of,
 )
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from data_utils.tokenizer_training import train_byte_bpe
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.packing import PackedOrder, fit
+from megatron.data.sft_dataset import Records, SftDataset, build_train_valid_test_datasets
+from megatron.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"

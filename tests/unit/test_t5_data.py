@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data import cpm_masking, cpm_triples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.spans import SpanPlan, compose, draw_spans_to_borders, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
 

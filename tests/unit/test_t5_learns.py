@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config.command_line import parse
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from megatron.model import T5Model
 from megatron_tools.write.generation import Sampling, T5Stepper, sample

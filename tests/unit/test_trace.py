@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron_tools.report.draw_schedule import build_parser, draw_run
+from megatron_tools.report.iterations import iterations
 from tds import timeline, trace
 from tds.align import narrow
 from tds.schedule import Backward, Forward, schedule_of
@@ -96,7 +97,7 @@ def _written(folder: Path, shift_ms: float) -> float:
 def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / timeline.FOLDER
     bubble = _written(folder, 5_000.0)
-    (found,) = timeline.iterations(timeline.read(folder))
+    (found,) = iterations(timeline.read(folder))
     assert found.seconds == pytest.approx(0.015) and found.bubble == pytest.approx(bubble) == pytest.approx(1 / 5)
     merged = timeline.merge(folder)
     assert (merged.ranks, merged.error_us) == (2, 2.0)
@@ -112,7 +113,7 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert "time, ms" in picture.read_text() and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     (folder / timeline.name_of(0)).unlink()
     with pytest.raises(ValueError, match="the timeline of stage 0 is missing"):
-        timeline.iterations(timeline.read(folder))
+        iterations(timeline.read(folder))
 
 
 def test_settings() -> None:

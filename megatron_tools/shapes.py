@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from megatron import mpu
+from megatron.checkpointing.files import INDEX, WEIGHT, CheckpointError
+from megatron.checkpointing.reader import CheckpointReader, plain_config
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import global_parameters
-
-from .files import INDEX, WEIGHT, CheckpointError
-from .reader import CheckpointReader, plain_config
 
 ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
