@@ -76,7 +76,6 @@ CONTRACT = (
         "the gradients and the optimizer step of a pipeline",
         uses="_bf16_reduce_grads _exec_optimizer_step _exec_reduce_grads is_gradient_accumulation_boundary",
         fields="_force_grad_boundary pipeline_enable_backward_allreduce using_bf16_optimizer",
-        overrides="_exec_reduce_tied_grads",
     ),
     Names("deepspeed.runtime.pipe.engine", "timing the training step", uses="PipelineEngine TRAIN_BATCH_TIMER"),
     Names(

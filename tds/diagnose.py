@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -202,6 +202,18 @@ class Watchdog:
         self._doing = None if what is None else (what, time.monotonic())
         if what is not None:
             Watchdog._latest = self
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Report an error that leaves this block, unless all ranks raise it, because other ranks depend on the block."""
+        try:
+            yield
+        except BaseException as error:
+            if not getattr(error, "everywhere", False):
+                self.fail(error)
+            raise
+        finally:
+            self.at(None)
 
     def fail(self, error: BaseException) -> None:
         """Announce to all ranks that this one failed; returns when rank 0 has printed the report.

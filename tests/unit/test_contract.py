@@ -26,18 +26,15 @@ MODULES = [p for p in sorted((ROOT / "tds").glob("*.py")) if p.name != "_contrac
 # Our classes that DeepSpeed's engine or module becomes, so that `self` is one.
 SUBCLASSES = {
     "PipelineEngine": "engine",
+    "BaseEngine": "engine",
+    "PipelineHooks": "engine",
     "PlainEngine": "engine",
     "_PipelineProbe": "engine",
     "_PlainProbe": "engine",
-    "DistributedOptimizerMixin": "engine",
-    "Reports": "engine",
-    "Reductions": "engine",
-    "ComparesReplicas": "engine",
-    "Checkpoints": "engine",
     "PipelineModule": "module",
 }  # fmt: skip
 VARIABLES = {
-    "engine": "engine", "made[0]": "engine", "probe": "engine", "StockPipelineEngine": "engine", "DeepSpeedEngine": "engine",
+    "engine": "engine", "self._engine": "engine", "made[0]": "engine", "probe": "engine", "StockPipelineEngine": "engine", "DeepSpeedEngine": "engine",
     "module": "module", "model": "module", "StockPipelineModule": "module", "self._module": "module",
     "grid": "grid", "topology": "topology", "optimizer": "optimizer", "scaler": "scaler", "layer": "layer",
     "parameter": "parameter", "p": "parameter", "timer": "timer", "config_class": "config", "accelerator": "accelerator",
