@@ -373,9 +373,8 @@ class PipelineEngine(PipelineHooks):
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)
         if last:
-            # DeepSpeed averages gradients over the replicas afterwards, so the loss is multiplied by their number.
-            times = replicas if self._reduction.averages else 1
-            self._step.scale = torch.tensor(times / self.num_targets, dtype=torch.float64, device=self.device)
+            factor = self.loss_factor / self.num_targets
+            self._step.scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """Announce to the next stages that the data ended before the step began."""

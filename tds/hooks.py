@@ -10,6 +10,7 @@ from torch import Tensor
 from ._deepspeed import StockPipelineEngine
 from .clip import clip_by_norm, squared_norm_here
 from .plain import BaseEngine
+from .reductions import Reduction
 from .saving import PipelineState
 
 
@@ -20,6 +21,7 @@ class PipelineHooks(BaseEngine, StockPipelineEngine):  # type: ignore[misc]
     which saves an all-reduce, or else `_take_norm` sums the parts.
     """
 
+    _reduction: Reduction
     _saved_state: PipelineState
     _squared_norm: Tensor | None = None  # of this step over all ranks, if it came with the loss
 
@@ -27,6 +29,11 @@ class PipelineHooks(BaseEngine, StockPipelineEngine):  # type: ignore[misc]
     def has_wrapped_optimizer(self) -> bool:
         """True if a DeepSpeed optimizer wraps the user's and clips the gradients."""
         return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
+
+    @property
+    def loss_factor(self) -> int:
+        """Factor on losses that compensates for DeepSpeed's average of gradients over the replicas."""
+        return self.dp_world_size if self._reduction.averages else 1
 
     def _norm_part(self) -> Tensor | None:
         """Return this rank's part, a scalar, of the squared norm.
@@ -80,7 +87,8 @@ class PipelineHooks(BaseEngine, StockPipelineEngine):  # type: ignore[misc]
         super()._take_model_step(lr_kwargs)
 
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
-        if self.dp_world_size > 1:  # DeepSpeed would copy all gradients even without replicas
+        """Reduce the gradients over the replicas, if there are any; DeepSpeed would copy all gradients of one, too."""
+        if self.dp_world_size > 1:
             super().buffered_allreduce_fallback(*args, **kwargs)
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
