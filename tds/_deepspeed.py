@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ._contract import CONTRACT
-from .advice import ways
+from .messages import ways
 
 SUPPORTED = (0, 19), (0, 20)  # first supported release, first unsupported one; pyproject.toml has the same range
 INSIST = "TDS_ANY_DEEPSPEED"

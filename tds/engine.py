@@ -22,10 +22,10 @@ from .boundary import check
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
 from .hooks import PipelineHooks
-from .lines import say
 from .losses import Losses
 from .measure import check_factor
 from .memory import alias, non_leaf_view, pop_grad
+from .messages import say
 from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
 from .nested import as_tuple, in_full, unwrap
 from .progress import MOST_TIMED, Progress

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._deepspeed import StockPipelineEngine
+from .base_engine import Engine
 from .clip import clip_by_norm, squared_norm_here
-from .plain import BaseEngine
 from .reductions import Reduction
 from .saving import PipelineState
 
 
-class PipelineHooks(BaseEngine, StockPipelineEngine):  # type: ignore[misc]
+class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     """DeepSpeed's pipeline engine with a gradient norm over all stages and complete checkpoints.
 
     Each rank computes its part of the squared norm; `_norm_part` gives it to the message that shares the loss,

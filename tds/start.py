@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ._torch import keep_saved_tensors
-from .advice import ways
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
+from .messages import ways
 from .queues import Rules, one_hardware_queue, posted_ahead
 from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check

@@ -26,9 +26,8 @@ MODULES = [p for p in sorted((ROOT / "tds").glob("*.py")) if p.name != "_contrac
 # Our classes that DeepSpeed's engine or module becomes, so that `self` is one.
 SUBCLASSES = {
     "PipelineEngine": "engine",
-    "BaseEngine": "engine",
+    "Engine": "engine",
     "PipelineHooks": "engine",
-    "PlainEngine": "engine",
     "_PipelineProbe": "engine",
     "_PlainProbe": "engine",
     "PipelineModule": "module",

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, extended for DistributedOptimizer: the base of both engines, and the one without a pipeline."""
+"""DeepSpeed's engine, extended for DistributedOptimizer: the engine without a pipeline, and the base of PipelineEngine."""
 
 import math
 from functools import cached_property
@@ -15,11 +15,12 @@ from .saving import warn_of_replicas
 from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
-class BaseEngine(DeepSpeedEngine):  # type: ignore[misc]
-    """What both engines add to DeepSpeed's: a DistributedOptimizer, which DeepSpeed neither wraps nor reduces for.
+class Engine(DeepSpeedEngine):  # type: ignore[misc]
+    """DeepSpeed's engine, which neither wraps a DistributedOptimizer nor reduces for it, and refuses replaced weights.
 
-    They also refuse replaced weights, and keep a gradient that no replica has missing, so that its weight does not
-    decay.
+    Without a pipeline, call a DistributedOptimizer's `arm()` before the last `backward()` of a step and `finish()`
+    after it, then `clip(norm, limit)` and the engine's `step()`. With another optimizer, a weight that no replica
+    used keeps no gradient after the reduction, so it does not decay.
     """
 
     optimizer: Any
@@ -75,14 +76,6 @@ class BaseEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._compared = True
             warn_of_replicas(self.module, self.seq_data_parallel_group)
         return super().save_checkpoint(*args, **kwargs)
-
-
-class PlainEngine(BaseEngine):
-    """DeepSpeed's engine for a model without a pipeline.
-
-    With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()`
-    after it, then `optimizer.clip(norm, limit)` and `step()`.
-    """
 
 
 def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None:
