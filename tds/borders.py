@@ -71,6 +71,13 @@ class Borders:
         for role, channel in self.roles.items():
             channel.begin_step(micros, agenda(receives[role]) if role in receives else ())
 
+    def end_step(self) -> None:
+        """Wait until all sends have finished, and free buffers of sizes that the step did not need."""
+        for channel in self.channels:
+            channel.flush()
+        for channel in self.channels[:1]:
+            channel.pool.trim()  # all channels share it
+
     def has_previous(self, chunk: int) -> bool:
         """Return whether the inputs of this chunk come from another stage."""
         return self.stage > 0 or chunk > 0

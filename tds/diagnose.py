@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from . import schedule
 from ._torch import default_store
-from .lines import say
+from .messages import say
 from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
@@ -149,7 +149,8 @@ class Watchdog:
     """Monitor of this rank's activity; ends the rank when any rank fails.
 
     timeout: seconds allowed for one activity.
-    describe: turns what `at` was given into words, only for a report; held by weak reference.
+    describe: a method that turns what `at` was given into words, only for a report; held by weak reference. None:
+        `str`.
     name: of what is monitored, for reports.
     device: an accelerator whose progress is reported.
     idle: text for a rank on which no other rank can be waiting.
@@ -167,12 +168,14 @@ class Watchdog:
     def __init__(
         self,
         timeout: float,
-        describe: Callable[[Any], str],
+        describe: Callable[[Any], str] | None,
         name: str = "pipeline",
         device: torch.device | None = None,
         idle: str = "between two steps",
     ) -> None:
-        self.timeout, self._describe, self._name, self._idle = timeout, weakref.WeakMethod(describe), name, idle
+        self.timeout, self._name, self._idle = timeout, name, idle
+        self._describe: Callable[[], Callable[[Any], str] | None]
+        self._describe = weakref.WeakMethod(describe) if describe else lambda: str
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._doing: tuple[Any, float] | None = None
         self._finished = Finished(device) if device is not None and device.type != "cpu" else None
@@ -202,6 +205,18 @@ class Watchdog:
         self._doing = None if what is None else (what, time.monotonic())
         if what is not None:
             Watchdog._latest = self
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Report an error that leaves this block, unless all ranks raise it, because other ranks depend on the block."""
+        try:
+            yield
+        except BaseException as error:
+            if not getattr(error, "everywhere", False):
+                self.fail(error)
+            raise
+        finally:
+            self.at(None)
 
     def fail(self, error: BaseException) -> None:
         """Announce to all ranks that this one failed; returns when rank 0 has printed the report.
@@ -351,3 +366,12 @@ class Watchdog:
     def _leave(self, why: str, stack: str = "") -> None:
         say("\n".join([f"{self._name} stopped: {why}", stack or self._stack()]), error=True)
         _exit(1)
+
+
+def watch_the_start() -> None:
+    """Make an error that ends this process end all ranks, with a report, until an engine watches them."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
+        return
+    if dist.get_world_size() > 1 and Watchdog.latest() is None:
+        watchdog = Watchdog(float("inf"), None, "run", idle="before its first watched step")
+        watchdog.reports_all_errors = True

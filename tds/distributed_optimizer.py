@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
-from .advice import ways
 from .bucket_launch import Departures, pack
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
+from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # optimizers with a step count per tensor, or none

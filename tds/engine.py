@@ -5,6 +5,7 @@ replaced.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,31 +15,29 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from . import evaluation, schedule, trace
-from ._deepspeed import TRAIN_BATCH_TIMER, StockPipelineEngine, autocast, default_to_non_reentrant, quietly
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, default_to_non_reentrant, quietly
 from .batches import Batches, DataEnded
 from .borders import open_borders
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
-from .diagnose import Watchdog
-from .lines import say
+from .diagnose import Watchdog, describe
+from .hooks import PipelineHooks
 from .losses import Losses
 from .measure import check_factor
 from .memory import alias, non_leaf_view, pop_grad
+from .messages import say
 from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
 from .nested import as_tuple, in_full, unwrap
-from .outside import Outside
-from .plain import DistributedOptimizerMixin
 from .progress import MOST_TIMED, Progress
-from .reductions import Reductions
-from .reports import Reports
-from .saving import Checkpoints
+from .reductions import reduction_of
+from .saving import PipelineState
 from .schedule import Instruction
 from .split_backward import backward_input
 from .start import checked_schedule, refuse_idle_stages, shake_hands
 from .step import Step
 
 
-class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(PipelineHooks):
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -57,20 +56,19 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
         self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
-        self._wrapped = self._is_wrapped()
-        self._overlaps = self.distributed
+        self._reduction = reduction_of(self)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
-        if self._deepspeed_reduces():
+        if self._reduction.averages:
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._planned: tuple[Any, list[Instruction]] | None = None
         self._borders = open_borders(self.grid, self.device, self._chunks)
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
-        self._outside = Outside(self.module)
+        self._saved_state = PipelineState(self.module, self.grid)
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
@@ -115,15 +113,15 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         known = self.schedule, self.micro_batches
         if self._planned is None or self._planned[0] != known:
             self._planned = known, list(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
-            self._find_last_backwards(self._planned[1])
+            self._reduction.plan(self._planned[1])
         with trace.span("Begin"):
             self._begin(self.micro_batches)
         self._run(self._planned[1], self.micro_batches)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
-            self._reduce_gradients()
+            self._reduction.finish()
         with trace.span("Loss"):
-            self.agg_train_loss = self._share_losses(self._squared_norm_here())
+            self.agg_train_loss = self._share_losses(self._norm_part())
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
@@ -206,10 +204,7 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         )
         self._at("waiting until its last messages have left")
         with trace.span("Flush"):
-            for channel in self._borders.channels:
-                channel.flush()
-        for channel in self._borders.channels[:1]:
-            channel.pool.trim()  # all channels share it
+            self._borders.end_step()
 
     def _inputs_of(self, instruction: Instruction) -> Any:
         """Return the inputs of the layers, which they may modify in place."""
@@ -267,7 +262,7 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
     def _backward(self, instruction: Instruction) -> None:
         roots, grads = self._step.of(instruction.at).take_roots()
         if roots:
-            with self._accumulating(instruction):
+            with self._reduction.accumulating(instruction):
                 torch.autograd.backward(roots, grads or None)
 
     def _backward_input(self, instruction: Instruction) -> None:
@@ -275,14 +270,14 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         roots, grads = of.take_roots()
         if roots:
             inputs = [each.tensor for each in of.inputs_that_learn]
-            with self._accumulating(instruction):
+            with self._reduction.accumulating(instruction):
                 of.deferred = backward_input(roots, grads or [None], inputs)
 
     def _backward_weight(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
         deferred, of.deferred = of.deferred, None
         if deferred:
-            with self._accumulating(instruction):
+            with self._reduction.accumulating(instruction):
                 deferred.run()
 
     def _send_activation(self, instruction: Instruction) -> None:
@@ -338,6 +333,22 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
 
     # ------------------------------------------------------------- internals
 
+    def _watched(self) -> AbstractContextManager[None]:
+        return self.watchdog.watching() if self.watchdog else nullcontext()
+
+    def _at(self, what: Any) -> None:
+        if self.watchdog:
+            self.watchdog.at(what)
+
+    def _describe(self, what: Any) -> str:
+        return describe(what, self.stage_id, self._borders)
+
+    def _report(self, name: str, loss: Tensor) -> None:
+        """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""
+        if self.global_rank == 0 and self.monitor.enabled:
+            named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
+            self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])
+
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and find the scale of the loss."""
         self.fwd_outputs, self.outputs = [], None
@@ -362,9 +373,8 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)
         if last:
-            # DeepSpeed averages gradients over the replicas afterwards, so the loss is multiplied by their number.
-            times = 1 if self._overlaps else replicas
-            self._step.scale = torch.tensor(times / self.num_targets, dtype=torch.float64, device=self.device)
+            factor = self.loss_factor / self.num_targets
+            self._step.scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """Announce to the next stages that the data ended before the step began."""

@@ -103,7 +103,7 @@ class Recorder:
                 self._pass(instruction.micro, instruction.chunk, lambda: honest_forward(instruction))
 
             ds._forward = forward
-            self.record["scale"] = 1 if ds._overlaps else ds.dp_world_size
+            self.record["scale"] = ds.loss_factor
             return
         honest_loss, numbers = engine.loss, Counter[str]()
 
