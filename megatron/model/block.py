@@ -14,7 +14,7 @@ from megatron.config import DataConfig, ModelConfig
 
 from .attention import CrossAttention, KeyValueCache, SelfAttention
 from .context_attention import Views, views_of
-from .masks import Documents, window_mask, within
+from .masks import Documents, document_scope, window_mask
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
@@ -146,7 +146,7 @@ class Block(TransformerLayer):
             )
         hidden, document_ids = inputs
         s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
-        documents = None if self.positions_only else within(document_ids, causal=True)
+        documents = None if self.positions_only else document_scope(document_ids, causal=True)
         mask: Documents | Views | Tensor | None = documents
         if self.context.size > 1:
             mask = views_of(document_ids, s, self.window, documents, self.context)

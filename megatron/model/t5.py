@@ -24,7 +24,7 @@ from .embedding import WordEmbedding
 from .gpt2 import output_layer, vocab_size_of
 from .layers import Layer, LayerStack
 from .loss import IsText, TokenLoss
-from .masks import no_documents, positions_in_documents, within
+from .masks import document_scope, no_documents, positions_in_documents
 from .norm import build_norm
 from .relative import RelativePositions, position_bias
 from .work import block_work, lengths
@@ -124,7 +124,7 @@ class EncoderBlock(TransformerLayer):
         hidden, tokens, encoder_ids, decoder_ids, *table = inputs
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], s, s, self.config, causal=False) if table else None
-        return self.layer(hidden, within(encoder_ids), bias), tokens, encoder_ids, decoder_ids
+        return self.layer(hidden, document_scope(encoder_ids), bias), tokens, encoder_ids, decoder_ids
 
 
 class DecoderBlock(TransformerLayer):
@@ -146,7 +146,7 @@ class DecoderBlock(TransformerLayer):
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], q, seen + q, self.config, causal=True) if table else None
-        mask, cross = within(decoder_ids, causal=True), within(decoder_ids, encoder_ids)
+        mask, cross = document_scope(decoder_ids, causal=True), document_scope(decoder_ids, encoder_ids)
         return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, encoder_ids, decoder_ids
 
 
