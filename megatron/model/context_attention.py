@@ -25,7 +25,7 @@ from .masks import Documents, added_mask, cached_on
 
 
 class Views(NamedTuple):
-    """Visibility for this rank's queries: earlier tokens, document_scope the window, of the same document.
+    """Visibility for this rank's queries: earlier tokens, within the window, of the same document.
 
     ids: document number of each token of the sequence, int [b, s]; if `apart` is False, only its device is
     used.

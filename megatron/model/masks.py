@@ -47,6 +47,16 @@ class Documents(NamedTuple):
                 )
 
 
+class DocumentRole(NamedTuple):
+    """What the document ids of a decoder-only model decide: which tokens a token attends to, and rotary positions.
+
+    attention: tokens attend only within their document. positions: positions are counted from 0 in each document.
+    """
+
+    attention: bool = True
+    positions: bool = False
+
+
 def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
     """Return ids [b, q] and [b, k] as Documents, or None if every query sees all keys.
 

@@ -87,11 +87,11 @@ def build_engine(
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
-    batch_of = partial(task.checked_batch, config=config, tokenizer=tokenizer)
+    batch_fn = partial(task.checked_batch, config=config, tokenizer=tokenizer)
     if not pipeline:
-        return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)
-    if not hasattr(model, "_megatron_batch_fn"):
-        engine.set_batch_fn(batch_of)
+        return PlainEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
+    if not hasattr(model, "_megatron_batch_fn"):  # tds has taken that of an original script already
+        engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
 
 
