@@ -18,7 +18,7 @@ ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every parameter of one of our models by global name, without allocating weights."""
-    with torch.device("meta"), mpu.filled_later():
+    with torch.device("meta"), mpu.defer_init():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
     return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
 

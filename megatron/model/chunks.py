@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import Documents, follows
+from .masks import Documents, cached_on
 
 SMALL = 64  # tokens; calling a kernel for a smaller chunk costs more than computing it
 
@@ -52,7 +52,7 @@ def chunks_of(documents: Documents) -> Chunks | None:
     the same ids share the result.
     """
     queries, keys, causal = documents
-    return follows(queries, ("chunks", causal), keys, lambda: _find(documents))
+    return cached_on(queries, ("chunks", causal), keys, lambda: _find(documents))
 
 
 def _find(documents: Documents) -> Chunks | None:

@@ -21,7 +21,7 @@ from megatron._torch import flash_on_cpu, flash_on_cpu_backward, has_flash_on_cp
 
 from .chunks import Chunk, Pair, group_short, runs
 from .document_attention import laid_out, parts
-from .masks import Documents, added_mask, follows
+from .masks import Documents, added_mask, cached_on
 
 
 class Views(NamedTuple):
@@ -65,7 +65,7 @@ class Views(NamedTuple):
         if not self.masked:
             return None
         key = "view", self.stretches[at], self.window, self.apart
-        return follows(self.ids, key, None, lambda: self._mask(at))
+        return cached_on(self.ids, key, None, lambda: self._mask(at))
 
     def _mask(self, at: int) -> Tensor:
         (begin, end), (first, _) = self.stretches[at], self.keys(at)
@@ -125,7 +125,7 @@ def pieces_for(query: Tensor, views: Views) -> tuple[Piece, ...] | None:
     if views.window is not None:
         return None
     key = "pieces", views.stretches, views.apart, len(query)
-    return follows(views.ids, key, None, lambda: _find(views, len(query)))
+    return cached_on(views.ids, key, None, lambda: _find(views, len(query)))
 
 
 def _find(views: Views, rows: int) -> tuple[Piece, ...] | None:

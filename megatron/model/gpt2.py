@@ -8,7 +8,7 @@ blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from megatron import mpu
 from megatron.config import Config
 
 from .block import Block
-from .embedding import FinalNorm, PositionEmbedding, RotaryStart, WordEmbedding
+from .embedding import DecoderStart, StackNorm, WordEmbedding
 from .layers import Layer, LayerStack
 from .loss import TokenLoss
-from .masks import no_documents
+from .masks import DocumentRole, no_documents
 from .work import block_work, lengths
 
 
@@ -34,9 +34,8 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         raise ValueError(
             "--position-embedding relative is for T5; GPT-2 has learned positions, Llama rotary ones (rope)"
         )
-    start = Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding"))
-    if m.position_embedding == "rope":
-        start = Layer("start", RotaryStart, (config, "start"))
+    role = role_of(config)
+    start = "start" if m.position_embedding == "rope" else "position_embedding"
     names, work = [f"layers.{i}" for i in range(m.num_layers)], block_work(m, config.data.seq_length)
     return [
         Layer(
@@ -46,18 +45,26 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
             tied="embedding" if m.tie_embeddings else None,
             puts_out=("hidden", "position_ids", "document_ids"),
         ),
-        start,
-        *(Layer(name, Block, (m, name, config.data), repeated=True, work=work) for name in names),
-        Layer("final_norm", FinalNorm, (m,)),
-        output_layer(config, vocab_size, WordEmbedding.logits),
+        Layer(start, DecoderStart, (m, config.positions, start, role)),
+        *(Layer(name, Block, (m, name, role), repeated=True, work=work) for name in names),
+        Layer("final_norm", StackNorm, (m,)),
+        output_layer(config, vocab_size),
     ]
 
 
-def output_layer(config: Config, vocab_size: int, call: Callable[[Any, Any], Any]) -> Layer:
+def role_of(config: Config) -> DocumentRole:
+    """Return what document ids decide. --reset-position-ids alone makes them only count rotary positions."""
+    d, rotary = config.data, config.model.position_embedding == "rope"
+    apart = d.reset_attention_mask or config.objective != "lm"
+    return DocumentRole(attention=apart or not (rotary and d.reset_position_ids), positions=d.reset_position_ids)
+
+
+def output_layer(config: Config, vocab_size: int) -> Layer:
     """Return a model's last layer: logits from the embedding's weight or (--no-tie-embeddings) from a separate one."""
     m, (encoder, decoder) = config.model, lengths(config)
     tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
-    return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, puts_out=("logits",), work=work)
+    args, logits = (m, vocab_size), WordEmbedding.logits
+    return Layer("head", WordEmbedding, args, tied=tied, call=logits, puts_out=("logits",), work=work)
 
 
 def vocab_size_of(config: Config) -> int:
@@ -96,7 +103,7 @@ class GPT2Model(LayerStack):
         A loss can be differentiated once: its backward pass overwrites the logits, which a hook may have kept
         (see TokenLoss).
         position_ids: [b, s], by default counted from 0. For rotary models they may only restart at 0, see
-        `RotaryStart`.
+        `DecoderStart`.
         document_ids: [b, s], the number of the document to which each token's attention is restricted; by
         default one document.
         With context parallelism tokens, labels and loss mask are this rank's, [b, s/c]; position and document

@@ -5,8 +5,6 @@ Names are global: `layers.3.attention.dense.weight` is the same parameter in eve
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +14,6 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron._torch import persistent_buffers
-
-_after_each: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("after each layer", default=None)
-
-
-@contextmanager
-def after_each_layer(then: Callable[[nn.Module], None] | None) -> Iterator[None]:
-    """Make each LayerStack built inside call `then(layer)` after initialising a layer, before building the next."""
-    token = _after_each.set(then)
-    try:
-        yield
-    finally:
-        _after_each.reset(token)
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class Layer:
 
         `init_weights` fills declared parameters afterwards.
         """
-        with mpu.filled_later(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
+        with mpu.defer_init(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
             return self.cls(*self.args)
 
 
@@ -119,7 +105,7 @@ class AuxLossMixin:
 
         DeepSpeed calls this method on pipeline modules.
         """
-        return getattr(self.loss_fn, "aside", {})
+        return getattr(self.loss_fn, "aux", {})
 
 
 class LayerStack(AuxLossMixin, nn.Module):
@@ -156,7 +142,7 @@ class LayerStack(AuxLossMixin, nn.Module):
         attach(self, name, module)
         self._named.append((name, module))
         _fill(((f"{name}.{path}", p) for path, p in module.named_parameters()), seed)
-        then = _after_each.get()
+        then = mpu.parallel_context().after_layer
         if then is not None:
             then(module)
 

@@ -16,7 +16,7 @@ from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
 from ..model.embedding import embedding_weights
-from ..model.layers import after_each_layer, global_parameters
+from ..model.layers import global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
 from ..ranks.buffers import remember
@@ -54,7 +54,7 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Toke
     Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
     """
     cut = zero3_partitioner(resolved.deepspeed, mpu, DTYPES[resolved.precision])
-    with tds.pipe.seeded_layers(config.train.seed), after_each_layer(cut):
+    with tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
         model = on_all_ranks(lambda: checked_model(task, config, tokenizer))
     if cut is not None:
         cut(model)  # modules that a user built around our layers: DeepSpeed casts and moves all or nothing
@@ -87,11 +87,11 @@ def build_engine(
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
-    batch_of = partial(task.checked_batch, config=config, tokenizer=tokenizer)
+    batch_fn = partial(task.checked_batch, config=config, tokenizer=tokenizer)
     if not pipeline:
-        return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)
-    if not hasattr(model, "_megatron_batch_fn"):
-        engine.set_batch_fn(batch_of)
+        return PlainEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
+    if not hasattr(model, "_megatron_batch_fn"):  # tds has taken that of an original script already
+        engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
 
 

@@ -147,11 +147,11 @@ class PlainEngine:
         resolved: Resolved,
         gas: int,
         task: Task,
-        batch_of: Callable[[dict[str, Tensor] | None], Any],
+        batch_fn: Callable[[dict[str, Tensor] | None], Any],
         timers: Timers,
     ) -> None:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
-        self.loss, self.count_targets, self.batch_of = task.checked_loss, task.count_targets, batch_of
+        self.loss, self.count_targets, self.batch_fn = task.checked_loss, task.count_targets, batch_fn
         self.data = mpu.get_mesh().data
         # Without ZeRO, DeepSpeed does not report the gradient norm, nor compute it as we define it in a
         # parallel grid.
@@ -258,7 +258,7 @@ class PlainEngine:
         with self.timers("data"):
             read = [next(batches) if batches is not None else None for _ in range(self.gas)]
         with self.timers("targets"):
-            made = [self.batch_of(data) for data in read]
+            made = [self.batch_fn(data) for data in read]
             if self.count_targets is None:
                 return made, torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
             total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)

@@ -54,7 +54,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         said = on_all_ranks(lambda: estimate(task, config, resolved, device, mpu.get_topology().world_size()))
         for line in said:
             print_rank_0(line)
-        with mpu.undrawn() if start.path else nullcontext():
+        with mpu.skip_init() if start.path else nullcontext():
             model = build_model(task, config, resolved, tokenizer)
         parameters = count_parameters(model)
         engine = build_engine(model, task, config, resolved, tokenizer, timers)

@@ -54,7 +54,7 @@ def ours(args: argparse.Namespace) -> Subject:
     if vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
-    with mpu.undrawn():
+    with mpu.skip_init():
         model = GPT2Model(config, parallel_output=False)
     if theirs:
         for note in check_tokenizer(theirs.values, theirs.given, tokenizer, path / "config.json"):

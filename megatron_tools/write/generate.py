@@ -188,7 +188,7 @@ def load(args: argparse.Namespace) -> Writer:
     layers = (t5_layers if config.is_t5 else gpt2_layers)(config, vocab_size_of(config))
     stages = Stages(layers) if args.pipe_parallel_size > 1 else None
     own = stages.own if stages else None
-    with mpu.undrawn():
+    with mpu.skip_init():
         model = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False, own=own).eval()
     if path:
         load_weights(path, model).check_tokenizer(tokenizer.fingerprint)

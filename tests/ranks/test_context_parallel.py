@@ -15,7 +15,7 @@ from megatron.config import ModelConfig
 from megatron.config.command_line import parse
 from megatron.model.attention import Attention
 from megatron.model.context_attention import pieces_for, views_of
-from megatron.model.masks import no_documents, within
+from megatron.model.masks import document_scope, no_documents
 from megatron.mpu.mesh import Axis
 from megatron.ranks.errors import RunError
 from megatron.tasks import Llama
@@ -90,7 +90,7 @@ def _body(world: int) -> list[str]:
         *given, grad = inputs(case.groups)
         own = [mpu.own_tokens(x, 2, axis).clone().requires_grad_() for x in given]
         ids = ids_of(case.documents)
-        views = views_of(ids, S, case.window, within(ids, causal=True), axis)
+        views = views_of(ids, S, case.window, document_scope(ids, causal=True), axis)
         out = _attention(case).attend(own[0], own[1], own[2], views, None)  # [s/c, b, n d]
         out = out.view(-1, B, HEADS, D).permute(1, 2, 0, 3)
         out.backward(mpu.own_tokens(grad, 2, axis))

@@ -92,9 +92,9 @@ def _equals(ranks: int, sequence: bool, precise: bool) -> None:
     torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)
     case.loss = TokenLoss(VOCAB, is_text=lambda labels: labels % 2 == 0)
     with torch.no_grad():
-        whole = case.loss.per_token(logits.in_full(), case.labels), case.loss.aside
+        whole = case.loss.per_token(logits.in_full(), case.labels), case.loss.aux
         torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)
-        torch.testing.assert_close((case.loss.per_token(logits, case.labels), case.loss.aside), whole)
+        torch.testing.assert_close((case.loss.per_token(logits, case.labels), case.loss.aux), whole)
         torch.testing.assert_close(case.loss(logits, (case.labels, case.mask)).double(), expected[0], **tolerance)
 
 
@@ -125,12 +125,12 @@ def _z_loss(ranks: int, sequence: bool) -> None:
         case.loss = TokenLoss(VOCAB, fused, z_loss=Z)
         found = case.ours(chunk, 0.37)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(case.loss.aside, {"z_loss": z.detach()}, rtol=1e-10, atol=0)
+        torch.testing.assert_close(case.loss.aux, {"z_loss": z.detach()}, rtol=1e-10, atol=0)
         own_logits: Any = case.layer.deferred_logits(case.own, chunk) if chunk else case.layer.logits(case.own)
         with torch.no_grad():  # evaluation ignores z-loss
             total = case.loss(own_logits, (case.labels, case.mask))
         torch.testing.assert_close(total, expected[0], rtol=1e-10, atol=0)
-        assert case.loss.aside == {}
+        assert case.loss.aux == {}
 
 
 @pytest.mark.parametrize(

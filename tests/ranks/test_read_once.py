@@ -124,7 +124,7 @@ def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[i
         return honest(reader, key, each)
 
     def spec_of(seed: Any) -> str:
-        return "drawn" if not mpu.parameters._undrawn.get() else "left as it was"  # type: ignore[attr-defined]
+        return "drawn" if not mpu.parallel_context().skip_init else "left as it was"
 
     _count(calls, ParamSpec, "fill", lambda spec, parameter, seed=None: spec_of(seed))
     with remembered_groups() as begin:

@@ -75,7 +75,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMA
         init_method(x)
 
     counted.func = nn.init.normal_  # type: ignore[attr-defined]
-    with mpu.filled_later():
+    with mpu.defer_init():
         parameter = nn.Parameter(torch.full(shape, 7.0))
         mpu.declare(parameter, counted, dim=dim, full_size=full, axis=Axis(None, tuple(range(ranks)), rank))
     mpu.spec_of(parameter).fill(parameter, 5)
@@ -104,7 +104,7 @@ def test_what_looks_at_the_shape_is_drawn_for_the_whole(monkeypatch: pytest.Monk
     values = _built(0, 1)["row.weight"]
     torch.manual_seed(3)
     parameter = nn.Parameter(torch.empty(64, 96))
-    with mpu.filled_later():
+    with mpu.defer_init():
         mpu.declare(parameter, nn.init.xavier_normal_)
     mpu.spec_of(parameter).fill(parameter, 5)
     assert parameter.std().item() == pytest.approx(values.std().item(), rel=0.1)
@@ -184,5 +184,5 @@ def test_what_a_user_draws_after_ours_is_the_same_where_no_weight_is_drawn() -> 
         return torch.randn(3)
 
     before = buffer()
-    with mpu.undrawn():
+    with mpu.skip_init():
         assert torch.equal(buffer(), before)

@@ -14,7 +14,7 @@ from megatron.mpu import mesh
 
 class _NobodyToAsk:
     @property
-    def here(self) -> Any:
+    def context(self) -> Any:
         raise AssertionError("a pass asked for the mesh, the options or the streams of the process")
 
 

@@ -123,9 +123,9 @@ def other_kept(x: Shapes, layer: Layer) -> float:
     """Return the bytes that a non-transformer layer keeps: input and output of a norm, dropout masks, ids."""
     m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
     state = x.hidden(tokens)
-    if name in ("FinalNorm", "StackNorm", "DecoderNorm"):
+    if name in ("StackNorm", "DecoderNorm"):
         return 2 * state + tokens * 8 / x.shared
-    if name in ("PositionEmbedding", "RotaryStart", "StackStart"):
+    if name in ("DecoderStart", "StackStart"):
         return (state / x.width * x.mask if m.hidden_dropout else 0.0) + 8 * tokens
     if name == "WordEmbedding" and layer.name != "head":
         return 8.0 * tokens
