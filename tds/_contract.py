@@ -107,7 +107,6 @@ CONTRACT = (
         "running the layers of a stage",
         uses="_is_checkpointable get_additional_losses",
         fields="activation_checkpoint_func activation_checkpoint_interval forward_funcs fwd_map loss_fn",
-        overrides="forward",
     ),
     Names(
         PIPELINE_MODULE,

@@ -19,8 +19,8 @@ from ..model.embedding import embedding_weights
 from ..model.layers import global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
+from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
-from ..ranks.errors import on_all_ranks
 from ..ranks.initialize import initialize_megatron
 from .compiling import compile_layers
 from .engine import Engine, PipeEngine, PlainEngine
@@ -54,8 +54,8 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Toke
     Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
     """
     cut = zero3_partitioner(resolved.deepspeed, mpu, DTYPES[resolved.precision])
-    with tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
-        model = on_all_ranks(lambda: checked_model(task, config, tokenizer))
+    with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
+        model = checked_model(task, config, tokenizer)
     if cut is not None:
         cut(model)  # modules that a user built around our layers: DeepSpeed casts and moves all or nothing
     return model
@@ -71,7 +71,8 @@ def build_engine(
 ) -> Engine:
     """Return DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
     compile_layers(model, config)
-    pipeline = on_all_ranks(lambda: _checked(model, task, config))
+    with all_ranks():
+        pipeline = _checked(model, task, config)
     if not pipeline and config.parallel.pipe_parallel_size:  # an entry script may build a plain model for size 1
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))

@@ -22,6 +22,7 @@ from tds.reducer import GradReducer
 
 from .. import mpu
 from ..config.ds_config import Resolved
+from ..ranks.objects import gather_objects
 from .metrics import Timers
 from .task import Task, what
 
@@ -229,9 +230,8 @@ class PlainEngine:
         if self.data.size == 1:
             return names
         if when not in self._names:
-            told: list[Any] = [None] * self.data.size
-            dist.all_gather_object(told, names, group=self.data.group)
-            self._names[when] = tuple(sorted({name for each in told for name in each}))
+            every = gather_objects(names, self.data)
+            self._names[when] = tuple(sorted({name for each in every for name in each}))
         if names != self._names[when]:
             raise ValueError(
                 f"get_additional_losses() names {', '.join(names) or 'nothing'} in this step of {when}, but {', '.join(self._names[when]) or 'nothing'} "

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tds.optimizer_state import local_piece
 
 from .. import mpu
 from ..model.layers import global_parameters
+from ..ranks.objects import gather_objects
 
 
 class Finding(NamedTuple):
@@ -40,11 +40,7 @@ def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
         hook.remove()
     gradients = [name for name, _ in every if name in bad]
     mine = Finding(mpu.get_mesh().share.number, next(iter(weights), None), next(iter(gradients), None))
-    found: list[Any] = [mine]
-    if dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    return found
+    return gather_objects(mine)
 
 
 def _finite(x: Tensor) -> bool:

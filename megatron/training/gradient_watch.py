@@ -1,13 +1,12 @@
 """Detection of parameters that do not learn, in the first step, reported once by name."""
 
 from functools import partial
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import mpu
 from ..model.layers import global_parameters
+from ..ranks.objects import gather_objects
 from .engine import Step
 
 
@@ -44,19 +43,11 @@ class GradientWatch:
         for hook in self._hooks:
             hook.remove()
         learns: dict[str, bool] = {}
-        for stage in _of_all_stages(self._learns):  # a tied weight is on several stages, and learns if it does on one
+        # A tied weight is on several stages, and learns if it does on one.
+        for stage in gather_objects(self._learns, mpu.get_mesh().pipe):
             for name, value in stage.items():
                 learns[name] = learns.get(name, False) or value
         return [name for name, value in learns.items() if not value]
-
-
-def _of_all_stages(mine: Any) -> list[Any]:
-    line = mpu.get_mesh().pipe
-    if line.group is None:
-        return [mine]
-    stages: list[Any] = [None] * line.size
-    dist.all_gather_object(stages, mine, line.group)
-    return stages
 
 
 def _some(names: list[str]) -> str:

@@ -25,6 +25,7 @@ from ..optim import lr_at
 from ..ranks import device as device_module
 from ..ranks.agreement import check_replicas
 from ..ranks.errors import RunError
+from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.signals import StopSignal, StopSignals
 from ..ranks.stragglers import straggler
@@ -150,10 +151,7 @@ def train(run: Run) -> None:
 
 def _evaluate_once(run: Run, part: str) -> None:
     """Evaluate unless metrics.jsonl holds the result, as after restarting a finished run; alike on all ranks."""
-    held = [run.metrics.holds(part, run.state.iteration)]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(held)
-    if held[0]:
+    if from_rank_0(run.metrics.holds(part, run.state.iteration)):
         print_rank_0(
             f"note: {run.run_dir}/metrics.jsonl holds the {part} loss of iteration {run.state.iteration} already"
         )

@@ -58,7 +58,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
         (
             ["--family", "t5", "--reset-position-ids"],
-            "--reset-position-ids: a T5 knows documents apart only with --reset-attention-mask; give both, or neither",
+            "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, or neither",
         ),
         (
             ["--family", "t5", "--position-embedding", "relative", "--relative-attention-max-distance", "16"],

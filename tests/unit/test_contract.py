@@ -75,7 +75,7 @@ OTHERS = {
     "module": {"_megatron_batch_fn", "weight", "sparse", "__spec__", "training"},
     "optimizer": {"param_groups", "state", "found_inf", "clip", "norm", "gradient_share", "squared_norm"},
     "layer": {"sparse", "weight"},
-    "parameter": {"take_product", "tensor"},
+    "parameter": {"spec", "tensor"},
     "zero": {"get"},
 }  # fmt: skip
 
