@@ -69,10 +69,10 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     except ImportError:  # an older checkout creates groups one by one
         pass
     else:
-        from tds import borders
+        from tds import neighbours
 
         dist.split_group, groups.splits = split_group, lambda: True
-        borders.in_queues = lambda _: True  # under NCCL each stage boundary has its own groups
+        neighbours.in_queues = lambda _: True  # under NCCL each stage boundary has its own groups
     config = parse(
         f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 --precision fp32 "
         f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 --gas {stages}".split()

@@ -5,7 +5,7 @@ Names that are not defined here are DeepSpeed's.
 schedule.py   order of computation and communication of each stage, as data
 boundary.py   tensors that cross from one stage to the next
 channel.py    point-to-point transport of these tensors
-borders.py    neighbours of a stage and their process groups
+neighbours.py neighbours of a stage and their process groups
 groups.py     cheap creation of process groups in a large world
 queues.py     proof that a schedule cannot deadlock
 batches.py    micro-batches of a step, read when they are due

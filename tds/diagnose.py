@@ -58,26 +58,24 @@ def _print_once() -> None:
         sys.excepthook = hook
 
 
-PEERS = {
-    schedule.RecvActivation: ("from", "from_previous"),
-    schedule.SendActivation: ("to", "to_next"),
-    schedule.RecvGrad: ("from", "from_next"),
-    schedule.SendGrad: ("to", "to_previous"),
+CHANNELS = {
+    schedule.RecvActivation: "from_previous",
+    schedule.SendActivation: "to_next",
+    schedule.RecvGrad: "from_next",
+    schedule.SendGrad: "to_previous",
 }
 
 
-def describe(what: Any, stage: int, borders: Any) -> str:
+def describe(what: Any, stage: int, neighbours: Any) -> str:
     """Describe what a rank is doing: a schedule instruction, or a text for anything else."""
     where = f"stage {stage}"
     if not isinstance(what, schedule.Instruction):
         return f"{where}, {what}"
     text = f"{where}, in {type(what).__name__} of micro-batch {what.micro}"
-    if borders.chunks > 1:
+    if neighbours.chunks > 1:
         text += f", chunk {what.chunk}"
-    if type(what) in PEERS:
-        word, role = PEERS[type(what)]
-        channel = getattr(borders, role)
-        text += f", {word} rank {channel.peer}{channel.waiting_for()}"
+    if type(what) in CHANNELS:
+        text += f", {getattr(neighbours, CHANNELS[type(what)])}"
     return text
 
 

@@ -17,7 +17,6 @@ from torch.autograd.graph import get_gradient_edge
 from . import evaluation, schedule, trace
 from ._deepspeed import TRAIN_BATCH_TIMER, autocast, default_to_non_reentrant, quietly
 from .batches import Batches, DataEnded
-from .borders import open_borders
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
@@ -27,6 +26,7 @@ from .measure import check_factor
 from .memory import alias, non_leaf_view, pop_grad
 from .messages import say
 from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
+from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
 from .progress import MOST_TIMED, Progress
 from .reductions import reduction_of
@@ -64,7 +64,7 @@ class PipelineEngine(PipelineHooks):
         if self._reduction.averages:
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._planned: tuple[Any, list[Instruction]] | None = None
-        self._borders = open_borders(self.grid, self.device, self._chunks)
+        self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
@@ -185,12 +185,12 @@ class PipelineEngine(PipelineHooks):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent over stage boundaries since the engine was made."""
-        return sum(channel.bytes_sent for channel in self._borders.channels)
+        return sum(sender.bytes_sent for sender in self._neighbours.senders.values())
 
     # ---------------------------------------------------------- instructions
 
     def _run(self, instructions: list[Instruction], micros: int) -> None:
-        self._borders.begin_step(instructions, micros)
+        self._neighbours.begin_step(instructions, micros)
         for instruction in instructions:
             self._at(instruction)
             kind = type(instruction)
@@ -204,11 +204,11 @@ class PipelineEngine(PipelineHooks):
         )
         self._at("waiting until its last messages have left")
         with trace.span("Flush"):
-            self._borders.end_step()
+            self._neighbours.end_step()
 
     def _inputs_of(self, instruction: Instruction) -> Any:
         """Return the inputs of the layers, which they may modify in place."""
-        if self._borders.has_previous(instruction.chunk):
+        if self._neighbours.has_previous(instruction.chunk):
             of = self._step.of(instruction.at)
             received = of.received if self.module.training else of.take_received()
             return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
@@ -225,7 +225,7 @@ class PipelineEngine(PipelineHooks):
             outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
         if not self.module.training:
             checkpointing.reset()  # no backward pass will free the activation buffers
-        if self._borders.has_next(chunk):
+        if self._neighbours.has_next(chunk):
             self._keep(instruction, as_tuple(outputs))
         else:
             self._learn(instruction, outputs, self._step.batches.labels(instruction.micro))
@@ -233,7 +233,7 @@ class PipelineEngine(PipelineHooks):
     def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
         """Check the outputs for the next stage and keep them until they are sent."""
         declared = self._contract.puts_out[instruction.chunk]
-        check(outputs, declared, f"stage {self.stage_id} puts out what it should not", self.device)
+        check(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
         learns = torch.is_grad_enabled()  # a weight among the outputs has requires_grad even in evaluation
         of = self._step.of(instruction.at)
@@ -281,21 +281,21 @@ class PipelineEngine(PipelineHooks):
                 deferred.run()
 
     def _send_activation(self, instruction: Instruction) -> None:
-        at, borders = instruction.at, self._borders
+        at, neighbours = instruction.at, self._neighbours
         outputs = self._step.of(at).take_to_send()
         if self.dynamic_shape:
             same_until = at.micro + 1
-        elif borders.has_previous(at.chunk):
-            same_until = borders.from_previous.same_until(at)
+        elif neighbours.has_previous(at.chunk):
+            same_until = neighbours.from_previous.same_until(at)
         else:
             same_until = self._step.batches.same_until(at.micro)
-        borders.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
+        neighbours.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
         if self.module.training:
             due = [BoundaryTensor(each.tensor, split=each.split) for each in outputs if each.grad]
-            borders.from_next.expect(at, layout_of(due) if due else None)
+            neighbours.from_next.expect(at, layout_of(due) if due else None)
 
     def _recv_activation(self, instruction: Instruction) -> None:
-        previous = self._borders.from_previous
+        previous = self._neighbours.from_previous
         try:
             received = previous.take_next(instruction.at)
         except DataEnded as end:
@@ -306,19 +306,19 @@ class PipelineEngine(PipelineHooks):
         self._step.of(instruction.at).received = received
         tensors = tuple(each.tensor for each in received)
         declared = self._contract.takes_in[instruction.chunk]
-        check(tensors, declared, f"stage {self.stage_id} got of rank {previous.peer}")
+        check(tensors, declared, f"stage {self.stage_id}, inputs from rank {previous.link.peer}")
 
     def _send_grad(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
         due = of.inputs_that_learn
         of.received = []
         if due:
-            self._borders.to_previous.send([BoundaryTensor(pop_grad(each.tensor), split=each.split) for each in due])
+            self._neighbours.to_previous.send([BoundaryTensor(pop_grad(each.tensor), split=each.split) for each in due])
 
     def _recv_grad(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
         if of.edges:
-            of.grads = [each.tensor for each in self._borders.from_next.take(instruction.at)]
+            of.grads = [each.tensor for each in self._neighbours.from_next.take(instruction.at)]
 
     _HANDLERS = {  # method names, so that a subclass can override them
         schedule.Forward: "_forward",
@@ -341,7 +341,7 @@ class PipelineEngine(PipelineHooks):
             self.watchdog.at(what)
 
     def _describe(self, what: Any) -> str:
-        return describe(what, self.stage_id, self._borders)
+        return describe(what, self.stage_id, self._neighbours)
 
     def _report(self, name: str, loss: Tensor) -> None:
         """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""
@@ -379,8 +379,7 @@ class PipelineEngine(PipelineHooks):
     def _tell_the_end(self, end: DataEnded) -> None:
         """Announce to the next stages that the data ended before the step began."""
         if not self._is_last:
-            self._borders.to_next.send_end()
-            self._borders.to_next.flush()
+            self._neighbours.to_next.send_end()
         end.everywhere = True
 
     def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:

@@ -62,7 +62,7 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 def _told_of_one_queue(rules: str) -> Iterator[None]:
     """Make the engine see the device and environment that these rules emulate."""
     with pytest.MonkeyPatch.context() as patch:
-        for home in (tds.borders, tds.queues):
+        for home in (tds.neighbours, tds.queues):
             patch.setattr(home, "in_queues", lambda device: True)
         patch.setattr(tds.start, "one_hardware_queue", lambda device: rules == "one queue")
         yield

@@ -101,7 +101,7 @@ def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
     import tds
 
     copied = sent = 0
-    take, start = tds.channel.Channel._copy, tds.channel.Channel._start
+    take, start = tds.channel.Sender._copy, tds.channel.Sender._start
 
     def counting_copies(self: Any, parts: Any) -> Any:
         nonlocal copied
@@ -113,7 +113,7 @@ def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
         sent += buffer.numel() * buffer.element_size() == 4 * WIDTH * 4
         start(self, buffer)
 
-    tds.channel.Channel._copy, tds.channel.Channel._start = counting_copies, counting_messages  # type: ignore[method-assign]
+    tds.channel.Sender._copy, tds.channel.Sender._start = counting_copies, counting_messages  # type: ignore[method-assign]
     last = [nn.Tanh()] if keeps_outputs else []  # Tanh's backward pass needs its output
     stage = [nn.Sequential(nn.Linear(WIDTH, WIDTH), *last) for _ in range(2)]
     model = tds.PipelineModule(stage, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
@@ -228,7 +228,7 @@ def test_what_is_no_dense_tensor_is_named(what: str) -> None:
     with pytest.raises(RankFailure, match=BAD[what][1]):
         on_ranks(2, _bad_input, what)
     found = BAD[what][1].split(":")[1].strip().replace("tensor 0", "tensor 1")
-    with pytest.raises(RankFailure, match=f"stage 0 puts out what it should not: {found}"):
+    with pytest.raises(RankFailure, match=f"stage 0, outputs: {found}"):
         on_ranks(2, _bad_output, what)
 
 
@@ -364,7 +364,7 @@ def test_stages_that_do_not_fit_are_found_at_start_on_both() -> None:
 def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:
     ends = ends_of_ranks(2, _misfit, False)
     assert [end.code for end in ends] == [1, 1]
-    assert "stage 1 got of rank 0: got 1 tensors, declared are 2: hidden, mask" in ends[0].stderr  # the report
+    assert "stage 1, inputs from rank 0: got 1 tensors, declared are 2: hidden, mask" in ends[0].stderr  # the report
 
 
 # ------------------------------------------------- features that DeepSpeed's users rely on
@@ -634,7 +634,7 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
     import tds
 
     with pytest.MonkeyPatch.context() as patch:  # create groups as on an accelerator
-        patch.setattr(tds.borders, "in_queues", lambda device: True)
+        patch.setattr(tds.neighbours, "in_queues", lambda device: True)
         engine = build(2, {"chunks": 2}, pipeline={"schedule": "interleaved"})
     handed: list[tuple[str, tuple[int, ...], int, int]] = []
     numbers: dict[Any, int] = {}
@@ -661,7 +661,8 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
 
 def _groups(engine: Any) -> Iterator[Any]:
     """Yield the groups in the order in which all ranks created them."""
-    ends = {channel.group.group_name: channel.group for channel in engine._borders.channels}
+    channels = [*engine._neighbours.senders.values(), *engine._neighbours.receivers.values()]
+    ends = {channel.link.group.group_name: channel.link.group for channel in channels}
     yield from (ends[name] for name in sorted(ends, key=lambda name: (len(name), name)))
 
 
@@ -686,9 +687,9 @@ def _bytes(micros: int) -> list[int]:
 @pytest.mark.parametrize(("micros", "words"), [(4, 0), (9, 2)])
 def test_bytes_on_the_wire_are_the_tensors_one_header_and_few_words(micros: int, words: int) -> None:
     """Traffic is 4 x 6 floats a message, one header at the start, and one word for every 3 micro-batches ahead."""
-    from tds.channel import HEADER_SIZE, WORD_SIZE
+    from tds.channel import CONTINUATION_SIZE, HEADER_SIZE
 
-    message, more = 4 * WIDTH * 4, HEADER_SIZE + words * WORD_SIZE
+    message, more = 4 * WIDTH * 4, HEADER_SIZE + words * CONTINUATION_SIZE
     assert on_ranks(3, _bytes, micros) == [[micros * message + more], [2 * micros * message + more], [micros * message]]
 
 

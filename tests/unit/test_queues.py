@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tds import schedule
-from tds.queues import Rules, colour, finish
+from tds.queues import Rules, boundary_parity, finish
 from tds.schedule import Plan, Schedule, ScheduleError
 from tds.timetable import times
 from tests.support import covering
@@ -55,10 +55,10 @@ def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_
 
 
 @pytest.mark.parametrize("stages", range(2, 12))
-def test_no_two_borders_of_a_stage_have_the_same_colour(stages: int) -> None:
+def test_the_two_boundaries_of_a_stage_have_different_parities(stages: int) -> None:
     for stage in range(stages):
-        assert colour(stage, stages) != colour((stage - 1) % stages, stages)
-    assert {colour(border, stages) for border in range(stages - 1)} <= {0, 1}
+        assert boundary_parity(stage, stages) != boundary_parity((stage - 1) % stages, stages)
+    assert {boundary_parity(border, stages) for border in range(stages - 1)} <= {0, 1}
 
 
 # ------------------------------------------------ deadlocks are found
@@ -70,7 +70,7 @@ def one_group(border: int, stages: int, right: bool) -> Hashable:
 
 
 def no_direction(border: int, stages: int, right: bool) -> Hashable:
-    return colour(border, stages)
+    return boundary_parity(border, stages)
 
 
 HANGS: list[tuple[str, int, dict[str, Any]]] = [
@@ -101,7 +101,7 @@ def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
-def test_groups_by_colour_cost_no_time(name: str) -> None:
+def test_groups_by_boundary_parity_cost_no_time(name: str) -> None:
     """Two groups per direction, by boundary parity, cost no time compared with one queue per boundary."""
     for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
         plan = plan_of(name, stages, micros)
