@@ -52,7 +52,7 @@ def test_how_far_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
     finished = Finished(torch.device("meta"))
     assert finished.last() is None
     for what in "abcd":
-        finished.asked(what)
+        finished.submitted(what)
     assert finished.last() is None
     _Event.done = 3
     assert finished.last() == "c"
