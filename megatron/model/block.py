@@ -13,7 +13,8 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from .attention import CrossAttention, KeyValueCache, SelfAttention
-from .context_attention import Views, views_of
+from .attention_kernels import Mask
+from .context_attention import views_of
 from .masks import DocumentRole, Documents, document_scope, window_mask
 from .mlp import ParallelMLP
 from .norm import build_norm
@@ -77,7 +78,7 @@ class TransformerLayer(nn.Module):
     def layer(
         self,
         hidden: Tensor,
-        mask: Documents | Views | Tensor | None,
+        mask: Mask,
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
@@ -93,7 +94,7 @@ class TransformerLayer(nn.Module):
     def _layer(
         self,
         hidden: Tensor,
-        mask: Documents | Views | Tensor | None,
+        mask: Mask,
         bias: Tensor | None,
         encoded: Encoded | None,
         caches: Caches | None,
@@ -144,7 +145,7 @@ class Block(TransformerLayer):
         hidden, document_ids = inputs
         s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
         documents = document_scope(document_ids, causal=True) if self.role.attention else None
-        mask: Documents | Views | Tensor | None = documents
+        mask: Mask = documents
         if self.context.size > 1:
             mask = views_of(document_ids, s, self.window, documents, self.context)
         elif self.window is not None:

@@ -8,8 +8,7 @@ blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
-from collections.abc import Container
-from typing import Any
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from megatron.config import Config
 from .block import Block
 from .embedding import DecoderStart, StackNorm, WordEmbedding
 from .layers import Layer, LayerStack
-from .loss import TokenLoss
+from .loss import IsText, TokenLoss
 from .masks import DocumentRole, no_documents
 from .work import block_work, lengths
 
@@ -74,19 +73,46 @@ def vocab_size_of(config: Config) -> int:
     return config.model.vocab_size
 
 
-class GPT2Model(LayerStack):
-    """GPT-2 without a pipeline: this rank's shard of every layer.
+class LanguageModel(LayerStack):
+    """Language model without a pipeline: this rank's shard of every layer, and the loss.
 
+    list_layers: returns the layers by (settings, vocabulary size).
     parallel_output: leave logits sharded over the model-parallel ranks, [b, s, v/t] with padding, as the loss
     expects them. Otherwise gather them and remove the padding, [b, s, v].
-    own: see LayerStack.
+    own: see LayerStack. is_text: see TokenLoss.
     """
 
+    def __init__(
+        self,
+        list_layers: Callable[[Config, int], list[Layer]],
+        config: Config,
+        parallel_output: bool,
+        own: Container[int] | None,
+        is_text: IsText | None = None,
+    ) -> None:
+        vocab_size = vocab_size_of(config)
+        super().__init__(list_layers(config, vocab_size), config.train.seed, config.recomputed_layers, own)
+        self.vocab_size, self.parallel_output = vocab_size, parallel_output
+        self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
+        self._axis = mpu.get_mesh().model
+
+    def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
+        """Run the layers; return logits [b, s, v/t] or [b, s, v], or the loss of labels [b, s], see `TokenLoss.of_labels`."""
+        logits = self.run(inputs)  # [s, b, v/t]
+        if labels is not None:
+            return self.loss_fn.of_labels(logits, labels, loss_mask)
+        logits = mpu.whole_logits(logits).transpose(0, 1)
+        if self.parallel_output:
+            return logits
+        return mpu.gather_from_model_parallel_region(logits, self._axis)[..., : self.vocab_size]
+
+
+class GPT2Model(LanguageModel):
+    """GPT-2 without a pipeline. parallel_output, own: see LanguageModel."""
+
     def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
-        self.vocab_size = vocab_size_of(config)
-        super().__init__(gpt2_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
-        self.parallel_output, self.context = parallel_output, mpu.context_axis()
-        self.loss_fn: TokenLoss = TokenLoss.by(config, self.vocab_size)
+        super().__init__(gpt2_layers, config, parallel_output, own)
+        self.context = mpu.context_axis()
 
     def forward(
         self,
@@ -114,7 +140,4 @@ class GPT2Model(LayerStack):
             position_ids = torch.arange(own * self.context.size, device=tokens.device).expand(b, -1)
         if document_ids is None:
             document_ids = no_documents(tokens.device)
-        logits: Any = self.run((tokens, position_ids, document_ids))  # [s, b, v/t]
-        if labels is not None:
-            return self.loss_fn.of_labels(logits, labels, loss_mask)
-        return self.output(logits, self.vocab_size, self.parallel_output)
+        return self.compute((tokens, position_ids, document_ids), labels, loss_mask)

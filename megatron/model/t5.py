@@ -21,9 +21,9 @@ from megatron.config import Config, ModelConfig
 
 from .block import Caches, Encoded, TransformerLayer
 from .embedding import ModelStart, StackNorm, WordEmbedding
-from .gpt2 import output_layer, vocab_size_of
-from .layers import Layer, LayerStack
-from .loss import IsText, TokenLoss
+from .gpt2 import LanguageModel, output_layer
+from .layers import Layer
+from .loss import IsText
 from .masks import document_scope, no_documents, positions_in_documents
 from .relative import RelativePositions, position_bias
 from .work import block_work, lengths
@@ -176,11 +176,8 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     ]
 
 
-class T5Model(LayerStack):
-    """T5 without a pipeline: this rank's shard of every layer.
-
-    parallel_output, own: as in GPT2Model. is_text: see TokenLoss.
-    """
+class T5Model(LanguageModel):
+    """T5 without a pipeline. parallel_output, own, is_text: see LanguageModel."""
 
     def __init__(
         self,
@@ -189,10 +186,7 @@ class T5Model(LayerStack):
         own: Container[int] | None = None,
         is_text: IsText | None = None,
     ) -> None:
-        self.vocab_size = vocab_size_of(config)
-        super().__init__(t5_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
-        self.parallel_output = parallel_output
-        self.loss_fn: TokenLoss = TokenLoss.by(config, self.vocab_size, is_text)
+        super().__init__(t5_layers, config, parallel_output, own, is_text)
 
     def forward(
         self,
@@ -214,9 +208,5 @@ class T5Model(LayerStack):
         none = no_documents(encoder_tokens.device)
         encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids
         decoder_document_ids = none if decoder_document_ids is None else decoder_document_ids
-        logits: Any = self.run(
-            (encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids)
-        )  # [q, b, v/t]
-        if labels is not None:
-            return self.loss_fn.of_labels(logits, labels, loss_mask)
-        return self.output(logits, self.vocab_size, self.parallel_output)
+        inputs = encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids
+        return self.compute(inputs, labels, loss_mask)

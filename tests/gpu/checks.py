@@ -98,11 +98,11 @@ def bf16_follows_the_cpu_in_fp32() -> str:
 def attention_kernels_agree() -> str:
     """Compare torch's attention kernels, with gradients, against its math kernel in fp32.
 
-    cuDNN's masked form may differ, since `megatron.model.attention.kernels_for` never selects it; it is only reported.
+    cuDNN's masked form may differ, since `kernels_for` never selects it; it is only reported.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from megatron.model.attention import kernels_for
+    from megatron.model.attention_kernels import kernels_for
 
     here, dice = device.current(), torch.Generator().manual_seed(1)
 

@@ -14,8 +14,9 @@ from megatron import mpu
 from megatron.config import ModelConfig
 from megatron.config.command_line import parse
 from megatron.model.attention import Attention
-from megatron.model.context_attention import pieces_for, views_of
+from megatron.model.context_attention import views_of
 from megatron.model.masks import document_scope, no_documents
+from megatron.model.pieces import pieces_for
 from megatron.mpu.mesh import Axis
 from megatron.ranks.errors import RunError
 from megatron.tasks import Llama

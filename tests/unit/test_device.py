@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from megatron.model.attention import kernels_for
+from megatron.model.attention_kernels import kernels_for
 from megatron.model.mlp import gated_gelu, gelu
 from megatron.ranks import device
 from megatron.training.metrics import Timers

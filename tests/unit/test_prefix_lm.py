@@ -9,10 +9,10 @@ from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.prefixes import Prefixes
 from megatron.model import GPT2Model
-from megatron.model.chunks import chunks_of
 from megatron.model.layers import global_parameters
 from megatron.model.masks import Documents, document_mask
 from megatron.model.packed_attention import borders
+from megatron.model.pieces import pieces_of
 from megatron.tasks.prefix import with_prefixes
 from megatron_tools.write.generation import GPT2Stepper
 from tests.parity import reference
@@ -43,7 +43,7 @@ def test_who_sees_whom_and_what_counts() -> None:
     assert mask is not None and mask[0, 0].tolist() == _seen([0] * 9, inside)
     plain = document_mask(torch.tensor([documents]) + 1, causal=True)
     assert plain is not None and plain[0, 0].tolist() == _seen(documents, [0] * 9)
-    for shortcut in (chunks_of, borders):  # these work only for causal documents
+    for shortcut in (pieces_of, borders):  # these work only for causal documents
         assert shortcut(Documents(ids, None, True)) is None
 
 
