@@ -40,6 +40,7 @@ MOVED = {
     "megatron.config.foreign_core": "megatron.config.foreign.core",
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
     "megatron.planning.memory": "megatron.training.memory.per_rank",
+    "megatron.training.functions": "megatron.compat.pretrain",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",
     "tds.simulator": "megatron_tools.simulate.simulator",
     **{

@@ -27,9 +27,9 @@ from .build import build_engine, build_model
 from .data_ranks import open_datasets
 from .estimate import estimate
 from .global_vars import publish
-from .loop import Run
 from .metrics import MetricsWriter, Timers
 from .run_lock import RunLock
+from .run_state import Run
 from .task import Task, what
 from .watch import memory_advice, watched
 
