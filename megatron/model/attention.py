@@ -95,8 +95,8 @@ class Attention(nn.Module):
         self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
         self.stream = mpu.Stream(self.rng, stream, split=True)
         self.qkv_again = "qkv" in config.recompute_modules
-        self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.unfused
-        self.by_document = "document-attention" not in config.unfused
+        self.recompute, self.fused = config.checkpoint_attention, "biased-attention" not in config.reference_ops
+        self.by_document = "document-attention" not in config.reference_ops
         self.dense = mpu.RowParallelLinear(
             self.inner,
             config.hidden_size,
@@ -265,7 +265,7 @@ class SelfAttention(Attention):
         self.sharers = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
         self.query_norm = build_head_norm(config) if config.qk_norm else None
         self.key_norm = build_head_norm(config) if config.qk_norm else None
-        self.plain_cut = "rope" in config.unfused
+        self.plain_cut = "rope" in config.reference_ops
         self.in_groups = queries > 1 or config.qk_norm or config.position_embedding == "rope"
 
     def forward(

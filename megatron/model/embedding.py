@@ -26,7 +26,7 @@ class WordEmbedding(nn.Module):
             multiple=config.make_vocab_size_divisible_by,
         )
         self.sequence = mpu.sequence_axis()
-        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.unfused else 0
+        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).

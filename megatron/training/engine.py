@@ -7,6 +7,7 @@ counted before the first backward pass, so gradients have the right scale from t
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from ..config.ds_config import Resolved
 from ..ranks.objects import gather_objects
 from .metrics import Timers
 from .task import Task, what
+from .watch import StepWatch
 
 Batches = Iterator[dict[str, Tensor]]
 
@@ -136,11 +138,14 @@ class PipeEngine:
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
-class PlainEngine:
+class NoPipeEngine:
     """Engine without a pipeline: every rank runs all layers.
 
     All micro-batches of a step are prepared before the first forward pass.
+    watch: ends all ranks if one fails or stalls in a step.
     """
+
+    watch: StepWatch | None = None
 
     def __init__(
         self,
@@ -171,7 +176,7 @@ class PlainEngine:
         self._names: dict[str, tuple[str, ...]] = {}  # names of additional losses, see `_agreed`
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
-        with trace.span("train_batch", "step"):
+        with self._watched("training"), trace.span("train_batch", "step"):
             return self._train_batch(batches, lr)
 
     def _train_batch(self, batches: Batches | None, lr: float) -> Step:
@@ -185,7 +190,7 @@ class PlainEngine:
         for micro, batch in enumerate(made):
             last = micro == self.gas - 1
             with self.timers("forward"):
-                loss = self.loss(ds, batch)
+                loss = self._loss(ds, batch)
             if not loss.requires_grad:
                 raise ValueError("the loss does not depend on the model's parameters, or was detached from them")
             total += loss.detach().double()
@@ -210,15 +215,27 @@ class PlainEngine:
         known = ds.get_global_grad_norm() if norm is None else norm
         return _result(ds, loss, known, dict(zip(names, others, strict=True)))
 
+    def _watched(self, part: str) -> AbstractContextManager[None]:
+        return self.watch.step(part) if self.watch else nullcontext()
+
+    def _loss(self, model: Any, batch: Any) -> Tensor:
+        if self.watch:
+            self.watch.micro_batch()
+        return self.loss(model, batch)
+
     @torch.no_grad()
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        with self._watched("evaluation"):
+            return self._eval_batch(batches)
+
+    def _eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval()
         made, targets = self._read(batches)
         loss = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
         for batch in made:
-            loss += self.loss(ds.module, batch).double()
+            loss += self._loss(ds.module, batch).double()
             for name, value in self._aux().items():
                 aux[name] += value
         sums = {"loss": loss, **{name: aux[name] for name in self._agreed(aux, "evaluation")}}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..checkpointing import PatientSaver, TrainState
+from ..checkpointing import RetryingSaver, TrainState
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..tokenizer import Tokenizer
@@ -28,7 +28,7 @@ class Run:
     engine: Engine
     datasets: Datasets
     state: TrainState
-    saver: PatientSaver
+    saver: RetryingSaver
     timers: Timers
     metrics: MetricsWriter
     tokenizer: Tokenizer

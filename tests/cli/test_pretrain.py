@@ -92,7 +92,7 @@ def test_what_does_not_change_the_model_may_change_on_resume(tmp_path: Path, fla
     whole = losses(train_gpt2(1, tmp_path / "whole", *more, "--train-iters", "4"))
     train_gpt2(1, tmp_path / "cut", *more, "--train-iters", "2")
     changed = [
-        "--unfused",
+        "--reference-ops",
         "cross-entropy",
         "--checkpoint-activations",
         "--cpu-matmul",

@@ -34,7 +34,7 @@ GRID = [
     (Layout(2, 1, 2, cp=2), f"{SEQUENCE} --pipeline-schedule zb-h1 --logits-chunk-size 10"),
     (Layout(2, 2, 2, cp=2), f"{SEQUENCE} --checkpoint-activations"),
     (Layout(2, 1, 1, cp=2), "--partition-method measured"),
-    (Layout(0, 1, 1, cp=2), "--unfused document-attention"),
+    (Layout(0, 1, 1, cp=2), "--reference-ops document-attention"),
     (Layout(0, 1, 1, cp=2), "--recompute-modules norm qkv activation --logits-chunk-size 10"),
 ]
 

@@ -42,7 +42,7 @@ def test_one_without_is_found() -> None:
 
 # Their methods are documented in a base class or protocol.
 OF_A_PROTOCOL = {
-    "HFTokenizer", "SentencePieceTokenizer", "PipeEngine", "PlainEngine", "WatchedEngine", "FunctionsTask", "Reductions",
+    "HFTokenizer", "SentencePieceTokenizer", "PipeEngine", "NoPipeEngine", "FunctionsTask", "Reductions",
     "Checkpoints", "Parser",
 }  # fmt: skip
 OF_EVERY_COMMAND = {"main", "build_parser", "cli"}
