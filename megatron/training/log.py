@@ -88,6 +88,7 @@ class TrainingLog(Hook):
             raise RunError(explain(self.run, self.health.fault))
 
     def report(self) -> None:
+        """Print a log line and write a row of metrics.jsonl. A collective that waits for the device."""
         run, config = self.run, self.run.config
         self.check()
         device_module.synchronize(run.device)
