@@ -41,6 +41,7 @@ MOVED = {
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
     "megatron.planning.memory": "megatron.training.memory.per_rank",
     "megatron.tokenizer.chat": "data_utils.chat_templates",
+    "megatron.training.functions": "megatron.compat.pretrain",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",
     **{
         f"{old}.{name}": f"{new}.{name}"

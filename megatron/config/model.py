@@ -95,11 +95,11 @@ class ModelConfig(DecoderConfig):
         0,
         "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of micro-batches with more "
         "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than --hidden-size + this (an fp32 "
-        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --unfused cross-entropy computes all",
+        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --reference-ops cross-entropy computes all",
         at_least(0),
         free=True,
     )
-    unfused: tuple[str, ...] = opt(
+    reference_ops: tuple[str, ...] = opt(
         (),
         f"compute these as a textbook writes them, with torch's own gradients: slower, to check numbers by ({', '.join(FUSED)})",
         each_of(*FUSED),

@@ -22,8 +22,8 @@ class CheckpointConfig(Section):
     )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
     save_at_end: bool = opt(True, "save after the last iteration")
-    failed_saves: int = opt(
-        3, "how many saves in a row may fail, for want of space or so, before the run ends; 0 for none", at_least(0)
+    max_failed_saves: int = opt(
+        3, "how many saves in a row may fail, e.g. on a full disk, before the run ends; 0 for none", at_least(0)
     )
     keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
     keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))

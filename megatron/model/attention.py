@@ -76,8 +76,8 @@ class Attention(nn.Module):
             causal=causal,
             scale=scale,
             stream=self.stream,
-            by_document="document-attention" not in config.unfused,
-            fused_bias="biased-attention" not in config.unfused,
+            by_document="document-attention" not in config.reference_ops,
+            fused_bias="biased-attention" not in config.reference_ops,
             packs=not self.qkv_again,
         )
         self.dense = mpu.RowParallelLinear(
@@ -155,7 +155,7 @@ class SelfAttention(Attention):
         self.sharers = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
         self.query_norm = build_head_norm(config) if config.qk_norm else None
         self.key_norm = build_head_norm(config) if config.qk_norm else None
-        self.plain_cut = "rope" in config.unfused
+        self.plain_cut = "rope" in config.reference_ops
         self.in_groups = queries > 1 or config.qk_norm or config.position_embedding == "rope"
 
     def forward(

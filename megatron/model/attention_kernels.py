@@ -31,7 +31,7 @@ class Call(NamedTuple):
     With context parallelism it is what this rank's queries see of all ranks' keys.
     bias: [1, n, q, k], added to the scores, or None. p: dropout probability.
     causal: without a mask, a query sees itself and the keys before it. scale: factor of the scores.
-    by_document, fused_bias: kernels that --unfused does not exclude.
+    by_document, fused_bias: kernels that --reference-ops does not exclude.
     packs: queries, keys and values may be copied; recomputation identifies them by their address.
     pieces: how to compute documents or slices piece by piece; None if they need a mask, and always on
     accelerators and in compiled code.

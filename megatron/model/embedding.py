@@ -28,7 +28,7 @@ class WordEmbedding(nn.Module):
         )
         self.sequence = mpu.sequence_axis()
         self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
-        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.unfused else 0
+        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).

@@ -23,7 +23,7 @@ from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
 from .compiling import compile_layers
-from .engine import Engine, PipeEngine, PlainEngine
+from .engine import Engine, NoPipeEngine, PipeEngine
 from .global_vars import publish
 from .metrics import Timers
 from .task import Task, check_task, checked_model
@@ -90,8 +90,8 @@ def build_engine(
         zero_state.check_all_copies(engine)
     batch_fn = partial(task.checked_batch, config=config, tokenizer=tokenizer)
     if not pipeline:
-        return PlainEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
-    if not hasattr(model, "_megatron_batch_fn"):  # tds has taken that of an original script already
+        return NoPipeEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
+    if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
 

@@ -95,16 +95,16 @@ def _say(notes: Sequence[str]) -> None:
 
 
 def read(
-    dataset: Any, config: Config, consumed_samples: int, passed_over: Callable[[int], bool] | None = None
+    dataset: Any, config: Config, consumed_samples: int, skips: Callable[[int], bool] | None = None
 ) -> Batches | None:
     """Return this rank's micro-batches from a sample on; None if other ranks send its data or it needs none.
 
-    passed_over: see the sampler.
+    skips: the sampler's `passed_over`.
     """
     if not reads():
         return None
     t, share = config.train, mpu.get_mesh().share
-    sampler = ConsecutiveSampler(t.batch_size, t.gas, *share, consumed_samples, passed_over)
+    sampler = ConsecutiveSampler(t.batch_size, t.gas, *share, consumed_samples, skips)
     return iter(build_loader(dataset, sampler, config.data.num_workers))
 
 

@@ -6,11 +6,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from tds.diagnose import Watchdog
 
 from .. import mpu
-from ..checkpointing import PatientSaver, Saver, find_start, start_or_resume
+from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.files import clear
 from ..config import Config
 from ..config.command_line import with_values
@@ -25,13 +26,14 @@ from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder, writers
 from .build import build_engine, build_model
 from .data_ranks import open_datasets
-from .estimate import estimate
+from .engine import NoPipeEngine
+from .estimate import estimate, memory_advice
 from .global_vars import publish
-from .loop import Run
 from .metrics import MetricsWriter, Timers
 from .run_lock import RunLock
+from .run_state import Run
 from .task import Task, what
-from .watch import memory_advice, watched
+from .watch import StepWatch
 
 
 def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
@@ -61,7 +63,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
             model = build_model(task, config, resolved, tokenizer)
         parameters = count_parameters(model)
         engine = build_engine(model, task, config, resolved, tokenizer, timers)
-        engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)
+        if isinstance(engine, NoPipeEngine) and dist.get_world_size() > 1:
+            engine.watch = StepWatch(60 * config.parallel.distributed_timeout_minutes, device)
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         with all_ranks():
@@ -74,7 +77,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     if not estimates:  # without an estimate, which would include the number
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
-    patient = PatientSaver(saver, config.checkpoint.failed_saves)
+    retrying = RetryingSaver(saver, config.checkpoint.max_failed_saves)
     return Run(
         config,
         resolved,
@@ -82,7 +85,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         engine,
         datasets,
         state,
-        patient,
+        retrying,
         timers,
         metrics,
         tokenizer,

@@ -180,15 +180,15 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """A run whose rank is killed in the first attempt is restarted and resumes, with and without a pipeline."""
     code = """
-import os, signal, sys, megatron.training.loop as t
+import os, signal, sys, megatron.training.log as t
 from megatron.tasks import GPT2
 from megatron.training import run
-honest = t._Window.add
+honest = t.TrainingLog.after_step
 def add(self, *args):
     honest(self, *args)
     if self.run.state.iteration == 3 and os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "10":
         os.kill(os.getpid(), signal.SIGKILL)
-t._Window.add = add
+t.TrainingLog.after_step = add
 run(GPT2())
 """
     (tmp_path / "train.py").write_text(code)

@@ -65,7 +65,7 @@ LAYOUTS = [
     (Layout(2, 1, 1), ""),
     (Layout(0, 2, 1), ""),
     (Layout(2, 2, 1), "--logits-chunk-size 20"),
-    (Layout(2, 1, 2), "--unfused document-attention"),
+    (Layout(2, 1, 2), "--reference-ops document-attention"),
     (Layout(0, 1, 1), "--num-workers 1"),
     (Layout(0, 1, 1, cp=2), ""),
 ]

@@ -273,7 +273,9 @@ def _scaled(flags: str) -> dict[str, Tensor]:
     before, labels = decoder[:, :-1], decoder[:, 1:]
     total = model(encoder, before, labels=labels, loss_mask=torch.ones(3, 6))
     names = {type(node).__name__ for node, _ in total.grad_fn.next_functions} | {type(total.grad_fn).__name__}
-    assert ("_LinearCrossEntropyBackward" in names) == ("--logits-chunk-size 7" in flags and "--unfused" not in flags)
+    assert ("_LinearCrossEntropyBackward" in names) == (
+        "--logits-chunk-size 7" in flags and "--reference-ops" not in flags
+    )
     total.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"total": total.detach(), "logits": model(encoder, before).detach(), **found}
@@ -282,7 +284,7 @@ def _scaled(flags: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("more", ["", " --z-loss 0.05"])
 def test_scaled_logits_of_a_tied_matrix_and_the_textbook_form(more: str) -> None:
     whole = on_ranks(2, _scaled, f"--logits-chunk-size 0{more}")
-    for flags in ("--logits-chunk-size 7", "--logits-chunk-size 7 --unfused cross-entropy"):
+    for flags in ("--logits-chunk-size 7", "--logits-chunk-size 7 --reference-ops cross-entropy"):
         torch.testing.assert_close(on_ranks(2, _scaled, flags + more), whole, rtol=1e-10, atol=1e-12)
 
 

@@ -112,7 +112,7 @@ def test_unfused(ranks: int, name: str) -> None:
     flags = f"--model-parallel-size {ranks}"
     names = [each for each in FUSED if each not in IN_LLAMA] if name == "all" else [name]
     learns = _llama_learns if name in IN_LLAMA else _learns
-    fused, plain = on_ranks(ranks, learns, flags), on_ranks(ranks, learns, f"{flags} --unfused {' '.join(names)}")
+    fused, plain = on_ranks(ranks, learns, flags), on_ranks(ranks, learns, f"{flags} --reference-ops {' '.join(names)}")
     for (ours, with_ours, _), (theirs, without, _) in zip(fused, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
         assert {OURS[each] for each in names} <= with_ours - without

@@ -2,10 +2,12 @@ import json
 import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.checkpointing import plain_config
 from megatron.config import SECTIONS
 from megatron.config.command_line import Args, from_file, parse, with_values
 from megatron.config.ds_config import resolve
@@ -93,7 +95,7 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: Any, message: str
         ({"sliding_window": 8}, "--sliding-window none", {"sliding_window": None}),
         ({"num_key_value_heads": 4, "kv_hidden_size": 8}, "--num-key-value-heads none", {"key_value_heads": 12, "head_size": 8}),
         ({"max_position_embeddings": 4096}, "--max-position-embeddings=none", {"max_position_embeddings": None}),
-        ({"unfused": ["rope", "swiglu"]}, "--unfused none", {"unfused": ()}),
+        ({"reference_ops": ["rope", "swiglu"]}, "--reference-ops none", {"reference_ops": ()}),
         ({"sliding_window": 8}, "--sliding-window none --sliding-window 3", {"sliding_window": 3}),
         ({"sliding_window": "none", "rope_scaling": "none"}, "", {"sliding_window": None, "rope_scaling": None}),
     ],
@@ -101,6 +103,24 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: Any, message: str
 def test_none_turns_off_what_a_file_sets(tmp_path: Path, content: Any, flags: str, found: dict[str, Any]) -> None:
     model = parse(["--config", write(tmp_path / "a.json", content), *flags.split()]).model
     assert {name: getattr(model, name) for name in found} == found
+
+
+def test_former_names_of_settings(tmp_path: Path) -> None:
+    """Flags, files, checkpoints and `get_args()` know a renamed setting by its former name, too."""
+    notes: list[str] = []
+    config = parse(["--unfused", "rope", "swiglu", "--failed-saves=5"], tell=notes.append)
+    assert (config.model.reference_ops, config.checkpoint.max_failed_saves) == (("rope", "swiglu"), 5)
+    assert [note.split(";")[0] for note in notes] == [
+        "--unfused is now --reference-ops",
+        "--failed-saves is now --max-failed-saves",
+    ]
+    assert Args(config).failed_saves == 5
+    content = config.to_dict()
+    content["model"]["unfused"] = content["model"].pop("reference_ops")
+    content["checkpoint"]["failed_saves"] = content["checkpoint"].pop("max_failed_saves")
+    assert from_file(write(tmp_path / "config.json", content)) == config
+    reader: Any = SimpleNamespace(path=tmp_path, config=content, tensors={})
+    assert plain_config(reader).model.reference_ops == ("rope", "swiglu")
 
 
 def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> None:

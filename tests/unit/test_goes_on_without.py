@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import PatientSaver, TrainState, prune
+from megatron.checkpointing import RetryingSaver, TrainState, prune
 from megatron.checkpointing.save import SaveError
 from megatron.training import metrics
 from megatron.training.metrics import MetricsWriter
@@ -70,7 +70,7 @@ class _Saver:
 
 def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     inner: Any = _Saver()
-    saver = PatientSaver(inner, 2)
+    saver = RetryingSaver(inner, 2)
     for iteration, full in enumerate([False, True, True, False, True, True]):
         inner.full = full
         saver.save(TrainState(iteration))
@@ -83,7 +83,7 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SaveError, match="iter_6"):  # one failure too many
         saver.save(TrainState(6))
     with pytest.raises(SaveError, match="iter_7"):  # the last chance to save
-        PatientSaver(inner, 2).save(TrainState(7), must=True)
+        RetryingSaver(inner, 2).save(TrainState(7), must=True)
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

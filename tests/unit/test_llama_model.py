@@ -66,7 +66,7 @@ def check(other: Any, ours: GPT2Model, sizes: Sizes, length: int, tolerance: flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unfused", ["", "--unfused rope swiglu rms-norm"])
+@pytest.mark.parametrize("unfused", ["", "--reference-ops rope swiglu rms-norm"])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_logits_and_gradients_are_hugging_faces(kind: str, groups: int, unfused: str) -> None:

@@ -121,5 +121,5 @@ def test_settings() -> None:
     assert parse(["--trace"]).log.traced is None
     with pytest.raises(ConfigError, match="--trace-iterations needs --trace"):
         parse(["--trace-iterations", "3"])
-    with pytest.raises(ConfigError, match="is no number and no range"):
+    with pytest.raises(ConfigError, match="must be a number or a range"):
         parse(["--trace", "--trace-iterations", "9-3"])
