@@ -317,7 +317,7 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
     _preprocess(*base, "--output-prefix", str(tmp_path / "b"), "--on-error", "skip")
     said = capsys.readouterr().out
     assert "the tokenizer has no special token <|im_start|> or <|im_end|>" in said
-    assert "1 bad and 0 empty left out" in said
+    assert "1 bad and 0 empty skipped" in said
     tokens, counts = IndexedDataset(tmp_path / "b_sft"), IndexedDataset(tmp_path / "b_sft_loss")
     tokenizer = load_tokenizer(vocab_file)
     assert (
@@ -355,11 +355,11 @@ def test_a_corpus_has_one_date(
     for day in ("2026-01-31", "2026-02-01"):
         monkeypatch.setattr(chats, "datetime", type("Day", (datetime,), {"now": staticmethod(lambda day=day: datetime.fromisoformat(day))}))  # fmt: skip
         if day == "2026-01-31":
-            with pytest.raises(RuntimeError, match="start again to go on"):
+            with pytest.raises(RuntimeError, match="documents are kept"):
                 _preprocess(*dated, "--output-prefix", str(tmp_path / "a"))
         else:
             _preprocess(*dated, "--output-prefix", str(tmp_path / "a"), "--on-error", "skip")
-    assert "--chat-date sets it" in capsys.readouterr().out
+    assert "--chat-date sets" in capsys.readouterr().out
     tokens, tokenizer = IndexedDataset(tmp_path / "a_sft"), load_tokenizer(str(hf_tokenizer))
     assert {tokenizer.decode(tokens[i].tolist())[:11] for i in range(len(tokens))} == {"31 Jan 2026"}
     assert json.loads((tmp_path / "a_sft.json").read_text())["chat_date"] == "2026-01-31T00:00:00"
@@ -367,12 +367,12 @@ def test_a_corpus_has_one_date(
     assert tokenizer.decode(IndexedDataset(tmp_path / "b_sft")[0].tolist()).startswith("26 Jul 2024")
     pairs = [str(tmp_path / name) for name in ("a_sft", "b_sft")]
     inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m_sft")))
-    assert "wrote 2 dates; the sidecar keeps the last, 2026-01-31" in capsys.readouterr().out
+    assert "2 dates; the sidecar records the last, 2026-01-31" in capsys.readouterr().out
     assert json.loads((tmp_path / "m_sft.json").read_text())["chat_date"] == "2026-01-31T00:00:00"
     for more, message in (
-        ([*dated, "--chat-date", "today"], "--chat-date today is no date"),
-        ([*base, "--chat-date", "2024-07-26"], "does not call strftime_now, so leave it out"),
-        ([*base[2:], "--chat-date", "2024-07-26"], "--chat-date is for --objective sft"),
+        ([*dated, "--chat-date", "today"], "--chat-date today is not a date"),
+        ([*base, "--chat-date", "2024-07-26"], "does not call strftime_now"),
+        ([*base[2:], "--chat-date", "2024-07-26"], "--chat-date requires --objective sft"),
     ):
         with pytest.raises(ValueError, match=message):
             _preprocess(*more, "--output-prefix", str(tmp_path / "c"))
@@ -418,7 +418,7 @@ def test_a_template_that_ignores_add_generation_prompt_is_noted(
     args = Namespace(
         objective="sft", chat_template=str(tmp_path / "t.jinja"), vocab_file=str(hf_tokenizer), chat_date=None
     )
-    chats.tell(args, tokenizer)
+    chats.print_notes(args, tokenizer)
     assert ("add_generation_prompt" in capsys.readouterr().out) == noted
     template = chats.template_of(args, tokenizer)
     ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(template.pieces(messages_of({"messages": CHAT})))
