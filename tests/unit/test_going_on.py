@@ -150,7 +150,7 @@ def test_a_part_that_is_not_what_was_written_is_refused(start: Callable[..., Non
     part = tmp_path / "b_text_document.bin.part"
     whole = part.read_bytes()
     for content, message in (
-        (whole[:-100], "it was cut short"),
+        (whole[:-100], "it is truncated"),
         (whole[:-200] + bytes(200), "SHA-256 differs"),
         (None, "is missing; delete"),
     ):
@@ -184,7 +184,7 @@ def test_verify_finds_zeros_in_each_part(
         whole = path.read_bytes()
         path.write_bytes(whole[:400] + bytes(400) + whole[800:])
         for name in ("a_text_document", f"a_text_document_{part}"):
-            with pytest.raises(ValueError, match=f"_{part}.bin, bytes 0 to .*SHA-256 differs"):
+            with pytest.raises(ValueError, match=f"_{part}.bin is damaged in bytes 0 to .*SHA-256 differs"):
                 verify(name)
         path.write_bytes(whole)
 

@@ -11,7 +11,7 @@ import pytest
 from data_utils import inspect_data
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
-from megatron.data.fim import Gaps
+from megatron.data.fim import FillInTheMiddle
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.chat import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
 from megatron_tools.convert import export_tokenizer
@@ -196,7 +196,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
     """A fill-in-the-middle prompt, its middle and its end make up a document as the dataset rearranges it."""
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
-    gaps = Gaps(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
+    gaps = FillInTheMiddle(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
     trained = gaps.document(text, True, spm, (0.3, 0.6)).tolist()
     kept = len(text) - 4
     begin, end = int(0.3 * (kept + 1)), int(0.6 * (kept + 1))

@@ -284,23 +284,21 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
         assert all(sample["tokens"][i] == 999 and not sample["loss_mask"][i] for i in padding)
     assert seen == Counter(kept)
     note = dataset.note()
-    assert f"{len(kept)} records, {dataset.cut} of them cut to 13 tokens" in note
-    assert f"{dataset.left_out} left out" in note
+    assert f"{len(kept)} records, {dataset.cut} of them truncated to 13 tokens" in note
+    assert f"{dataset.left_out} skipped" in note
 
 
 def test_a_corpus_that_does_not_say_what_counts_is_refused(tmp_path: Path, tiny_data: str) -> None:
-    with pytest.raises(
-        DatasetError, match="--objective sft needs a corpus of tools/preprocess_data.py --objective sft"
-    ):
+    with pytest.raises(DatasetError, match="--objective sft needs a corpus"):
         build_train_valid_test_datasets(tiny_data, "1", 16, 0, seed=1)
     prefix = _corpus(tmp_path / "a", [([1, 2, 3], [0, 1, 1])])
     with IndexedDatasetBuilder(f"{prefix}_loss", np.uint8) as counts:
         counts.add_document([0, 1])
-    with pytest.raises(DatasetError, match="does not say of each token"):
+    with pytest.raises(DatasetError, match="is not a loss mask"):
         build_train_valid_test_datasets(prefix, "1", 16, 0, seed=1)
     with pytest.raises(DatasetError, match="1 records has a token that counts in the loss"):
         build_train_valid_test_datasets(_corpus(tmp_path / "b", [([1, 2, 3], [1, 0, 0])]), "1", 16, 0, seed=1)
-    with pytest.raises(DatasetError, match="holds 2, which is neither 0 nor 1"):
+    with pytest.raises(DatasetError, match="contains 2, which is neither 0 nor 1"):
         build_train_valid_test_datasets(_corpus(tmp_path / "c", [([1, 2, 3], [1, 2, 0])]), "1", 16, 0, seed=1)
 
 
