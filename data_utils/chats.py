@@ -45,12 +45,10 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other."""
     if args.objective == "sft" and (args.split_sentences or args.keys != ["text"]):
         raise ValueError("--objective sft reads whole conversations; remove --split-sentences and --keys")
-    if args.objective != "sft" and args.chat_template != "chatml":
-        raise ValueError("--chat-template requires --objective sft")
+    if args.objective != "sft" and (args.chat_template != "chatml" or args.chat_date is not None):
+        raise ValueError("--chat-template and --chat-date require --objective sft")
     if args.chat_date is None:
         return
-    if args.objective != "sft":
-        raise ValueError("--chat-date requires --objective sft")
     try:
         datetime.fromisoformat(args.chat_date)
     except ValueError:

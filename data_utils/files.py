@@ -42,14 +42,12 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
         name, weight = _weight(given)
         path = Path(name)
         if path.is_dir():
-            found = _readable(name, _existing_files(_find_all(name, [path], say)), say)
+            found = _readable(name, [path], say)
             if not found:
                 raise InputError(f"the folder {name} contains no file of a supported type: {KINDS}")
         elif glob.has_magic(name) and not path.exists():
             _check_folders_of(name)
-            found = _readable(
-                name, _existing_files(_find_all(name, map(Path, glob.glob(name, recursive=True)), say)), say
-            )
+            found = _readable(name, map(Path, glob.glob(name, recursive=True)), say)
             if not found:
                 raise InputError(f"{name} matches no file of a supported type: {KINDS}")
         else:
@@ -154,9 +152,9 @@ def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], enco
         written.add(real)
 
 
-def _readable(where: str, paths: Iterable[Path], say: Callable[[str], None]) -> list[str]:
-    """Return the paths of a readable kind, sorted; report the other files and clean_corpus.py's reports."""
-    every = sorted(map(str, paths))
+def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[str]:
+    """Return the files of a readable kind in `given` and its folders, sorted; report those that are skipped."""
+    every = sorted(map(str, _existing_files(_find_all(where, given, say))))
     reports = [path for path in every if _is_report(path)]
     if reports:
         say(f"{where}: skipped {len(reports)} reports of tools/clean_corpus.py ({_abbreviate(reports)})")

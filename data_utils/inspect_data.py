@@ -268,9 +268,7 @@ def build_parser() -> Parser:
 
     def tokenizer_of(made: argparse.ArgumentParser, required: bool) -> None:
         made.add_argument("--vocab-file", required=required, help="tokenizer file or folder")
-        made.add_argument(
-            "--tokenizer-type", default="auto", help="type of the tokenizer (default: detected from the file)"
-        )
+        made.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
 
     pair = "path of the pair, without .bin or .idx"
     made = command("info", info, "summarise a pair")

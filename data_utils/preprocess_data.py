@@ -350,17 +350,8 @@ def build_parser() -> Parser:
     add = parser.add_argument
     input_flags(parser)
     add("--output-prefix", required=True, help="path of the output, without its extension")
-    add(
-        "--vocab-file",
-        required=True,
-        help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face",
-    )
-    add(
-        "--tokenizer-type",
-        choices=KINDS,
-        default="auto",
-        help="type of the tokenizer (default: detected from the file)",
-    )
+    add("--vocab-file", required=True, help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face")
+    add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
     add(
         "--keys",
         "--json-keys",

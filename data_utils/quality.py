@@ -8,8 +8,8 @@ from itertools import pairwise
 _BROKEN = re.compile(r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|[æåçè][\u0080-\u00bf]{2}")
 _TAG = re.compile(
     r"</?(?:a|b|br|button|center|dd|div|dl|dt|em|embed|font|form|h[1-6]|head|hr|html|i|iframe|img|input|label|li|link|"
-    r"meta|nav|object|ol|option|p|param|pre|script|section|select|small|span|strong|style|sub|sup|table|tbody|td|th|thead|"
-    r"title|tr|u|ul)\b[^<>]{0,2000}>|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>"
+    r"meta|nav|object|ol|option|p|param|pre|script|section|select|small|span|strong|style|sub|sup|table|tbody|td|th|"
+    r"thead|title|tr|u|ul)\b[^<>]{0,2000}>|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>"
     r"|&(?:nbsp|lt|gt|amp|quot|ldquo|rdquo|middot|#\d{2,5}|#x[0-9a-fA-F]{2,5});",
     re.IGNORECASE | re.DOTALL,
 )

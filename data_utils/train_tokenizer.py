@@ -90,10 +90,7 @@ def build_parser() -> Parser:
     parser.add_argument("--output", required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder")
     parser.add_argument("--vocab-size", type=int, default=8000, help="number of tokens (default: 8000)")
     parser.add_argument(
-        "--tokenizer-type",
-        choices=TYPES,
-        default="sentencepiece",
-        help="type of the tokenizer (default: sentencepiece)",
+        "--tokenizer-type", choices=TYPES, default="sentencepiece", help="tokenizer type (default: sentencepiece)"
     )
     parser.add_argument(
         "--model-type",

@@ -96,7 +96,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
         assert reader.question(Conversation(turns_of(turns))).tokens == asked["input_ids"]
         for name in ADDED[2:5] if source == ROLE_MARKS else (BEGIN, END):
             for role in ("system", "user"):
-                with pytest.raises(ValueError, match="a content holds .*, which is a token of its own"):
+                with pytest.raises(ValueError, match="a message contains .*, which is a token that frames turns"):
                     reader.question(Conversation((Message(role, f"a{name}"), Message("user", "b"))))
 
 
@@ -138,7 +138,7 @@ def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer:
     reader = Reader(tokenizer, load_template(str(other), tokenizer, str(folder)))
     found = reader.question(Conversation(turns_of(CHAT[1:2])))
     assert (found.tokens, found.end) == (expected, tokenizer.eod)
-    with pytest.raises(ValueError, match=r"a content holds <\|im_end\|>"):
+    with pytest.raises(ValueError, match=r"a message contains <\|im_end\|>"):
         reader.question(Conversation((Message("user", f"a{END}"),)))
     evil = Reader(tokenizer, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
     assert evil.tokens.count(tokenizer.specials[END]) == 1

@@ -89,7 +89,7 @@ def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
     ids, _ = ChatEncoder(tokenizer, True).encode(ChatML().pieces(evil))
     assert ids.count(tokenizer.specials["<|im_end|>"]) == ids.count(tokenizer.specials["<|im_start|>"]) == 2
     pytest.importorskip("jinja2")
-    with pytest.raises(ValueError, match=r"a content holds <\|im_end\|>, which is a special token"):
+    with pytest.raises(ValueError, match=r"a message contains <\|im_end\|>, which is a special token"):
         load_template("tokenizer", tokenizer, str(hf_tokenizer)).pieces(evil)
 
 
@@ -137,7 +137,7 @@ def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(
     expected = theirs.apply_chat_template(system, return_dict=True)["input_ids"]
     assert ChatEncoder(ours, False).encode(template.pieces(turns_of(system)))[0] == expected
     for message in (*FORGED[:2], {"role": "system", "content": "<|im_start|>"}):
-        with pytest.raises(ValueError, match=r"a content holds <.*>, which is a token of its own"):
+        with pytest.raises(ValueError, match=r"a message contains <.*>, which is a token that frames turns"):
             template.asking(turns_of([message, CHAT[3]]))
 
 
@@ -178,10 +178,10 @@ def test_templates_know_what_they_know_in_transformers(
         ([], "not an object with messages"),
         ({"text": "a"}, "neither 'messages' nor 'instruction' and 'output'"),
         ({"messages": "a"}, "not a list of objects"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool' is none of"),
-        ({"messages": [{"role": "user", "content": None}]}, "a message of the user without a text"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
-        ({"instruction": "a", "input": 3, "output": "b"}, "is not a text"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool' is not one of"),
+        ({"messages": [{"role": "user", "content": None}]}, "a user message has no text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "is not a string"),
         ({"instruction": "a", "output": "\ud800"}, "half of a surrogate pair"),
     ],
 )
@@ -194,13 +194,13 @@ def test_a_template_that_looks_back_is_refused(hf_tokenizer: Path, tmp_path: Pat
     pytest.importorskip("jinja2")
     path, tokenizer = tmp_path / "last.jinja", load_tokenizer(str(hf_tokenizer))
     path.write_text("{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match="does not write a conversation turn by turn"):
+    with pytest.raises(ValueError, match="turn by turn"):
         load_template(str(path), tokenizer, str(hf_tokenizer)).pieces(messages_of({"messages": CHAT}))
     path.write_text("{{ raise_exception('no systems') }}")
-    with pytest.raises(ValueError, match="refuses it: no systems"):
+    with pytest.raises(ValueError, match="rejects the conversation: no systems"):
         load_template(str(path), tokenizer, str(hf_tokenizer)).pieces(messages_of({"messages": CHAT}))
     path.write_text("{% if %}")
-    with pytest.raises(ValueError, match="the chat template has a mistake"):
+    with pytest.raises(ValueError, match="the chat template is invalid"):
         load_template(str(path), tokenizer, str(hf_tokenizer))
 
 
@@ -370,7 +370,7 @@ def test_a_corpus_has_one_date(
     for more, message in (
         ([*dated, "--chat-date", "today"], "--chat-date today is not a date"),
         ([*base, "--chat-date", "2024-07-26"], "does not call strftime_now"),
-        ([*base[2:], "--chat-date", "2024-07-26"], "--chat-date requires --objective sft"),
+        ([*base[2:], "--chat-date", "2024-07-26"], "--chat-date require --objective sft"),
     ):
         with pytest.raises(ValueError, match=message):
             _preprocess(*more, "--output-prefix", str(tmp_path / "c"))
