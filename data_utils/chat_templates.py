@@ -75,15 +75,15 @@ def messages_of(record: object) -> tuple[Message, ...]:
     elif "instruction" in record and "output" in record:
         asked = [record["instruction"], record.get("input") or ""]
         if not all(isinstance(text, str) for text in asked):
-            raise ValueError("'instruction' or 'input' is not a text")
+            raise ValueError("'instruction' or 'input' is not a string")
         question = "\n\n".join(text for text in asked if text)
         found = Message("user", question), Message("assistant", record["output"])
         for message in found:
             _check(message)
     else:
-        raise ValueError("neither 'messages' nor 'instruction' and 'output'")
+        raise ValueError("neither 'messages' nor 'instruction' and 'output' are given")
     if not any(message.role == "assistant" for message in found):
-        raise ValueError("no message of the assistant, from which alone is learned")
+        raise ValueError("there is no assistant message to train on")
     return found
 
 
@@ -99,13 +99,13 @@ def turns_of(turns: object) -> tuple[Message, ...]:
 
 def _check(message: Message) -> None:
     if message.role not in ROLES:
-        raise ValueError(f"the role {message.role!r} is none of {', '.join(ROLES)}")
+        raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
     if not isinstance(message.content, str) or not message.content:
-        raise ValueError(f"a message of the {message.role} without a text")
+        raise ValueError(f"a {message.role} message has no text")
     try:
         message.content.encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which no Unicode text has") from None
+        raise ValueError("half of a surrogate pair, which is not valid Unicode") from None
 
 
 class ChatML:
@@ -114,8 +114,8 @@ class ChatML:
     source = "chatml"
     date: str | None = None
     jinja = (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
+        "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )  # the same template for transformers
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
@@ -161,7 +161,7 @@ class JinjaTemplate:
                 return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
         def refuse(message: str) -> None:
-            raise ValueError(f"the chat template refuses it: {message}")
+            raise ValueError(f"the chat template rejects the conversation: {message}")
 
         def tojson(
             value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
@@ -183,7 +183,7 @@ class JinjaTemplate:
         environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = tojson
         environment.globals |= {"raise_exception": refuse, **({"strftime_now": now.strftime} if now else {})}
-        self.source, self._mistake, self._tokenizer = source, jinja2.TemplateError, tokenizer
+        self.source, self._template_error, self._tokenizer = source, jinja2.TemplateError, tokenizer
         self.date = now.isoformat(timespec="seconds") if now and DATES in source else None
         self._variables = {"tools": None, "documents": None, **variables}
         self._marks = any_of(tokenizer.marks)
@@ -191,20 +191,20 @@ class JinjaTemplate:
             with limited():
                 self._template = environment.from_string(source)
         except (jinja2.TemplateError, EndlessTemplate, RecursionError) as error:
-            raise TokenizerError(f"the chat template has a mistake: {error}") from None
+            raise TokenizerError(f"the chat template is invalid: {error}") from None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
         """Return the pieces; see Template. Raises ValueError if a turn changes what was rendered before it."""
         self._refuse_names(messages)
-        whole, at = self._written(messages, False), 0
+        whole, at = self._render(messages, False), 0
         found: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self._written(messages[:number], True)
-            after = self._written(messages[: number + 1], False)
+            before = self._render(messages[:number], True)
+            after = self._render(messages[: number + 1], False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
-                raise ValueError("the chat template does not write a conversation turn by turn")
+                raise ValueError("the chat template does not render a conversation turn by turn")
             said = after[len(before) :]
             marked = said.rstrip()
             said = marked if len(marked) > len(message.content.rstrip()) else said
@@ -215,16 +215,16 @@ class JinjaTemplate:
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
         """Return the prompt as one piece; see Template."""
         self._refuse_names(messages)
-        return (Piece(self._written(messages, True), False, True),)
+        return (Piece(self._render(messages, True), False, True),)
 
     def _refuse_names(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            if name := self._frame.search(message.content):
-                kind = "a special token" if name[0] in self._tokenizer.specials else "a token of its own"
-                raise ValueError(f"a content holds {name[0]}, which is {kind}")
+            if name := self._forbidden_names.search(message.content):
+                kind = "a special token" if name[0] in self._tokenizer.specials else "a token that frames turns"
+                raise ValueError(f"a message contains {name[0]}, which is {kind}")
 
     @functools.cached_property
-    def _frame(self) -> Pattern[str]:
+    def _forbidden_names(self) -> Pattern[str]:
         """Pattern of the token names that no content may hold.
 
         These are the special tokens, the tokens around user and system turns, and the tokens that open and
@@ -233,24 +233,24 @@ class JinjaTemplate:
         """
         system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
-            before = self._written([asked], False)
-            around = before + self._written([asked, said], False).rpartition(said.content)[2]
-            opening = self._marks.search(self._written([asked], True).removeprefix(before))
+            before = self._render([asked], False)
+            around = before + self._render([asked, said], False).rpartition(said.content)[2]
+            opening = self._marks.search(self._render([asked], True).removeprefix(before))
         except EndlessTemplate:
             raise
         except ValueError:  # the template requires more messages than these
             return self._marks
         with contextlib.suppress(ValueError):  # some templates reject system messages
-            around += self._written([system, asked], False)
+            around += self._render([system, asked], False)
         return any_of({*self._tokenizer.specials, *self._marks.findall(around), *([opening[0]] if opening else [])})
 
-    def _written(self, messages: Sequence[Message], asks: bool) -> str:
+    def _render(self, messages: Sequence[Message], asks: bool) -> str:
         turns = [message._asdict() for message in messages]
         try:
             with limited():
                 return self._template.render(messages=turns, add_generation_prompt=asks, **self._variables)
-        except (self._mistake, TypeError, RecursionError, ArithmeticError, MemoryError) as error:
-            raise ValueError(f"the chat template cannot write it: {error}") from None
+        except (self._template_error, TypeError, RecursionError, ArithmeticError, MemoryError) as error:
+            raise ValueError(f"the chat template cannot render the conversation: {error}") from None
 
 
 def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
@@ -264,10 +264,10 @@ def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | 
         source = own_template(vocab_file)
         if source is None:
             raise TokenizerError(
-                f"there is no chat template next to {vocab_file}: give --chat-template chatml or a file"
+                f"there is no chat template next to {vocab_file}; set --chat-template to chatml or a file"
             )
     elif not Path(name).is_file():
-        raise TokenizerError(f"--chat-template {name} is no file, and neither chatml nor tokenizer")
+        raise TokenizerError(f"--chat-template {name} is neither chatml, tokenizer nor an existing file")
     else:
         source = Path(name).read_text(encoding="utf-8")
     return template_from(source, tokenizer, vocab_file, date)

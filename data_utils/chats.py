@@ -24,7 +24,7 @@ def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
     return load_template(args.chat_template, tokenizer, args.vocab_file, args.chat_date)
 
 
-def about(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
+def sidecar_entries(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the sidecar entries of a corpus of conversations, or {} for other corpora."""
     if args.objective != "sft":
         return {}
@@ -33,7 +33,7 @@ def about(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"objective": "sft", "chat_template": template.source, **dated}
 
 
-def dated(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
+def with_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
     """Return the flags with the date that chat templates use: the given one, that of the resumed run, or now."""
     if args.objective != "sft":
         return args
@@ -44,22 +44,20 @@ def dated(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namesp
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other."""
     if args.objective == "sft" and (args.split_sentences or args.keys != ["text"]):
-        raise ValueError("--objective sft reads whole conversations: leave --split-sentences and --keys out")
-    if args.objective != "sft" and args.chat_template != "chatml":
-        raise ValueError("--chat-template is for --objective sft")
+        raise ValueError("--objective sft reads whole conversations; remove --split-sentences and --keys")
+    if args.objective != "sft" and (args.chat_template != "chatml" or args.chat_date is not None):
+        raise ValueError("--chat-template and --chat-date require --objective sft")
     if args.chat_date is None:
         return
-    if args.objective != "sft":
-        raise ValueError("--chat-date is for --objective sft")
     try:
         datetime.fromisoformat(args.chat_date)
     except ValueError:
         raise ValueError(
-            f"--chat-date {args.chat_date} is no date: write 2024-07-26, or 2024-07-26T15:30:00 with the time"
+            f"--chat-date {args.chat_date} is not a date; use the form 2024-07-26 or 2024-07-26T15:30:00"
         ) from None
 
 
-def tell(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """Print notes about missing special tokens, dates and prompts of the template.
 
     Raises ValueError for a --chat-date that the template does not use.
@@ -68,24 +66,25 @@ def tell(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         return
     template = template_of(args, tokenizer)
     if args.chat_date and not template.date:
-        raise ValueError("--chat-date: the chat template does not call strftime_now, so leave it out")
+        raise ValueError("--chat-date has no effect, as the chat template does not call strftime_now; remove it")
     if template.date and not args.chat_date:
         print(
-            "note: the chat template writes today's date; it is kept with the corpus as chat_date, and --chat-date sets it"
+            "note: the chat template renders today's date, which the sidecar records as chat_date; "
+            "--chat-date sets another one"
         )
     if ignores_generation_prompt(template):
         print(
-            "note: the chat template ignores add_generation_prompt, so prompts end before the header of an answer: "
-            "models learn to write the header, too"
+            "note: the chat template ignores add_generation_prompt, so prompts end before the assistant header, "
+            "which the model must generate, too"
         )
     if missing := missing_marks(template, tokenizer):
         print(
-            f"note: the tokenizer has no special token {' or '.join(missing)}: each is written as text, of several tokens "
-            f"(tools/train_tokenizer.py --special-tokens makes tokenizers that have them)"
+            f"note: the tokenizer has no special token {' or '.join(missing)}, so each is encoded as several text "
+            f"tokens; tools/train_tokenizer.py --special-tokens trains a tokenizer that has them"
         )
 
 
-def encoded(
+def encode(
     encoder: ChatEncoder, found: Sequence[tuple[Piece, ...]]
 ) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int32]]:
     """Return (all ids, loss mask, tokens of each conversation)."""

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from .quality import (
     broken_characters,
+    collapse_lines,
+    collapse_phrases,
     encoded_characters,
     html_characters,
     is_misread,
     looks_like_code,
-    once,
     url_characters,
-    without_rows,
 )
 
 
@@ -102,16 +102,16 @@ def repeated(text: str, limits: Limits) -> str:
     lines.
     """
     lines = text.split("\n")
-    mended = [once(line) for line in lines]
-    gone = sum(map(len, lines)) - sum(map(len, mended))
-    if gone > limits.max_repeated * len(text):
+    shortened = [collapse_phrases(line) for line in lines]
+    removed = sum(map(len, lines)) - sum(map(len, shortened))
+    if removed > limits.max_repeated * len(text):
         raise Drop("repeated phrases")
     code = looks_like_code(lines)
-    kept = mended if code else list(without_rows(mended))
-    full = Counter(line.strip() for line in kept if len(line.strip()) > 1)
-    total = sum(len(line) * count for line, count in full.items())
-    again = sum(len(line) * (count - 1) for line, count in full.items())
-    if again > limits.max_repeated * (1 + code) * total:
+    kept = shortened if code else list(collapse_lines(shortened))
+    counts = Counter(line.strip() for line in kept if len(line.strip()) > 1)
+    total = sum(len(line) * count for line, count in counts.items())
+    repeats = sum(len(line) * (count - 1) for line, count in counts.items())
+    if repeats > limits.max_repeated * (1 + code) * total:
         raise Drop("repeated lines")
     return "\n".join(kept)
 
@@ -139,7 +139,7 @@ def script(text: str, limits: Limits) -> str:
     try:
         wanted = len(regex.findall(rf"\p{{Script={limits.script}}}", text))
     except regex.error:
-        raise ValueError(f"Unicode has no script named {limits.script!r}") from None
+        raise ValueError(f"--script {limits.script!r} is not a Unicode script") from None
     if wanted < limits.min_script * max(len(regex.findall(r"\p{L}", text)), 1):
         raise Drop(f"not {limits.script}")
     return text

@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 from megatron.atomic import naming, whole_file, write_text
 
 from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
-from .cli import Parser, input_flags, largest, refused, run, worker_flags
+from .cli import Parser, input_flags, max_document_bytes, run, unreadable, worker_flags
 from .dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
 from .documents import Chunk, chunks, documents
 from .files import REPORT, find_files, refuse_as_outputs
@@ -111,7 +111,7 @@ class Report:
         for reason, count in self.reasons.most_common():
             yield f"{'  dropped: ' + reason:<24}{count:>12,}"
         for rule, count in self.changed.most_common():
-            yield f"{'  mended by ' + rule:<24}{count:>12,}"
+            yield f"{'  fixed by ' + rule:<24}{count:>12,}"
         share = self.kept_chars / self.read_chars if self.read_chars else 0
         yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
 
@@ -121,15 +121,15 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
     limits = Limits(
-        min_chars=args.min_chars, max_chars=args.max_chars, max_repeated=args.max_repeated, max_mojibake=args.max_mojibake,
-        max_markup=args.max_markup, max_encoded=args.max_encoded, max_urls=args.max_urls,
-        script=args.script, min_script=args.min_script,
+        min_chars=args.min_chars, max_chars=args.max_chars, max_repeated=args.max_repeated,
+        max_mojibake=args.max_mojibake, max_markup=args.max_markup, max_encoded=args.max_encoded,
+        max_urls=args.max_urls, script=args.script, min_script=args.min_script,
     )  # fmt: skip
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    pending = (chunk for source in sources for chunk in chunks(source, largest=largest(args)))
+    pending = (chunk for source in sources for chunk in chunks(source, largest=max_document_bytes(args)))
     worker = {
-        "key": args.json_key, "rules": rules, "limits": limits, "seed": args.seed, "largest": largest(args),
+        "key": args.json_key, "rules": rules, "limits": limits, "seed": args.seed, "largest": max_document_bytes(args),
         "exact": exact is not None, "near": near is not None,
     }  # fmt: skip
     progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
@@ -137,7 +137,7 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
         for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, (worker,), args.ray):
             for bad in done.bad:
                 if args.on_error == "stop":
-                    raise refused(bad)
+                    raise unreadable(bad)
                 report.drop("unreadable", str(bad))
             for before, outcome, prints in done.outcomes:
                 report.take(before)
@@ -180,7 +180,7 @@ def main(args: argparse.Namespace) -> None:
             for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
                 file.write(line)
         if not report.kept:
-            raise InputError(f"nothing is left of {', '.join(args.input)}: {report.content()['dropped']}")
+            raise InputError(f"every document of {', '.join(args.input)} was dropped: {report.content()['dropped']}")
     write_text(f"{output}{REPORT}", json.dumps(report.content(), indent=2, ensure_ascii=False))
     print("\n".join([*report.lines(), f"-> {output}"]))
 
@@ -189,38 +189,55 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add, limits = parser.add_argument, Limits()
     input_flags(parser)
-    add("--output", required=True, help="the .jsonl or .jsonl.gz to write")
+    add("--output", required=True, help="output file, .jsonl or .jsonl.gz")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
-    add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to leave out")
+    add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to skip")
     add(
         "--on",
         nargs="+",
         default=[],
         choices=["nfkc"],
-        help="rules to add: Unicode normalisation, which changes punctuation",
+        help="rules to add; nfkc is Unicode normalisation, which changes punctuation",
     )
-    add("--min-chars", type=int, default=limits.min_chars, help="shorter documents are dropped (default: 16)")
-    add("--max-chars", type=int, default=limits.max_chars, help="longer documents are dropped (default: 10,000,000)")
-    add("--max-repeated", type=float, default=limits.max_repeated, help="share of repeated lines (default: 0.3)")
-    add("--max-mojibake", type=float, default=limits.max_mojibake, help="share of broken characters (default: 0.003)")
-    add("--max-markup", type=float, default=limits.max_markup, help="share of characters of HTML (default: 0.1)")
-    add("--max-encoded", type=float, default=limits.max_encoded, help="share of characters of base64 (default: 0.2)")
-    add("--max-urls", type=float, default=limits.max_urls, help="share of lines of addresses (default: 0.5)")
+    add("--min-chars", type=int, default=limits.min_chars, help="fewest characters of a document (default: 16)")
+    add("--max-chars", type=int, default=limits.max_chars, help="most characters of a document (default: 10,000,000)")
+    add(
+        "--max-repeated", type=float, default=limits.max_repeated, help="largest share of repeated lines (default: 0.3)"
+    )
+    add(
+        "--max-mojibake",
+        type=float,
+        default=limits.max_mojibake,
+        help="largest share of broken characters (default: 0.003)",
+    )
+    add("--max-markup", type=float, default=limits.max_markup, help="largest share of HTML characters (default: 0.1)")
+    add(
+        "--max-encoded",
+        type=float,
+        default=limits.max_encoded,
+        help="largest share of base64 characters (default: 0.2)",
+    )
+    add(
+        "--max-urls",
+        type=float,
+        default=limits.max_urls,
+        help="largest share of characters in lists of URLs (default: 0.5)",
+    )
     add("--script", default=limits.script, help="Unicode script for --min-script (default: Han)")
     add(
-        "--min-script", type=float, default=limits.min_script, help="least share of letters of that script (default: 0)"
+        "--min-script", type=float, default=limits.min_script, help="smallest share of letters of --script (default: 0)"
     )
     add(
         "--near-duplicates",
         action="store_true",
-        help="drop near duplicates, too (MinHash; slower, 2 kB of memory a document)",
+        help="also drop near duplicates (MinHash; slower, 2 kB of memory per document)",
     )
-    add("--similarity", type=float, default=0.8, help="Jaccard similarity of near duplicates (default: 0.8)")
-    add("--dropped", help="write what is dropped to this .jsonl, with the reason")
+    add("--similarity", type=float, default=0.8, help="smallest Jaccard similarity of near duplicates (default: 0.8)")
+    add("--dropped", help=".jsonl file for the dropped documents and the reasons")
     add("--no-shuffle", action="store_true", help="keep the order of the input")
-    add("--seed", type=int, default=1234, help="seed of the shuffle and of broken weights (default: 1234)")
+    add("--seed", type=int, default=1234, help="seed of the shuffle and of fractional weights (default: 1234)")
     worker_flags(parser)
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 

@@ -37,8 +37,8 @@ class Parser(argparse.ArgumentParser):
         if rest:
             names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
             known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
-            problems = [f"unknown argument {name}{instead(name, known)}" for name in names]
-            many = f"{len(problems)} things cannot be taken as they are:"
+            problems = [f"unknown argument {name}{suggest(name, known)}" for name in names]
+            many = f"{len(problems)} unknown arguments:"
             self.error(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
         return found
 
@@ -55,25 +55,26 @@ class Parser(argparse.ArgumentParser):
 
 
 # Flags of other projects' tools, with our flag or an explanation.
-ELSEWHERE = {
+FOREIGN_FLAGS = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
-    "--dataset-impl": ".bin and .idx files are always memory-mapped: leave it out", "--num-return-sequences": "--num-samples",
-    "--do-sample": "--temperature 0 takes the likeliest token, any other draws: leave it out", "--max-length": "--max-new-tokens",
+    "--dataset-impl": ".bin and .idx files are always memory-mapped; remove it",
+    "--num-return-sequences": "--num-samples", "--max-length": "--max-new-tokens",
+    "--do-sample": "--temperature 0 takes the likeliest token, any other value samples; remove it",
     "--load-dir": "--load", "--save-dir": "--output", "--output-dir": "--output", "--model-name-or-path": "--load",
-    "--target-tensor-parallel-size": "checkpoints know no layout: leave it out",
-    "--target-pipeline-parallel-size": "checkpoints know no layout: leave it out",
+    "--target-tensor-parallel-size": "checkpoints fit every layout; remove it",
+    "--target-pipeline-parallel-size": "checkpoints fit every layout; remove it",
 }  # fmt: skip
 
 
-def instead(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, known: Sequence[str]) -> str:
     """Return a suggestion for an unknown flag: `; did you mean --x?` or an explanation.
 
     known: the flags of the tool.
     """
-    said = ELSEWHERE.get("--" + name.lstrip("-").replace("_", "-"), "")
-    if " " in said:
-        return f": {said}"
-    return f"; did you mean {said}?" if said in known else suggestion(name, known, strange=False)
+    ours = FOREIGN_FLAGS.get("--" + name.lstrip("-").replace("_", "-"), "")
+    if " " in ours:
+        return f": {ours}"
+    return f"; did you mean {ours}?" if ours in known else suggestion(name, known, strange=False)
 
 
 def is_number(word: str) -> bool:
@@ -88,23 +89,27 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--input", nargs="+", required=True,
-        help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, .zst; FILE@2 takes it twice",
+        help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, "
+        ".zst; FILE@2 reads FILE twice",
     )  # fmt: skip
-    add("--encoding", default="utf-8", help="of the input, such as gb18030 or utf-16 (default: utf-8)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a document that cannot be read")
+    add("--encoding", default="utf-8", help="encoding of the input, such as gb18030 or utf-16 (default: utf-8)")
+    add(
+        "--on-error", choices=("stop", "skip"), default="stop", help="action for an unreadable document (default: stop)"
+    )
     add(
         "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
-        help="longest document; a worker needs 30 times it with sentencepiece, 60 with cpm, 120 with hf (default: 8)",
+        help="largest document in MiB (default: 8); a worker needs 30 times this memory with sentencepiece, "
+        "60 times with cpm, 120 times with hf",
     )  # fmt: skip
 
 
 def worker_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for worker processes."""
     add = parser.add_argument
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="number of worker processes (default: one per core)")
     add(
         "--ray", metavar="ADDRESS",
-        help="the workers are processes of this Ray cluster: auto for the one this machine belongs to, local to start one here",
+        help="Ray cluster that runs the workers: auto for the cluster of this machine, local to start one here",
     )  # fmt: skip
 
 
@@ -115,14 +120,14 @@ def _megabytes(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a positive number")
 
 
-def largest(args: argparse.Namespace) -> int:
+def max_document_bytes(args: argparse.Namespace) -> int:
     """Return --max-document-mb in bytes."""
     return int(args.max_document_mb * 2**20)
 
 
-def refused(bad: object) -> ValueError:
+def unreadable(bad: object) -> ValueError:
     """Return the error for an unreadable document, with the flag that skips such documents."""
-    return ValueError(f"{bad} (--on-error skip leaves such documents out)")
+    return ValueError(f"{bad} (pass --on-error skip to skip such documents)")
 
 
 def write_json(path: str, content: object) -> None:

@@ -42,7 +42,7 @@ def _datasketch() -> Any:
     try:
         import datasketch
     except ImportError:
-        raise ValueError("near duplicates need the package datasketch: pip install datasketch") from None
+        raise ValueError("--near-duplicates needs the package datasketch: pip install datasketch") from None
     return datasketch
 
 

@@ -31,9 +31,9 @@ SKIPPED_BYTES = 1 << 26  # bytes of an overlong document skipped at once
 _SPACES = rb"(?:[ \t\x0b\x0c]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*"
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?:" + _SPACES + rb"(?>\r\n|\r|\n))+")
 _LINE_END = re.compile(rb"\n")
-_NOTHING = re.compile(rb"(?:[\s]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*")
+_BLANK = re.compile(rb"(?:[\s]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*")
 _BREAK = re.compile("\r\n?")
-_AROUND = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines before and after a text
+_OUTER_BLANK_LINES = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines before and after a text
 
 
 Bad = tuple[tuple[int, BadLine], ...]
@@ -107,7 +107,7 @@ def _line_ends(path: str, changed: int, block: int) -> list[int]:
         return [found.start() for found in _LINE_END.finditer(file.read(CHUNK_BYTES))]
 
 
-def _border(path: str) -> re.Pattern[bytes]:
+def _delimiter(path: str) -> re.Pattern[bytes]:
     """Return the pattern that separates two documents."""
     return _BLANK_LINE if kind(path) == ".txt" else _LINE_END
 
@@ -135,19 +135,19 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     total = os.path.getsize(path)
     with open(path, "rb") as file:
         while start < total:
-            end = _next_border(file, path, start + size, total, largest)
+            end = _next_boundary(file, path, start + size, total, largest)
             if end is not None:
                 yield Chunk(source, start, end - start)
                 start = end
                 continue
-            at = start + _last_border(file, path, start, size)
+            at = start + _last_boundary(file, path, start, size)
             if at > start:
                 yield Chunk(source, start, at - start)
             file.seek(at)
             hint = looks_like(file.read(4096))
             bad: Bad = ((0, _too_long(path, _line_number(path, at), largest, hint)),)
             start += size
-            while (end := _next_border(file, path, start, total, SKIPPED_BYTES)) is None:
+            while (end := _next_boundary(file, path, start, total, SKIPPED_BYTES)) is None:
                 yield Chunk(source, at, SKIPPED_BYTES, b"\n", bad=bad)
                 at, bad = at + SKIPPED_BYTES, ()
                 start = at
@@ -155,16 +155,16 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             start = end
 
 
-def _next_border(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int | None:
+def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int | None:
     """Return the first document end at or after `at_least`; None if there is none within `largest` bytes."""
-    border, at, carried = _border(path), at_least, b""
+    delimiter, at, carried = _delimiter(path), at_least, b""
     while at < total:
         file.seek(at)
         read = file.read(1 << 16)
         if not read:
             raise _shrunk(path)
         block = carried + read
-        found = border.search(block)
+        found = delimiter.search(block)
         if found:
             return at - len(carried) + found.end()
         at += len(read)
@@ -174,18 +174,18 @@ def _next_border(file: BinaryIO, path: str, at_least: int, total: int, largest: 
     return total
 
 
-def _last_border(file: BinaryIO, path: str, start: int, size: int) -> int:
+def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
     """Return the end of the last delimiter within `size` bytes of `start`, relative to `start`; 0 if none."""
     file.seek(start)
-    ends = [found.end() for found in _border(path).finditer(file.read(size + 4096)) if found.start() < size]
+    ends = [found.end() for found in _delimiter(path).finditer(file.read(size + 4096)) if found.start() < size]
     return ends[-1] if ends else 0
 
 
 def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
-    border, held, line, start, skipping = _border(source.path), b"", 1, 0, False
+    delimiter, held, line, start, skipping = _delimiter(source.path), b"", 1, 0, False
     for block in blocks(source.path, size, source.encoding):
         held += block
-        ends = [found.end() for found in border.finditer(held)]
+        ends = [found.end() for found in delimiter.finditer(held)]
         cut = (ends[0] if skipping else ends[-1]) if ends else 0
         bad: Bad = ()
         if not ends and (skipping or len(held) > largest):
@@ -239,7 +239,7 @@ def documents(
     seed: selects, with `draw`, the documents of a source with a fractional weight.
     """
     content, bad = chunk.read(), dict(chunk.bad)
-    for start, end in _between(_border(chunk.path), content):
+    for start, end in _split_documents(_delimiter(chunk.path), content):
         if start in bad:
             yield bad[start]
             continue
@@ -248,7 +248,7 @@ def documents(
             yield _too_long(chunk.path, chunk.line_number(start), largest, hint)
             continue
         raw = content[start:end]
-        if _NOTHING.fullmatch(raw):
+        if _BLANK.fullmatch(raw):
             continue
         try:
             document = _parse(raw, chunk.source, keys)
@@ -264,12 +264,12 @@ def _unread(path: str, keys: Sequence[str] | Take) -> str:
         return ""
     columns = unread_columns(path).items()
     found = [f"{name} ({type_})" for name, type_ in columns if callable(keys) or name in keys]
-    return f"; not read, as it holds no text: {', '.join(found)}" if found else ""
+    return f"; columns without text are not read: {', '.join(found)}" if found else ""
 
 
-def _between(border: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
+def _split_documents(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
     start = 0
-    for found in border.finditer(content):
+    for found in delimiter.finditer(content):
         yield start, found.start()
         start = found.end()
     if start < len(content):
@@ -291,19 +291,19 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
         place = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
         raise ValueError(f"not UTF-8 ({place}){looks_like(raw)}") from None
     if raw.count(0) * 5 > len(raw):
-        raise ValueError(f"not text, but zeros{looks_like(raw)}")
+        raise ValueError(f"not text, but mostly zero bytes{looks_like(raw)}")
     if kind(source.path) == ".txt":
         if callable(keys):
-            raise ValueError("plain text, where a record is wanted")
-        return (_AROUND.sub("", _BREAK.sub("\n", text.removeprefix("\ufeff"))),) * len(keys)
+            raise ValueError("plain text, but a record is needed (.jsonl, .csv or .parquet)")
+        return (_OUTER_BLANK_LINES.sub("", _BREAK.sub("\n", text.removeprefix("\ufeff"))),) * len(keys)
     try:
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
     except ValueError:  # Python refuses integers of more than 4300 digits
-        raise ValueError("JSON with a number of thousands of digits") from None
+        raise ValueError("not JSON (a number has more than 4300 digits)") from None
     except RecursionError:
-        raise ValueError("not JSON that anybody writes (nested too deep)") from None
+        raise ValueError("not JSON (nested too deeply)") from None
     if callable(keys):
         return keys(record)
     found = []
@@ -321,7 +321,7 @@ def _check_pairs(value: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which no Unicode text has") from None
+        raise ValueError("half of a surrogate pair, which is not valid Unicode") from None
 
 
 def texts(

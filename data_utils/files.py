@@ -42,14 +42,14 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
         name, weight = _weight(given)
         path = Path(name)
         if path.is_dir():
-            found = _known(name, _there(_all_files(name, [path], say)), say)
+            found = _readable(name, [path], say)
             if not found:
-                raise InputError(f"the folder {name} holds no file of {KINDS}")
+                raise InputError(f"the folder {name} contains no file of a supported type: {KINDS}")
         elif glob.has_magic(name) and not path.exists():
             _check_folders_of(name)
-            found = _known(name, _there(_all_files(name, map(Path, glob.glob(name, recursive=True)), say)), say)
+            found = _readable(name, map(Path, glob.glob(name, recursive=True)), say)
             if not found:
-                raise InputError(f"no file of {KINDS} matches {name}")
+                raise InputError(f"{name} matches no file of a supported type: {KINDS}")
         else:
             found = [name]
         for each in found:
@@ -64,22 +64,22 @@ def absent(inputs: Sequence[str]) -> list[str]:
     return [name for name in names if name != "-" and not glob.has_magic(name) and not os.path.exists(name)]
 
 
-def _all_files(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[Path]:
+def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[Path]:
     """Return the files in `given` and in its folders, also through links; each once, as links may form cycles."""
     search, found = _Search(), list[Path]()
     for path in sorted(given, key=lambda path: (len(path.parts), path)):
         found += search.files(path)
-    if search.again:
-        say(f"{where}: what lies behind links and is read under another name is not read again ({_some(search.again)})")
+    if search.duplicates:
+        say(f"{where}: skipped links to files that are read under another name ({_abbreviate(search.duplicates)})")
     return found
 
 
 class _Search:
-    """Recursive search that finds each file once, by its real path. again: other paths to the same files."""
+    """Recursive search that finds each file once, by its real path. duplicates: other paths to the same files."""
 
     def __init__(self) -> None:
         self._found: dict[str, Path] = {}
-        self.again: list[Path] = []
+        self.duplicates: list[Path] = []
 
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
@@ -106,17 +106,17 @@ class _Search:
     def _is_new(self, real: str, path: Path) -> bool:
         first = self._found.setdefault(real, path)
         if first is not path and first != path:
-            self.again.append(path)
+            self.duplicates.append(path)
         return first is path
 
 
 def _refuse(error: OSError) -> None:
-    raise InputError(f"cannot read the folder {error.filename}: {error.strerror}; leave it out, or make it readable")
+    raise InputError(f"cannot read the folder {error.filename}: {error.strerror}; make it readable or exclude it")
 
 
 def _check_folder(path: str) -> None:
     if not os.access(path, os.R_OK | os.X_OK):
-        raise InputError(f"cannot read the folder {path}: no permission; leave it out, or make it readable")
+        raise InputError(f"cannot read the folder {path}: no permission; make it readable or exclude it")
 
 
 def _check_folders_of(pattern: str) -> None:
@@ -130,11 +130,11 @@ def _check_folders_of(pattern: str) -> None:
         pattern = above
 
 
-def _there(paths: Iterable[Path]) -> Iterator[Path]:
+def _existing_files(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield the paths that are files. Raises InputError for a broken link, such as to an unmounted disk."""
     for path in paths:
         if path.is_symlink() and not path.exists():
-            raise InputError(f"{path} is a link to {os.readlink(path)}, which is not there")
+            raise InputError(f"{path} is a broken link to {os.readlink(path)}")
         if path.is_file():
             yield path
 
@@ -146,23 +146,23 @@ def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], enco
     for each in filter(None, outputs):
         real = os.path.realpath(each)
         if real in read:
-            raise InputError(f"{each} is read: choose another name for what is written")
+            raise InputError(f"{each} is both input and output; choose another output")
         if real in written:
-            raise InputError(f"{each} would be written twice: choose another name for one of them")
+            raise InputError(f"{each} is the name of two outputs; choose another name for one of them")
         written.add(real)
 
 
-def _known(where: str, paths: Iterable[Path], say: Callable[[str], None]) -> list[str]:
-    """Return the paths of a readable kind, sorted; report the other files and clean_corpus.py's reports."""
-    every = sorted(map(str, paths))
+def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[str]:
+    """Return the files of a readable kind in `given` and its folders, sorted; report those that are skipped."""
+    every = sorted(map(str, _existing_files(_find_all(where, given, say))))
     reports = [path for path in every if _is_report(path)]
     if reports:
-        say(f"{where}: {len(reports)} reports of tools/clean_corpus.py are not read ({_some(reports)})")
+        say(f"{where}: skipped {len(reports)} reports of tools/clean_corpus.py ({_abbreviate(reports)})")
         every = [path for path in every if not _is_report(path)]
     known = [path for path in every if kind(path)]
     others = [path for path in every if not kind(path)]
     if known and others:
-        say(f"{where}: {len(others)} of {len(every)} files are not read, being of another kind ({_some(others)})")
+        say(f"{where}: skipped {len(others)} of {len(every)} files, of unsupported types ({_abbreviate(others)})")
     return known
 
 
@@ -171,7 +171,7 @@ def _is_report(path: str) -> bool:
     return path.endswith(REPORT) and kind(path.removesuffix(REPORT)) is not None
 
 
-def _some(paths: Sequence[Path | str]) -> str:
+def _abbreviate(paths: Sequence[Path | str]) -> str:
     return ", ".join(map(str, paths[:NAMED])) + ", ..." * (len(paths) > NAMED)
 
 
@@ -184,7 +184,7 @@ def _weight(given: str) -> tuple[str, float]:
     except ValueError:
         return given, 1.0
     if not 0 < value < 1e6:
-        raise InputError(f"the weight in {given} must be a positive number")
+        raise InputError(f"the weight in {given} must be a positive number below 1000000")
     return name, value
 
 
@@ -192,7 +192,7 @@ def _check_file(path: str) -> None:
     if not os.path.isfile(path):
         raise InputError(f"there is no file {path}")
     if not kind(path):
-        raise InputError(f"{path} is none of {KINDS}")
+        raise InputError(f"{path} is not of a supported type: {KINDS}")
     if not os.access(path, os.R_OK):
         raise InputError(f"cannot read {path}: no permission")
 

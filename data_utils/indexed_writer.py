@@ -69,7 +69,9 @@ class IndexedDatasetBuilder:
         of each document.
         """
         if int(lengths.sum()) != len(ids) or int(sequences_per_document.sum()) != len(lengths):
-            raise ValueError("lengths and tokens, or documents and sequences, do not add up")
+            raise ValueError(
+                "lengths do not sum to the number of tokens, or sequences_per_document to the number of lengths"
+            )
         if len(lengths) and (int(lengths.max()) > np.iinfo(np.int32).max or int(lengths.min()) < 0):
             raise ValueError(f"a sequence of {int(lengths.max())} tokens is too long for the format; split it")
         self._tokens.write(little(fit(ids, self.dtype, f"{self.prefix}.bin")))
@@ -153,7 +155,7 @@ class _Log:
     def __init__(self, path: str, size: int | None = None, digest: str | None = None) -> None:
         if size is not None and os.path.getsize(path) < size:
             # Extending the file would add zeros, which are valid tokens.
-            raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but {size} were written: it was cut short")
+            raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but {size} were written: it is truncated")
         self.path, self.size = path, size or 0
         self._position = 0  # bytes covered by the checksums
         self._file: BinaryIO = open(path, "r+b" if size is not None else "w+b")  # noqa: SIM115  # closed in close()
@@ -166,7 +168,7 @@ class _Log:
                 self._hash(block)
         if digest is not None and digest != self.digest():
             self.close()
-            raise ValueError(f"{path} is not what was written (SHA-256 differs): it is damaged")
+            raise ValueError(f"{path} is damaged: its SHA-256 differs from that of what was written")
 
     def write(self, content: bytes) -> None:
         with naming(self.path):

@@ -31,7 +31,7 @@ EXAMPLES = """\
   python tools/inspect_data.py merge data/a_text_document data/b_text_document --output data/both
   python tools/inspect_data.py split data/corpus_text_document --split 98,1,1
   python tools/inspect_data.py sample 3 --run-dir runs/gpt2 --png sample.png
-      what the run reads as its third sample: tokens, targets, documents, masks"""
+      sample 3, counted from 0, as the run reads it: tokens, targets, documents, masks"""
 AT_ONCE = 1 << 22  # tokens checked per block
 # Sidecar entries that remain valid when corpora are merged or split.
 ABOUT_TOKENS = (
@@ -79,7 +79,7 @@ def info(args: argparse.Namespace) -> None:
     }
     if len(sizes):
         shares = np.percentile(sizes, [0, 50, 90, 100]).astype(int)
-        facts["tokens of a document"] = "least {:,}, median {:,}, 90 % below {:,}, most {:,}".format(*shares)
+        facts["tokens per document"] = "minimum {:,}, median {:,}, 90 % below {:,}, maximum {:,}".format(*shares)
         facts["empty documents"] = f"{int((np.asarray(sizes) == 0).sum()):,}"
     facts |= {key: value for key, value in sidecar(args.prefix).items() if key in ABOUT_TOKENS}
     width = max(map(len, facts))
@@ -99,44 +99,45 @@ def verify(args: argparse.Namespace) -> None:
     """
     whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
     prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
-    wrong = [each for prefix in prefixes for each in _verify(prefix, args)]
-    if wrong:
-        raise DatasetError("; ".join(wrong))
+    problems = [each for prefix in prefixes for each in _verify(prefix, args)]
+    if problems:
+        raise DatasetError("; ".join(problems))
 
 
 def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
     """Return the problems of a pair. Without any, print a confirmation."""
     indexed, about = IndexedDataset(prefix), sidecar(prefix)
     name = Path(prefix).name
-    wrong: list[str] = []
-    checked = ["lengths", "borders"]
+    problems: list[str] = []
+    checked = ["lengths", "boundaries"]
     sums = about.get("sha256", {}).get(name)
     if sums:
-        wrong += find_damage(prefix, sums)
+        problems += find_damage(prefix, sums)
         checked.append("checksums")
     if sums and len(about["sha256"]) == 1 and about["tokens"] != indexed.num_tokens:
-        wrong.append(f"{prefix}.json counts {about['tokens']} tokens, the pair has {indexed.num_tokens}")
+        problems.append(f"{prefix}.json records {about['tokens']} tokens, but the pair has {indexed.num_tokens}")
     vocab_size = about.get("vocab_size")
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
         vocab_size = tokenizer.vocab_size
         if about and about["fingerprint"] != tokenizer.fingerprint:
-            wrong.append(f"{prefix}.bin was made with another tokenizer than {args.vocab_file}")
+            problems.append(f"{prefix}.bin was made with another tokenizer than --vocab-file {args.vocab_file}")
         elif otherwise := other_end(about, tokenizer, args.vocab_file):
-            wrong.append(f"{prefix}.bin {otherwise}")
+            problems.append(f"{prefix}.bin {otherwise}")
         checked.append("tokenizer")
     vocab_size = None if name.endswith(tuple(f"_{part}" for part in TRIPLE)) else vocab_size
-    wrong += _strange_ids(indexed, 2 if name.endswith(LOSS) else vocab_size)
-    checked.append(f"ids below {vocab_size}" if vocab_size else "ids of 0 and more")
-    left = "" if sums else "; there is no sidecar with checksums"
-    if not wrong:
+    problems += _find_bad_ids(indexed, 2 if name.endswith(LOSS) else vocab_size)
+    checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
+    unchecked = "" if sums else "; there is no sidecar with checksums"
+    if not problems:
         print(
-            f"{prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, all is well ({', '.join(checked)}){left}"
+            f"{prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, no problem found "
+            f"({', '.join(checked)}){unchecked}"
         )
-    return wrong
+    return problems
 
 
-def _strange_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
+def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
     """Return a sentence about the first id that is negative or beyond the vocabulary, if there is one."""
     for at in range(0, indexed.num_tokens, AT_ONCE):
         piece = indexed.tokens[at : at + AT_ONCE]
@@ -168,23 +169,27 @@ def merge_pairs(args: argparse.Namespace) -> None:
     abouts = [sidecar(prefix) for prefix in prefixes]
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
-        raise ValueError(f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with one")
+        raise ValueError(
+            f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with the same one"
+        )
     ends = {about["eod"] for about in abouts if "eod" in about and about.get("append_eod", True)}
     if len(ends) > 1:
         raise ValueError(
             f"{', '.join(prefixes)} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
-            f"preprocess them again with one tokenizer"
+            f"preprocess them again with the same tokenizer"
         )
     pairs = [_with_loss(prefix) for prefix in prefixes]
     if len({len(each) for each in pairs}) > 1:
-        raise ValueError(f"some of {', '.join(prefixes)} say which tokens count in the loss, and some do not")
+        raise ValueError(
+            f"only some of {', '.join(prefixes)} have a loss mask (PREFIX{LOSS}); merge pairs of one --objective"
+        )
     if len({about.get("chat_template") for about in abouts if about}) > 1:
-        raise ValueError(f"{', '.join(prefixes)} were made with different chat templates")
+        raise ValueError(f"{', '.join(prefixes)} were made with different chat templates; use the same one")
     dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
     if len(dates) > 1:
-        print(f"note: the chat templates wrote {len(dates)} dates; the sidecar keeps the last, {dates[-1]}")
+        print(f"note: the chat templates rendered {len(dates)} dates; the sidecar records the last, {dates[-1]}")
     if dates and any(is_undated(about) for about in abouts):
-        print(f"note: in some of these pairs the chat template wrote no date; the sidecar says {dates[-1]}")
+        print(f"note: in some of these pairs the chat template rendered no date; the sidecar records {dates[-1]}")
     builder, *others = (
         merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
     )
@@ -226,7 +231,7 @@ def sample(args: argparse.Namespace) -> None:
     """Print a sample as the run sees it (`sample`)."""
     path = Path(args.run_dir) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: {args.run_dir} is not the folder of a run")
+        raise ValueError(f"{path} does not exist: --run-dir {args.run_dir} is not the folder of a run")
     from megatron.checkpointing.relocation import relocated
     from megatron.config.command_line import from_file
     from megatron.tasks import task_of
@@ -236,11 +241,11 @@ def sample(args: argparse.Namespace) -> None:
     config = relocated(from_file(str(path)), path.parent)
     task = task_of(config)
     if config.data.vocab_file is None:
-        raise ValueError(f"{path} names no tokenizer")
+        raise ValueError(f"{path} sets no --vocab-file")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
     dataset = task.datasets(config, tokenizer)[0][PARTS.index(args.part)]
     if dataset is None:
-        raise ValueError(f"the {args.part} part of the run is empty")
+        raise ValueError(f"the {args.part} part of the run is empty; choose another --part")
     view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
     if config.objective == "sft":
         view = sample_view.sft_view
@@ -262,32 +267,34 @@ def build_parser() -> Parser:
         return made
 
     def tokenizer_of(made: argparse.ArgumentParser, required: bool) -> None:
-        made.add_argument("--vocab-file", required=required, help="the tokenizer")
-        made.add_argument("--tokenizer-type", default="auto", help="default: told from the file")
+        made.add_argument("--vocab-file", required=required, help="tokenizer file or folder")
+        made.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
 
-    pair = "the pair, without its ending"
-    made = command("info", info, "what a pair holds")
+    pair = "path of the pair, without .bin or .idx"
+    made = command("info", info, "summarise a pair")
     made.add_argument("prefix", type=prefix_of, help=pair)
-    made = command("verify", verify, "check lengths, borders, checksums and ids")
+    made = command("verify", verify, "check lengths, boundaries, checksums and ids")
     made.add_argument("prefix", type=prefix_of, help=pair)
     tokenizer_of(made, required=False)
-    made = command("decode", decode, "documents as text")
+    made = command("decode", decode, "print documents as text")
     made.add_argument("prefix", type=prefix_of, help=pair)
-    made.add_argument("documents", type=int, nargs="+", help="their numbers, from 0")
-    made.add_argument("--ids", action="store_true", help="show token ids instead")
+    made.add_argument("documents", type=int, nargs="+", help="document numbers, from 0")
+    made.add_argument("--ids", action="store_true", help="print token ids in place of text")
     tokenizer_of(made, required=True)
-    made = command("merge", merge_pairs, "one pair of several, in constant memory")
-    made.add_argument("prefixes", nargs="+", help="the pairs, in this order; x.bin and x.idx name x, too")
-    made.add_argument("--output", required=True, help="the new pair, without its ending")
-    made = command("split", split_pair, "pairs for training, validation and test")
+    made = command("merge", merge_pairs, "merge several pairs into one, in constant memory")
+    made.add_argument("prefixes", nargs="+", help="paths of the pairs, in order, with or without .bin or .idx")
+    made.add_argument("--output", required=True, help="path of the new pair, without .bin or .idx")
+    made = command("split", split_pair, "split a pair into training, validation and test")
     made.add_argument("prefix", type=prefix_of, help=pair)
     made.add_argument("--split", default="98,1,1", help="shares of the documents (default: 98,1,1)")
-    made.add_argument("--output", help="prefix of the new pairs, which get _train, _valid and _test (default: the old)")
-    made = command("sample", sample, "a sample as the run sees it")
-    made.add_argument("number", type=int, help="its number, from 0; epochs follow each other")
+    made.add_argument(
+        "--output", help="prefix of the new pairs before _train, _valid and _test (default: that of the old one)"
+    )
+    made = command("sample", sample, "show a sample as the run reads it")
+    made.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
     made.add_argument("--run-dir", required=True, help="folder of the run")
-    made.add_argument("--part", choices=PARTS, default="train", help="default: train")
-    made.add_argument("--png", help="draw the masks to this file")
+    made.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
+    made.add_argument("--png", help="PNG file for a plot of the attention masks")
     return parser
 
 

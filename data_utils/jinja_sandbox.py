@@ -26,7 +26,7 @@ def limited() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise EndlessTemplate(f"the chat template has not ended after {SECONDS:g} s")
+        raise EndlessTemplate(f"the chat template runs for more than {SECONDS:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     left, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -40,7 +40,7 @@ def limited() -> Iterator[None]:
 def refuse_large(operator: str, left: Any, right: Any) -> None:
     """Raise EndlessTemplate if an operation's result would be huge. Timers cannot interrupt operations in C."""
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
-        raise EndlessTemplate(f"the chat template formats with {left[:40]!r}, whose width has no bound")
+        raise EndlessTemplate(f"the chat template formats with {left[:40]!r}, whose width is unbounded")
     bits = max((value.bit_length() for value in (left, right) if isinstance(value, int)), default=0)
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if abs(left) > 1 else 0
@@ -50,4 +50,4 @@ def refuse_large(operator: str, left: Any, right: Any) -> None:
     counts = [value for value in (left, right) if isinstance(value, int)]
     items = sizes[0] * counts[0] if operator == "*" and sizes and counts else sum(sizes)
     if items > MOST_ITEMS:
-        raise EndlessTemplate(f"the chat template makes a text or a list of {items} elements")
+        raise EndlessTemplate(f"the chat template creates a string or list of {items} elements")

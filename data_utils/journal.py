@@ -20,12 +20,14 @@ def _locked(path: str) -> TextIO:
                 return lock
         except BlockingIOError:
             lock.close()
-            raise ValueError(f"another run is writing the same output ({path} is held)") from None
+            raise ValueError(f"another run is writing the same output; it holds the lock {path}") from None
         except FileNotFoundError:
             pass  # the holder removed the file meanwhile, so the next process would lock a different one
         except OSError as error:
             lock.close()
-            raise ValueError(f"cannot lock {path}: {error.strerror}; write to a file system that has locks") from None
+            raise ValueError(
+                f"cannot lock {path}: {error.strerror}; write to a file system that supports locks"
+            ) from None
         lock.close()
 
 
@@ -47,11 +49,11 @@ class Journal:
                 content = json.loads(Path(path).read_text(encoding="utf-8"))
             except ValueError:
                 self.release()
-                raise ValueError(f"{path} is damaged; delete it to begin again") from None
+                raise ValueError(f"{path} is damaged; delete it to start again") from None
             if content["job"] != self._key:
                 self.release()
                 raise ValueError(
-                    f"{path} was left by a run with other settings or other input; delete it to start from the beginning"
+                    f"{path} belongs to a run with other settings or other input; delete it to start again"
                 )
             self.state = content["state"]
 

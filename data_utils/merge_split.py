@@ -18,11 +18,11 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
     for each in opened[1:]:
         if each.dtype != opened[0].dtype:
             raise DatasetError(
-                f"{each.prefix}.bin holds {each.dtype} and {opened[0].prefix}.bin {opened[0].dtype}: "
+                f"{each.prefix}.bin contains {each.dtype}, but {opened[0].prefix}.bin {opened[0].dtype}; "
                 f"preprocess one of them again"
             )
     if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
-        raise DatasetError(f"{output} is one of the pairs to be merged; choose another name")
+        raise DatasetError(f"--output {output} is one of the pairs to be merged; choose another name")
     with IndexedDatasetBuilder(output, opened[0].dtype) as builder:
         for each in opened:
             copy(each, range(each.num_documents), builder)
@@ -69,12 +69,10 @@ def find_damage(prefix: str, expected: dict[str, Any]) -> list[str]:
         path = f"{prefix}.{ending}"
         now = checksums_of(path)
         if len(now) != len(expected[ending]):
-            found.append(
-                f"{path} has {len(now)} blocks of {BLOCK >> 20} MiB, it was written with {len(expected[ending])}"
-            )
+            found.append(f"{path} has {len(now)} blocks of {BLOCK >> 20} MiB, but {len(expected[ending])} were written")
         for i, (a, b) in enumerate(zip(now, expected[ending], strict=False)):
             if a != b:
                 found.append(
-                    f"{path}, bytes {i * BLOCK} to {(i + 1) * BLOCK}, are not what was written (SHA-256 differs)"
+                    f"{path} is damaged in bytes {i * BLOCK} to {(i + 1) * BLOCK}: SHA-256 differs from the sidecar"
                 )
     return found

@@ -22,9 +22,9 @@ def refuse_missing(args: argparse.Namespace) -> None:
         except TokenizerError as error:
             problems.append(str(error))
     if isinstance(given.get("load"), str) and not Path(given["load"]).exists():
-        problems.append(f"--load {given['load']} holds no checkpoint: there is no such folder")
+        problems.append(f"--load {given['load']} does not exist")
     if len(problems) > 1:
-        raise MissingFiles("\n  ".join([f"{len(problems)} things are missing:", *problems]))
+        raise MissingFiles("\n  ".join([f"{len(problems)} inputs are missing:", *problems]))
 
 
 class MissingFiles(ValueError):

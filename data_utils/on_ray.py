@@ -53,7 +53,9 @@ def connect(address: str) -> Any:
     try:
         ray.init(None if address == "local" else address, **how)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(f"there is no Ray cluster at {address} ({' '.join(str(error).split())[:200]})") from None
+        raise InputError(
+            f"--ray {address} is not a reachable Ray cluster ({' '.join(str(error).split())[:200]})"
+        ) from None
     return ray
 
 
@@ -85,6 +87,6 @@ def ordered_map_on_ray(
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        raise RuntimeError(f"Ray gave a chunk up: {' '.join(str(error).split())[:300]}") from None
+        raise RuntimeError(f"Ray failed to process a chunk: {' '.join(str(error).split())[:300]}") from None
     finally:
         ray.shutdown()

@@ -25,7 +25,7 @@ from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
 
 from . import chats
-from .cli import Parser, input_flags, largest, refused, run, worker_flags, write_json
+from .cli import Parser, input_flags, max_document_bytes, run, unreadable, worker_flags, write_json
 from .documents import CHUNK_BYTES, Chunk, chunks, documents
 from .draws import DRAWS, draw_of
 from .files import Source, find_files, is_compressed, kind
@@ -41,10 +41,12 @@ EXAMPLES = """\
       writes data/corpus_text_document.bin, .idx and .json; train with --data-path data/corpus_text_document
   python tools/preprocess_data.py --input texts/ 'more/*.jsonl.gz@0.5' --vocab-file tokenizer.model \\
       --output-prefix data/all --workers 8 --on-error skip
-      every document of texts/, and of the rest a random half
-  python tools/preprocess_data.py --input qa.jsonl --keys question answer --vocab-file vocab.json --output-prefix data/qa
+      reads every document of texts/ and a random half of the others
+  python tools/preprocess_data.py --input qa.jsonl --keys question answer --vocab-file vocab.json \\
+      --output-prefix data/qa
       writes data/qa_question_document and data/qa_answer_document
-  python tools/preprocess_data.py --objective sft --input chats.jsonl --vocab-file tokenizer.model --output-prefix data/chats
+  python tools/preprocess_data.py --objective sft --input chats.jsonl --vocab-file tokenizer.model \\
+      --output-prefix data/chats
       writes data/chats_sft and data/chats_sft_loss; train with --objective sft --data-path data/chats_sft"""
 JOURNAL_SECONDS = 10.0
 
@@ -92,7 +94,7 @@ def _start_worker(args: argparse.Namespace) -> None:
 def tokenize(chunk: Chunk) -> Tokens:
     """Read and encode one chunk."""
     args = _Worker.args
-    found = list(documents(chunk, _Worker.take, args.seed, largest(args), DRAWS[args.draw]))
+    found = list(documents(chunk, _Worker.take, args.seed, max_document_bytes(args), DRAWS[args.draw]))
     bad = [each for each in found if isinstance(each, BadLine)]
     good = [each for each in found if not isinstance(each, BadLine) and all(each)]
     parts: list[Part] = _conversations(good) if args.objective == "sft" else []
@@ -119,7 +121,7 @@ def _encoded(texts: list[str]) -> Part:
 
 def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
     """Return tokens and their loss mask, as two parts."""
-    ids, counts, lengths = chats.encoded(_Worker.chat, found)
+    ids, counts, lengths = chats.encode(_Worker.chat, found)
     dtype, ones = np.dtype(best_dtype(_Worker.tokenizer.vocab_size)), np.ones(len(found), dtype=np.int32)
     return [Part(fit(ids, dtype, "the output"), lengths, ones), Part(counts, lengths, ones)]
 
@@ -148,10 +150,10 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
 def main(args: argparse.Namespace) -> None:
     _check(args)
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
-    chats.tell(args, tokenizer)
+    chats.print_notes(args, tokenizer)
     sources = find_files(args.input, args.encoding)
     journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
-    args = chats.dated(args, journal.state or {})
+    args = chats.with_date(args, journal.state or {})
     args.draw = draw_of(journal.state)
     try:
         output = _Output(args, tokenizer, journal.state or {})
@@ -172,19 +174,20 @@ def main(args: argparse.Namespace) -> None:
             raise
         kept = output.keep(journal)
         raise RuntimeError(
-            f"{describe(error)}; {kept} documents are kept: start again to go on, or delete {journal.path} to begin again"
+            f"{describe(error)}; {kept} documents are kept: run the same command to resume, "
+            f"or delete {journal.path} to start again"
         ) from error
     journal.remove()
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.objective == "cpm-t5" and not args.append_eod:
-        raise ValueError("--objective cpm-t5 masks the end of every document: leave --no-append-eod out")
+        raise ValueError("--objective cpm-t5 masks the end of every document; remove --no-append-eod")
     if args.objective == "cpm-t5" and args.split_sentences:
-        raise ValueError("--objective cpm-t5 masks whole documents: leave --split-sentences out")
+        raise ValueError("--objective cpm-t5 masks whole documents; remove --split-sentences")
     chats.check(args)
     if len(set(args.keys)) != len(args.keys):
-        raise ValueError("--keys names a key twice")
+        raise ValueError("--keys lists a key twice")
     if args.workers < 0:
         raise ValueError("--workers must not be negative")
 
@@ -194,7 +197,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
-    settings |= chats.about(args, tokenizer)
+    settings |= chats.sidecar_entries(args, tokenizer)
     settings.pop("chat_date")  # a resumed run may continue on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
@@ -206,7 +209,9 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
 def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
     """Tokenize the chunks that the journal does not list as done."""
     done = output.count["chunks"]
-    pending = itertools.islice((c for source in sources for c in chunks(source, largest=largest(args))), done, None)
+    pending = itertools.islice(
+        (c for source in sources for c in chunks(source, largest=max_document_bytes(args))), done, None
+    )
     any_stream = any(is_compressed(source.path) or kind(source.path) == ".parquet" for source in sources)
     total = None if any_stream else sum(os.path.getsize(source.path) for source in sources)
     progress = Progress[bytes](
@@ -214,16 +219,16 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
         disable=args.quiet,
     )  # fmt: skip
     if done:
-        print(f"going on after {output.count['documents']} documents")
+        print(f"resuming after {output.count['documents']} documents")
     begin, saved = output.count["tokens"], time.monotonic()
     with progress:
         for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,), args.ray):
             if tokens.bad and args.on_error == "stop":
-                raise refused(tokens.bad[0])
+                raise unreadable(tokens.bad[0])
             output.add(tokens)
             progress.update(tokens.source_bytes)
             elapsed = max(progress.elapsed, 1e-9)
-            progress.told(f"{(output.count['tokens'] - begin) / elapsed / 1e3:.0f}k tokens/s")
+            progress.set_note(f"{(output.count['tokens'] - begin) / elapsed / 1e3:.0f}k tokens/s")
             if time.monotonic() - saved > JOURNAL_SECONDS:
                 output.save(journal)
                 saved = time.monotonic()
@@ -248,7 +253,9 @@ class _Output:
         for name in self.names:
             if state and not os.path.exists(f"{name}.bin.part"):
                 if not os.path.exists(f"{name}.bin"):
-                    raise ValueError(f"{name}.bin.part is gone; delete {args.output_prefix}.part.json to begin again")
+                    raise ValueError(
+                        f"{name}.bin.part is missing; delete {args.output_prefix}.part.json to start again"
+                    )
                 state = {}  # the run was killed while it renamed its files
         states = state.get("builders", [None] * len(self.names))
         self.builders = [
@@ -300,12 +307,12 @@ class _Output:
             )
         for builder in self.builders:
             builder.publish()
-        left_out = f", {self.count['bad_lines']} bad and {self.count['empty']} empty left out"
+        skipped = f", {self.count['bad_lines']} bad and {self.count['empty']} empty skipped"
         learned = f", {self.count['targets']} of which count in the loss" if self.sft else ""
         print(
             f"{self.count['documents']} documents, {self.count['tokens']} tokens{learned} -> "
             + ", ".join(f"{name}.bin" for name in self.names)
-            + left_out * bool(self.count["bad_lines"] or self.count["empty"])
+            + skipped * bool(self.count["bad_lines"] or self.count["empty"])
         )
 
     def abort(self) -> None:
@@ -327,7 +334,7 @@ def _write_sidecar(
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "append_eod": args.append_eod,
-        **chats.about(args, tokenizer),
+        **chats.sidecar_entries(args, tokenizer),
         "documents": count["documents"],
         "sequences": builders[0].sequences,
         "tokens": count["tokens"] if args.objective == "sft" else sum(builder.num_tokens for builder in builders),
@@ -342,51 +349,48 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     input_flags(parser)
-    add("--output-prefix", required=True, help="where to write, without the ending")
-    add(
-        "--vocab-file",
-        required=True,
-        help="the tokenizer: a file or folder of tools/train_tokenizer.py or of Hugging Face",
-    )
-    add("--tokenizer-type", choices=KINDS, default="auto", help="default: told from the file")
+    add("--output-prefix", required=True, help="path of the output, without its extension")
+    add("--vocab-file", required=True, help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face")
+    add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
     add(
         "--keys",
         "--json-keys",
         "--json-key",
         nargs="+",
         default=["text"],
-        help="keys of the texts in a record (default: text)",
+        help="keys of the text in a record (default: text)",
     )
     add(
         "--split-sentences",
         action="store_true",
-        help="make every sentence a sequence of its own; writes PREFIX_KEY_sentence",
+        help="make each sentence a separate sequence; writes PREFIX_KEY_sentence",
     )
     worker_flags(parser)
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end every document with <eod> (default: yes)",
+        help="end every document with the end-of-document token (default: yes)",
     )
     add(
         "--objective", choices=("text", "sft", "cpm-t5"), default="text",
-        help="sft reads conversations, records with messages or with instruction, input and output, and writes PREFIX_sft and "
-        "PREFIX_sft_loss, which says what is learned; cpm-t5 masks spans now and writes PREFIX_context, _target and _target_offset; T5 can mask plain text as it reads (default: text)",
+        help="type of corpus (default: text); sft: conversations, as records with messages or with instruction, input "
+        "and output, written to PREFIX_sft with the loss mask PREFIX_sft_loss; cpm-t5: documents with spans masked "
+        "now, written to PREFIX_context, _target and _target_offset (T5 can also mask a text corpus while reading)",
     )  # fmt: skip
     add(
         "--chat-template", default="chatml",
-        help="sft: chatml, tokenizer (its own, in Jinja) or a Jinja file (default: chatml)",
+        help="sft: chatml, tokenizer (the template that comes with it) or a Jinja file (default: chatml)",
     )  # fmt: skip
     add(
         "--chat-date",
-        help="sft: what a template that calls strftime_now takes for today, as 2024-07-26 or 2024-07-26T15:30:00 (default: when "
-        "the tool began); the sidecar keeps it",
+        help="sft: date that strftime_now returns in a chat template, as 2024-07-26 or 2024-07-26T15:30:00 (default: "
+        "start of the tool); recorded in the sidecar",
     )
     add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
-    add("--mean-span-length", type=float, default=3.0, help="cpm-t5: tokens of a span (default: 3)")
-    add("--seed", type=int, default=1234, help="seed of masked spans and of broken weights (default: 1234)")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--mean-span-length", type=float, default=3.0, help="cpm-t5: mean number of tokens in a span (default: 3)")
+    add("--seed", type=int, default=1234, help="seed of masked spans and of fractional weights (default: 1234)")
+    add("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 

@@ -32,8 +32,8 @@ class Progress(Generic[T]):
     ) -> None:
         bars = sys.stderr.isatty()
         self._items, self._desc, self._unit, self._total, self._done = items, desc, unit, total, initial
-        self._plain, self._postfix = not bars and not disable, ""
-        self._begun = self._told = time.monotonic()
+        self._plain, self._note = not bars and not disable, ""
+        self._started = self._printed = time.monotonic()
         self._bar: Any = tqdm(
             total=total, initial=initial, desc=desc, unit=unit, unit_scale=unit_scale, disable=disable or not bars
         )
@@ -41,25 +41,23 @@ class Progress(Generic[T]):
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._started
 
     def update(self, count: int = 1) -> None:
         """Report `count` more units as done."""
         self._done += count
         self._bar.update(count)
-        if self._plain and time.monotonic() - self._told >= EVERY:
-            self._told = time.monotonic()
+        if self._plain and time.monotonic() - self._printed >= EVERY:
+            self._printed = time.monotonic()
             of = f" of {tqdm.format_sizeof(self._total)} ({self._done / self._total:.0%})" if self._total else ""
-            more = f", {self._postfix}" if self._postfix else ""
-            words = (
-                f"{self._desc}: {tqdm.format_sizeof(self._done)}{of} {self._unit.strip()} in {self.elapsed:.0f} s{more}"
-            )
-            print(words, file=sys.stderr, flush=True)
+            note = f", {self._note}" if self._note else ""
+            done = f"{tqdm.format_sizeof(self._done)}{of} {self._unit.strip()}"
+            print(f"{self._desc}: {done} in {self.elapsed:.0f} s{note}", file=sys.stderr, flush=True)
 
-    def told(self, words: str) -> None:
+    def set_note(self, note: str) -> None:
         """Set the text shown beside the progress."""
-        self._postfix = words
-        self._bar.set_postfix_str(words)
+        self._note = note
+        self._bar.set_postfix_str(note)
 
     def __iter__(self) -> Iterator[T]:
         with self:

@@ -5,20 +5,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 # Typical results of UTF-8 decoded as Latin-1 or GBK, and of GBK decoded as another encoding.
-_BROKEN = re.compile(
-    r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|æ[\u0080-\u00bf]{2}|å[\u0080-\u00bf]{2}|ç[\u0080-\u00bf]{2}|è[\u0080-\u00bf]{2}"
-)
+_BROKEN = re.compile(r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|[æåçè][\u0080-\u00bf]{2}")
 _TAG = re.compile(
-    r"</?(?:a|b|br|button|center|dd|div|dl|dt|em|embed|font|form|h[1-6]|head|hr|html|i|iframe|img|input|label|li|link|meta|nav|object|ol|"
-    r"option|p|param|pre|script|section|select|small|span|strong|style|sub|sup|table|tbody|td|th|thead|title|tr|u|ul)\b[^<>]{0,2000}>"
-    r"|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>|&(?:nbsp|lt|gt|amp|quot|ldquo|rdquo|middot|#\d{2,5}|#x[0-9a-fA-F]{2,5});",
+    r"</?(?:a|b|br|button|center|dd|div|dl|dt|em|embed|font|form|h[1-6]|head|hr|html|i|iframe|img|input|label|li|link|"
+    r"meta|nav|object|ol|option|p|param|pre|script|section|select|small|span|strong|style|sub|sup|table|tbody|td|th|"
+    r"thead|title|tr|u|ul)\b[^<>]{0,2000}>|<!--.{0,2000}?-->|<!DOCTYPE[^<>]{0,200}>"
+    r"|&(?:nbsp|lt|gt|amp|quot|ldquo|rdquo|middot|#\d{2,5}|#x[0-9a-fA-F]{2,5});",
     re.IGNORECASE | re.DOTALL,
 )
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{60,}(?:\s+[A-Za-z0-9+/=]{20,})*")
 _URL = re.compile(r"(?:https?://|ftp://|www\.)[!-~]+", re.IGNORECASE)
-_BEYOND = re.compile(r"[^\x00-\x7f]{2,}")
+_NON_ASCII = re.compile(r"[^\x00-\x7f]{2,}")
 _LATIN = re.compile("[\u00a1-\u00ff]{4,}")
-_AGAIN = re.compile(r"(.{2,200}?)\1{9,}")
+_REPEATED_PHRASE = re.compile(r"(.{2,200}?)\1{9,}")
 _CODE_END = (";", "{", "}", "},", "};", ");", "]", "],", ")", "\\\\", "*/", ":", "/>")
 # About a quarter of the characters of modern Chinese text, simplified or traditional, are among these.
 _COMMON = frozenset(
@@ -26,10 +25,10 @@ _COMMON = frozenset(
 )
 _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
-LOOKED_AT = 600  # non-ASCII characters examined to detect a wrong encoding
+EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
 TAGS = 5  # fewer tags occur also in texts about HTML
 PROBE = 8  # length of the sample that is searched in the rest of a line
-OFTEN = 10
+MIN_REPEATS = 10
 
 
 def broken_characters(text: str) -> int:
@@ -48,28 +47,28 @@ def is_misread(text: str) -> bool:
     ):
         return True
     parts: list[str] = []
-    for found in _BEYOND.finditer(text):
+    for found in _NON_ASCII.finditer(text):
         parts.append(found[0])
-        if sum(map(len, parts)) > LOOKED_AT:
+        if sum(map(len, parts)) > EXAMINED:
             break
-    beyond = "".join(parts)[:LOOKED_AT]
-    return _is_han(beyond, "gb18030", "utf-8") or _becomes_common(beyond) or _is_mixed(text)
+    sample = "".join(parts)[:EXAMINED]
+    return _is_han(sample, "gb18030", "utf-8") or _becomes_common(sample) or _is_mixed(text)
 
 
 def _is_han(text: str, read_as: str, was: str) -> bool:
     if len(text) < 8:
         return False
-    again = text.encode(read_as, "replace").decode(was, "replace")
-    han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in again)
-    return han > 4 and again.count("\ufffd") + again.count("?") < 0.5 * len(again) and 2 * han > len(again)
+    decoded = text.encode(read_as, "replace").decode(was, "replace")
+    han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in decoded)
+    return han > 4 and decoded.count("\ufffd") + decoded.count("?") < 0.5 * len(decoded) and 2 * han > len(decoded)
 
 
 def _becomes_common(text: str) -> bool:
     """Return True if common characters are absent but frequent after re-decoding Big5 as GB18030."""
     if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
         return False
-    again = text.encode("big5", "replace").decode("gb18030", "replace")
-    return sum(char in _COMMON for char in again) > 0.15 * len(again)
+    decoded = text.encode("big5", "replace").decode("gb18030", "replace")
+    return sum(char in _COMMON for char in decoded) > 0.15 * len(decoded)
 
 
 def _is_mixed(text: str) -> bool:
@@ -106,13 +105,13 @@ def url_characters(text: str) -> int:
     return sum(size for size, of_urls in lines if of_urls > 0.8 * size)
 
 
-def once(line: str) -> str:
+def collapse_phrases(line: str) -> str:
     """Return a line with one copy of each phrase that it repeats ten or more times in a row."""
-    if len(line) < PROBE * OFTEN:
+    if len(line) < PROBE * MIN_REPEATS:
         return line
     for place in (len(line) // 4, len(line) // 2, 3 * len(line) // 4):
-        if line.count(line[place : place + PROBE]) >= OFTEN // 2:
-            return _AGAIN.sub(lambda found: found[0] if _is_ruler(found[1]) else found[1], line)
+        if line.count(line[place : place + PROBE]) >= MIN_REPEATS // 2:
+            return _REPEATED_PHRASE.sub(lambda found: found[0] if _is_ruler(found[1]) else found[1], line)
     return line
 
 
@@ -128,7 +127,7 @@ def looks_like_code(lines: Sequence[str]) -> bool:
     return 3 * like > len(full)
 
 
-def without_rows(lines: Iterable[str]) -> Iterator[str]:
+def collapse_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines, with only one of three or more equal ones in a row."""
     row: list[str] = []
     for line in lines:

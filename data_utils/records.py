@@ -26,7 +26,7 @@ def is_array(path: str, encoding: str) -> bool:
 
 def too_long(largest: int, ends: str) -> str:
     """Return the error for a document above --max-document-mb."""
-    return f"a document of more than {largest} bytes, which --max-document-mb bounds; documents end with {ends}"
+    return f"the document exceeds --max-document-mb ({largest} bytes); a document ends with {ends}"
 
 
 def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterator[Record | BadLine]:
@@ -35,9 +35,9 @@ def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterato
     largest: most bytes of a record. Raises InputError if the file as a whole is unreadable.
     """
     if kind == ".csv":
-        yield from _rows(path, encoding, largest)
+        yield from _csv_rows(path, encoding, largest)
     elif kind == ".parquet":
-        yield from _table(path)
+        yield from _parquet_rows(path)
     else:
         yield from _Array(path, encoding, largest).items()
 
@@ -70,13 +70,13 @@ class _Lines:
             part, line = self._file.readline(self._largest + 1), ""  # an overlong line is not kept
         return line
 
-    def leave(self) -> None:
+    def skip_record(self) -> None:
         """Read to the end of the current record."""
         while self.open and next(self, None) is not None:
             pass
 
 
-def _rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
+def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
     csv.field_size_limit(largest)
     lines = _Lines(path, encoding, largest)
     reader, header = csv.reader(lines, strict=True), None
@@ -90,23 +90,23 @@ def _rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
             if header is None:
                 raise InputError(f"{path}, line {lines.first}: the header is not CSV ({error})") from None
             if lines.size > largest:
-                lines.leave()
-                yield BadLine(path, lines.first, too_long(largest, "the line, or with a closing quote"))
+                lines.skip_record()
+                yield BadLine(path, lines.first, too_long(largest, "its line, or with a closing quote"))
             else:
                 yield BadLine(path, lines.first, f"not CSV ({error})")
             continue
         if lines.size > largest:
-            yield BadLine(path, lines.first, too_long(largest, "the line, or with a closing quote"))
+            yield BadLine(path, lines.first, too_long(largest, "its line, or with a closing quote"))
         elif header is None:
             header = row or None
             if len(set(row)) < len(row):
                 twice = next(name for name in row if row.count(name) > 1)
-                raise InputError(f"{path}, line {lines.first}: the column {twice!r} stands there more than once")
+                raise InputError(f"{path}, line {lines.first}: the header lists the column {twice!r} more than once")
         elif len(row) == len(header):
             record = json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
             yield lines.first, record.encode("utf-8", "surrogateescape")
         elif row:
-            yield BadLine(path, lines.first, f"not a row of this CSV: {len(row)} fields, the header has {len(header)}")
+            yield BadLine(path, lines.first, f"the row has {len(row)} fields, but the header has {len(header)}")
 
 
 def _pyarrow(path: str) -> Any:
@@ -118,13 +118,13 @@ def _pyarrow(path: str) -> Any:
     return pyarrow
 
 
-def _table(path: str) -> Iterator[Record]:
+def _parquet_rows(path: str) -> Iterator[Record]:
     """Yield the rows of a parquet file: its columns of text, and of lists and structs that hold text."""
     pyarrow = _pyarrow(path)
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [f.name for f in file.schema_arrow if _is_read(pyarrow.types, f.type)]
+            columns = [f.name for f in file.schema_arrow if _is_readable(pyarrow.types, f.type)]
             for batch in file.iter_batches(256, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
@@ -135,7 +135,7 @@ def _table(path: str) -> Iterator[Record]:
         ) from None
 
 
-def _is_read(types: Any, column: Any) -> bool:
+def _is_readable(types: Any, column: Any) -> bool:
     """Return True if an Arrow type is text, or consists of JSON's types with some text in it."""
     leaves = list(_leaves(types, column))
     texts = [leaf for leaf in leaves if _is_text(types, leaf)]
@@ -167,14 +167,14 @@ def unread_columns(path: str) -> dict[str, str]:
 @lru_cache(maxsize=64)
 def _unread_columns(path: str, changed: int) -> dict[str, str]:
     types = _pyarrow(path).types
-    return {field.name: str(field.type) for field in _schema(path) if not _is_read(types, field.type)}
+    return {field.name: str(field.type) for field in _schema(path) if not _is_readable(types, field.type)}
 
 
 def other_columns(path: str) -> list[str]:
     """Return the columns of a parquet file that are read although not plain strings; earlier versions ignored them."""
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
-    return [f.name for f in _schema(path) if _is_read(pyarrow.types, f.type) and f.type not in plain]
+    return [f.name for f in _schema(path) if _is_readable(pyarrow.types, f.type) and f.type not in plain]
 
 
 def _schema(path: str) -> Any:
@@ -210,7 +210,7 @@ class _Array:
             if self._held[self._at] == "]":
                 self._move(self._at + 1)
                 if self._skip(_SPACE):
-                    yield BadLine(self._path, self._line, "what follows the end of the array is not read")
+                    yield BadLine(self._path, self._line, "text after the end of the array is skipped")
                 return
             try:
                 _, end = parse(self._held, self._at)
@@ -219,26 +219,26 @@ class _Array:
                 wrong = error.msg
                 cut = wrong.startswith("Unterminated") or error.pos + _NEAR > len(self._held)
             except RecursionError:
-                wrong, cut = "nested too deep", False
-            if cut and len(self._held) - self._at <= self._largest and self._more():
+                wrong, cut = "nested too deeply", False
+            if cut and len(self._held) - self._at <= self._largest and self._read_block():
                 continue
             if wrong or end - self._at > self._largest:
                 long = cut and len(self._held) - self._at > self._largest
-                reason = too_long(self._largest, "their object") if long or not wrong else f"not JSON ({wrong})"
+                reason = too_long(self._largest, "its object") if long or not wrong else f"not JSON ({wrong})"
                 yield BadLine(self._path, self._line, reason)
-                self._leave(bounded=not long)
+                self._skip_item(bounded=not long)
                 continue
             # JSON allows line breaks only between tokens, where a space is equivalent.
             raw = self._held[self._at : end].replace("\r", " ").replace("\n", " ")
             yield self._line, raw.encode("utf-8", "surrogateescape")
             self._move(end)
-        yield BadLine(self._path, self._line, "the array does not end: a ] is missing")
+        yield BadLine(self._path, self._line, "the array is not closed: a ] is missing")
 
     def _move(self, to: int) -> None:
         self._line += self._held.count("\n", self._at, to)
         self._at = to
 
-    def _more(self) -> bool:
+    def _read_block(self) -> bool:
         """Append the next block to the window; return False at the end of the file."""
         block = next(self._blocks, None)
         if block is None:
@@ -253,10 +253,10 @@ class _Array:
             self._move(found.end() if found else self._at)
             if self._at < len(self._held):
                 return True
-            if not self._more():
+            if not self._read_block():
                 return False
 
-    def _leave(self, bounded: bool) -> None:
+    def _skip_item(self, bounded: bool) -> None:
         """Skip an unreadable item: advance to where its brackets close, or else to the end of the line.
 
         bounded: search at most the size of the largest item.
@@ -266,7 +266,7 @@ class _Array:
             until = len(self._held) - self._held.endswith("\\")
             passed += until - self._at
             self._move(until)
-            if (bounded and passed > self._largest) or not self._more():
+            if (bounded and passed > self._largest) or not self._read_block():
                 end = len(self._held)
                 break
         self._move(end)

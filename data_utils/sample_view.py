@@ -43,7 +43,7 @@ def _table(
 ) -> Columns:
     """Return the table of a left-to-right sample from its [s] tensors."""
     return {
-        "place": list(range(len(tokens))),
+        "index": list(range(len(tokens))),
         "id": tokens.tolist(),
         "token": _words(tokens, tokenizer),
         "next": _words(labels, tokenizer),
@@ -82,13 +82,13 @@ def t5_view(
 
     tables: dict[str, Columns] = {
         "encoder": {
-            "place": list(range(len(encoder_ids))),
+            "index": list(range(len(encoder_ids))),
             "id": sample["encoder"].tolist(),
             "token": _words(sample["encoder"], tokenizer),
             "document": encoder_ids.tolist(),
         },
         "decoder": {
-            "place": list(range(len(decoder_ids))),
+            "index": list(range(len(decoder_ids))),
             "id": sample["decoder"].tolist(),
             "token": _words(sample["decoder"], tokenizer),
             "label": _words(sample["labels"], tokenizer),
@@ -123,15 +123,15 @@ def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install matplotlib") from None
+        raise ValueError("--png needs the package matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(1.5 + 4.8 * len(masks), 6.4), layout="constrained")
     axes = figure.subplots(3, len(masks), squeeze=False, height_ratios=[16, 1, 1])
     of_columns = {"attention": "tokens", "encoder": "encoder", "decoder": "decoder", "decoder to encoder": "encoder"}
     for i, (name, mask) in enumerate(masks.items()):
         top, strip, loss = axes[:, i]
         top.imshow(mask.int(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
-        top.set_title(f"{name}: who (row) sees whom (column)", fontsize=10)
-        top.set_ylabel("place of the query")
+        top.set_title(f"{name}: query (row) attends to key (column)", fontsize=10)
+        top.set_ylabel("query index")
         table = tables[of_columns[name]]
         strip.imshow([table["document"]], cmap="tab20", interpolation="nearest", aspect="auto")
         strip.set_ylabel("document", rotation=0, ha="right", va="center", fontsize=8)
@@ -145,6 +145,6 @@ def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path:
         top.set_xticks([])
         if "loss" in table:
             strip.set_xticks([])
-        (loss if "loss" in table else strip).set_xlabel("place of the key")
+        (loss if "loss" in table else strip).set_xlabel("key index")
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=110)

@@ -11,7 +11,8 @@ _END = re.compile(
     re.VERBOSE,
 )
 _OPEN = re.compile(
-    r"(?:^|[\s(“\"'])(?:[A-Za-z]|\d+|(?:[A-Za-z]\.)+[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|Fig|No|Vol|pp|al|Inc|Ltd|Jr|Sr)$"
+    r"(?:^|[\s(“\"'])(?:[A-Za-z]|\d+|(?:[A-Za-z]\.)+[A-Za-z]"
+    r"|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|Fig|No|Vol|pp|al|Inc|Ltd|Jr|Sr)$"
 )
 
 

@@ -66,7 +66,7 @@ class _Frames(io.RawIOBase):
         if self._frame is None or self._frame.needs_input:
             raw, self._raw = self._raw or self._file.read(self._at_once), b""
             if not raw and self._frame is not None:
-                raise EOFError("it ends in the middle")
+                raise EOFError("it is truncated")
             if not raw:
                 return False
         if self._frame is None:
@@ -137,7 +137,9 @@ def is_utf8(encoding: str) -> bool:
     try:
         "".encode(encoding)  # also raises for codecs that do not encode text, such as hex and zip
     except LookupError:
-        raise InputError(f"--encoding {encoding!r} is none that Python knows; gb18030 and utf-16 are common") from None
+        raise InputError(
+            f"--encoding {encoding!r} is not an encoding that Python knows; use, for example, gb18030 or utf-16"
+        ) from None
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 
@@ -155,7 +157,7 @@ def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
     decoder, first = codecs.getincrementaldecoder(encoding)("mark"), True
     for piece in pieces:
         if first and (other := _contradiction(piece, encoding)):
-            raise InputError(f"{path} is {other}, not {encoding}: read it separately, without --encoding")
+            raise InputError(f"{path} is {other}, not {encoding}; read it separately, without --encoding")
         first = False
         yield decoder.decode(piece).encode("utf-8", "surrogateescape")
     yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")

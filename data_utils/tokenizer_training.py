@@ -16,7 +16,7 @@ from megatron.tokenizer.base import TokenizerError, byte_piece
 from megatron.tokenizer.cpm import NEWLINE, SPACE, joined_words
 from megatron.tokenizer.hf import library
 from megatron.tokenizer.model_proto import with_rounded_scores
-from megatron.tokenizer.segment import BORDER, segmenter
+from megatron.tokenizer.segment import SEPARATOR, segmenter
 from megatron.tokenizer.sentencepiece import EOD
 
 LONGEST_LINE = 16384  # characters passed to the trainer at once; it silently drops longer lines
@@ -53,7 +53,7 @@ def train_sentencepiece(
     if word_borders:
         cut = segmenter(word_borders)
         more["pretokenization_delimiter"] = "\x1f"
-        given = [cut(line).replace("\x1f", "").replace(BORDER, "\x1f") for line in lines]
+        given = [cut(line).replace("\x1f", "").replace(SEPARATOR, "\x1f") for line in lines]
     else:
         given = lines
     options = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True, **more}
@@ -136,7 +136,7 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
     cut = segmenter()
     words: Counter[str] = Counter()
     for text in texts:
-        words.update(cut(text).replace(" ", SPACE).replace("\n", NEWLINE).split(BORDER))
+        words.update(cut(text).replace(" ", SPACE).replace("\n", NEWLINE).split(SEPARATOR))
     characters: Counter[str] = Counter()
     for word, count in words.items():
         for char in word:

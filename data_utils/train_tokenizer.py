@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
 
-from .cli import Parser, input_flags, largest, refused, run
+from .cli import Parser, input_flags, max_document_bytes, run, unreadable
 from .documents import texts
 from .files import find_files, refuse_as_outputs
 from .progress import Progress
@@ -19,7 +19,7 @@ EXAMPLES = """\
       sentencepiece BPE on raw text, the default: trains fastest, fewest tokens
   python tools/train_tokenizer.py --input texts/ --model-type unigram --word-borders jieba --vocab-size 32000 \\
       --output tokenizer.model
-      no token crosses a word border of jieba; text is still tokenized without jieba
+      no token crosses a word boundary of jieba; only training needs jieba
   python tools/train_tokenizer.py --input texts/ --tokenizer-type cpm --vocab-size 30000 --output cpm.model
   python tools/train_tokenizer.py --input texts/ --tokenizer-type gpt2-bpe --vocab-size 50000 --output bpe/
       writes bpe/vocab.json and bpe/merges.txt"""
@@ -41,7 +41,7 @@ def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> 
 
 def main(args: argparse.Namespace) -> None:
     if args.vocab_size < 300:
-        raise ValueError("--vocab-size must be at least 300: 256 bytes come first")
+        raise ValueError(f"--vocab-size {args.vocab_size} must be at least 300, as 256 tokens are bytes")
     kind = args.tokenizer_type
     if args.word_borders and kind != "sentencepiece":
         raise ValueError(f"--word-borders is for --tokenizer-type sentencepiece, not for {kind}")
@@ -54,51 +54,59 @@ def main(args: argparse.Namespace) -> None:
 
     def on_bad(line: BadLine) -> None:
         if args.on_error == "stop":
-            raise refused(line)
+            raise unreadable(line)
         bad.append(line.line)
 
-    found = texts(find_files(args.input, args.encoding), args.json_key, largest(args), on_bad)
+    found = texts(find_files(args.input, args.encoding), args.json_key, max_document_bytes(args), on_bad)
     corpus = sample(found, args.max_mb * 10**6, args.seed, args.quiet)
     if not any(text.strip() for text in corpus):
         raise InputError(f"no text in {', '.join(args.input)}")
 
-    def watched() -> Iterator[str]:
+    def with_progress() -> Iterator[str]:
         yield from Progress(corpus, desc="training tokenizer", unit=" documents", disable=args.quiet)
 
     if kind == "sentencepiece":
         train_sentencepiece(
-            watched(), args.output, args.vocab_size, args.model_type or "bpe", args.word_borders, args.special_tokens
+            with_progress(),
+            args.output,
+            args.vocab_size,
+            args.model_type or "bpe",
+            args.word_borders,
+            args.special_tokens,
         )
     elif kind == "cpm":
-        train_cpm(watched(), args.output, args.vocab_size, args.model_type or "unigram")
+        train_cpm(with_progress(), args.output, args.vocab_size, args.model_type or "unigram")
     elif kind == "cpm-vocab":
-        train_cpm_vocab(watched(), args.output, args.vocab_size)
+        train_cpm_vocab(with_progress(), args.output, args.vocab_size)
     else:
-        train_byte_bpe(watched(), args.output, args.vocab_size, kind, args.special_tokens)
+        train_byte_bpe(with_progress(), args.output, args.vocab_size, kind, args.special_tokens)
     tokenizer = load_tokenizer(args.output, kind)
-    print(f"{tokenizer.vocab_size} tokens -> {args.output}" + f", {len(bad)} bad documents left out" * bool(bad))
+    print(f"{tokenizer.vocab_size} tokens -> {args.output}" + f", {len(bad)} bad documents skipped" * bool(bad))
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     input_flags(parser)
-    parser.add_argument(
-        "--output", required=True, help="the .model, .txt or .json file to write; a folder for gpt2-bpe"
-    )
+    parser.add_argument("--output", required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder")
     parser.add_argument("--vocab-size", type=int, default=8000, help="number of tokens (default: 8000)")
-    parser.add_argument("--tokenizer-type", choices=TYPES, default="sentencepiece", help="default: sentencepiece")
     parser.add_argument(
-        "--model-type", choices=("bpe", "unigram"), help="default: bpe for sentencepiece, unigram for cpm"
+        "--tokenizer-type", choices=TYPES, default="sentencepiece", help="tokenizer type (default: sentencepiece)"
     )
-    parser.add_argument("--word-borders", choices=SEGMENTERS, help="let no token cross a border of jieba's words")
+    parser.add_argument(
+        "--model-type",
+        choices=("bpe", "unigram"),
+        help="sentencepiece algorithm (default: bpe for sentencepiece, unigram for cpm)",
+    )
+    parser.add_argument("--word-borders", choices=SEGMENTERS, help="segmenter whose word boundaries no token may cross")
     parser.add_argument(
         "--special-tokens", nargs="+", default=[], metavar="NAME",
-        help="tokens that no text gives, such as '<|im_start|>' '<|im_end|>' of chats or '<fim_prefix>' (sentencepiece, hf)",
+        help="special tokens, which plain text never encodes to, such as '<|im_start|>' '<|im_end|>' for chats or "
+        "'<fim_prefix>' (sentencepiece, hf)",
     )  # fmt: skip
-    parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
-    parser.add_argument("--max-mb", type=int, default=50, help="train on at most this much of the text (default: 50)")
+    parser.add_argument("--json-key", default="text", help="key of the text in a record (default: text)")
+    parser.add_argument("--max-mb", type=int, default=50, help="most text to train on, in MB (default: 50)")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 

@@ -1,5 +1,5 @@
-# What run_gpt2.sh, run_llama.sh and run_t5.sh share; sourced by them. ROOT is the checkout, NAME says which of them runs.
-# Paths that a user gives are taken from where he stands; what belongs to the checkout has $AT before it.
+# Shared by run_gpt2.sh, run_llama.sh and run_t5.sh, which source it. ROOT is the checkout; NAME is gpt2, llama or t5.
+# User paths are relative to the current directory; paths inside the checkout begin with $AT.
 # shellcheck shell=bash disable=SC2034,SC2154
 # shellcheck disable=SC1091
 source "$ROOT/scripts/_variables.sh"
@@ -11,7 +11,7 @@ refuse_misspelt
 AT=$ROOT/
 if [ "$PWD" = "$ROOT" ]; then AT=; fi
 
-# ---- machines: ranks on each, and where rank 0 is
+# ---- machines: ranks per machine and the address of rank 0
 GPUS=$(PYTHONPATH=$ROOT python -m megatron.ranks.accelerators)
 GPUS_PER_NODE=${GPUS_PER_NODE:-$([ "$GPUS" -gt 0 ] && echo "$GPUS" || echo 2)}
 NNODES=${NNODES:-1}
@@ -19,8 +19,10 @@ NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-}
 for each in GPUS_PER_NODE NNODES NODE_RANK MP_SIZE PP_SIZE; do
-    if ! [[ ${!each:-0} =~ ^[0-9]+$ ]] || [[ $each =~ ^(GPUS_PER_NODE|NNODES|MP_SIZE)$ && ${!each:-1} -lt 1 ]]; then
-        echo "run_$NAME.sh: $each=${!each} must be a whole number$([[ $each =~ ^(NODE_RANK|PP_SIZE)$ ]] || echo " of at least 1")" >&2
+    least=1
+    if [[ $each =~ ^(NODE_RANK|PP_SIZE)$ ]]; then least=0; fi
+    if ! [[ ${!each:-1} =~ ^[0-9]+$ ]] || [ "${!each:-1}" -lt $least ]; then
+        echo "run_$NAME.sh: $each=${!each} must be a whole number of at least $least" >&2
         exit 2
     fi
 done
@@ -30,9 +32,11 @@ if [ "$NODE_RANK" -ge "$NNODES" ]; then
 fi
 HOSTFILE=${HOSTFILE:-}
 WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
-if [ -n "$HOSTFILE" ]; then WORLD_SIZE=$(sed -n 's/^[^#]*slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | awk '{n += $1} END {print n + 0}'); fi
+if [ -n "$HOSTFILE" ]; then
+    WORLD_SIZE=$(sed -n 's/^[^#]*slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | awk '{n += $1} END {print n + 0}')
+fi
 
-# ---- layout: MP_SIZE ranks share a layer, PP_SIZE stages share the layers, the rest are replicas
+# ---- layout: MP_SIZE ranks share each layer, PP_SIZE stages share the layers, the rest are replicas
 MP_SIZE=${MP_SIZE:-1}
 if [ -z "${PP_SIZE:-}" ]; then
     if [ "$GPUS" -eq 0 ] && [ $((WORLD_SIZE % 2)) -eq 0 ] && [ "$MP_SIZE" -eq 1 ]; then PP_SIZE=2; else PP_SIZE=0; fi
@@ -43,18 +47,21 @@ if [ -z "${RUN_DIR:-}" ]; then
     case "$NAME ${VARIANT:-}" in gpt2* | "llama llama" | "t5 t5") kind= ;; *) kind=${VARIANT:+_$VARIANT} ;; esac
     RUN_DIR=${AT}runs/$NAME$kind${MODEL_SIZE:+_$MODEL_SIZE}
     if [ "$RUN_DIR" != "${AT}runs/$NAME" ] && [ ! -d "$RUN_DIR" ] && [ -d "${AT}runs/$NAME/checkpoints" ]; then
-        echo "run_$NAME.sh: a new run begins in $RUN_DIR; RUN_DIR=${AT}runs/$NAME goes on with the one there, where version 0.1 put every size"
+        echo "run_$NAME.sh: starting a new run in $RUN_DIR; RUN_DIR=${AT}runs/$NAME resumes the run of version 0.1"
     fi
 fi
-# A text of one's own for a model of a preset wants more tokens than the bundled text has.
-if [ -z "${VOCAB_SIZE:-}" ]; then VOCAB_SIZE=$([ -n "${CORPUS:-}" ] && [ -n "${MODEL_SIZE:-${model_size:-}}" ] && echo 30000 || echo 4000); fi
-if [ -z "${CORPUS:-}" ] && [ -f "$RUN_DIR/data/source" ]; then # a run goes on with the text that it began with
+# A preset with a custom corpus gets more tokens than the bundled text could fill.
+if [ -z "${VOCAB_SIZE:-}" ]; then
+    VOCAB_SIZE=$([ -n "${CORPUS:-}" ] && [ -n "${MODEL_SIZE:-${model_size:-}}" ] && echo 30000 || echo 4000)
+fi
+if [ -z "${CORPUS:-}" ] && [ -f "$RUN_DIR/data/source" ]; then # a resumed run keeps its corpus
     CORPUS=$(cat "$RUN_DIR/data/source")
     case "$CORPUS" in /*) ;; *) CORPUS=$AT$CORPUS ;; esac
 fi
 CORPUS=${CORPUS:-${AT}corpus/sample.jsonl}
 if [ -n "${VOCAB_FILE:-}" ] && [ ! -e "$VOCAB_FILE" ]; then
-    echo "run_$NAME.sh: VOCAB_FILE=$VOCAB_FILE is not there; without it a tokenizer is trained on CORPUS, and tools/train_tokenizer.py makes one anywhere" >&2
+    echo "run_$NAME.sh: VOCAB_FILE=$VOCAB_FILE does not exist; unset it to train a tokenizer on CORPUS, or" \
+        "train one with tools/train_tokenizer.py" >&2
     exit 2
 fi
 if [ -n "${DATA_PATH:-}" ] && [ ! -e "${VOCAB_FILE:-$RUN_DIR/tokenizer.model}" ]; then
@@ -63,7 +70,8 @@ if [ -n "${DATA_PATH:-}" ] && [ ! -e "${VOCAB_FILE:-$RUN_DIR/tokenizer.model}" ]
 fi
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
 CONFIG_JSON=${CONFIG_JSON:-${AT}configs/ds_config_$NAME.json}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL}
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}
 
 # shellcheck disable=SC1091
 source "$ROOT/scripts/_prepare.sh"
@@ -71,22 +79,23 @@ source "$ROOT/scripts/_prepare.sh"
 # shellcheck disable=SC1091
 source "$ROOT/scripts/_launch.sh"
 
-# The path of the preset $1_$2.json; ends the script, and says which sizes there are, if that is not one.
+# Set `model` to the preset $1_$2.json. If it does not exist, list the sizes and exit.
 preset_of() {
     if [ ! -f "$ROOT/configs/models/$1_$2.json" ]; then
         local there
         there=$(cd "$ROOT/configs/models" && ls "$1"_*.json | sed 's/.*_//; s/\.json$//' | tr '\n' ' ')
-        if [ -n "${MODEL_SIZE:-}" ]; then there="there is no MODEL_SIZE=$2 of $1; there are: $there"; else there="$1 needs a MODEL_SIZE of these: $there"; fi
-        echo "run_$NAME.sh: ${there% }" >&2
+        local wrong="$1 needs a MODEL_SIZE"
+        if [ -n "${MODEL_SIZE:-}" ]; then wrong="$1 has no MODEL_SIZE=$2"; fi
+        echo "run_$NAME.sh: $wrong; choose one of ${there% }" >&2
         exit 2
     fi
     model=(--config "${AT}configs/models/$1_$2.json")
 }
 
-# Train with these settings. A wrong flag is found before a tokenizer is trained and a corpus prepared.
+# Train with these settings. Flags are checked before a tokenizer is trained and a corpus prepared.
 train() {
     local min_lr peak=$LR word before=
-    for word in "$@"; do # a flag wins
+    for word in "$@"; do # --lr overrides LR
         if [ "$before" = --lr ]; then peak=$word; fi
         case "$word" in --lr=*) peak=${word#--lr=} ;; esac
         before=$word
@@ -105,15 +114,15 @@ train() {
     launch "${AT}pretrain_$NAME.py" --data-path "$DATA_PATH" "${settings[@]}"
 }
 
-# The report, what the model writes for each prompt that is given, and where everything is.
-look() {
+# Print the report, what the model writes for each prompt, and the paths of the outputs.
+show_results() {
     [ "$NODE_RANK" = 0 ] || return 0
     echo
     python "${AT}tools/report.py" --run-dir "$RUN_DIR"
     echo
-    local write=(python "${AT}tools/generate.py" --load "$RUN_DIR" --max-new-tokens 60)
-    # shellcheck disable=SC2086
-    if [ $# -eq 1 ]; then "${write[@]}" --prompt "$1" ${SAMPLING:-}; else "${write[@]}" --input <(printf '%s\n' "$@") ${SAMPLING:-}; fi
+    # shellcheck disable=SC2206
+    local write=(python "${AT}tools/generate.py" --load "$RUN_DIR" --max-new-tokens 60 ${SAMPLING:-})
+    if [ $# -eq 1 ]; then "${write[@]}" --prompt "$1"; else "${write[@]}" --input <(printf '%s\n' "$@"); fi
     echo
     echo "settings     $RUN_DIR/config.json"
     echo "metrics      $RUN_DIR/metrics.jsonl"

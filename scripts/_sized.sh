@@ -1,7 +1,8 @@
-# What train_performance.sh and train_full.sh share; sourced by them. ROOT is the checkout, KIND says which it is.
+# Shared by train_performance.sh and train_full.sh, which source it. ROOT is the checkout; KIND is performance or full.
 # shellcheck shell=bash disable=SC1091,SC2034,SC2154
 usage() {
-    echo "usage: bash scripts/train_$KIND.sh [--data_path PREFIX] [--model_size 345M|345M_without_mp|1.3B|2.7B|3.7B] [--train_iters N] [flags of pretrain_gpt2.py]" >&2
+    echo "usage: bash scripts/train_$KIND.sh [--data_path PREFIX] [--model_size 345M|345M_without_mp|1.3B|2.7B|3.7B]" \
+        "[--train_iters N] [flags of pretrain_gpt2.py]" >&2
     exit 2
 }
 
@@ -18,12 +19,14 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# ---- ranks that share a layer: as many of these as there are, at most
+# ---- ranks that share each layer: at most this many
 case "$model_size" in
     345M_without_mp) preset=345M most=1 ;;
     345M | 1.3B) preset=$model_size most=2 ;;
     2.7B | 3.7B) preset=$model_size most=4 SEQ_LENGTH=${SEQ_LENGTH:-2048} ;;
-    *) echo "train_$KIND.sh: --model_size $model_size is none of 345M, 345M_without_mp, 1.3B, 2.7B and 3.7B" >&2; exit 2 ;;
+    *)
+        echo "train_$KIND.sh: --model_size $model_size is not one of 345M, 345M_without_mp, 1.3B, 2.7B, 3.7B" >&2
+        exit 2 ;;
 esac
 NAME=gpt2
 RUN_DIR=${RUN_DIR:-$([ "$PWD" = "$ROOT" ] || echo "$ROOT/")runs/${KIND}_$model_size}
@@ -35,12 +38,14 @@ if [ -z "$given" ]; then
     while [ $((WORLD_SIZE % MP_SIZE)) -ne 0 ]; do MP_SIZE=$((MP_SIZE / 2)); done
 fi
 
-# ---- the corpus: a pair of files, text that is made one (CORPUS), or the bundled sample
+# ---- the corpus: a .bin/.idx pair, text to prepare (CORPUS), or the bundled sample
 if [ -n "$data_path" ]; then
     if [ -d "$data_path" ]; then
         pairs=("$data_path"/*.idx)
         [ ${#pairs[@]} -eq 1 ] && [ -f "${pairs[0]}" ] || {
-            echo "train_$KIND.sh: --data_path $data_path must hold one pair of .bin and .idx files; name the prefix of one" >&2; exit 2; }
+            echo "train_$KIND.sh: --data_path $data_path must contain one .bin/.idx pair; pass the prefix of one" >&2
+            exit 2
+        }
         VOCAB_FILE=$data_path DATA_PATH=${pairs[0]%.idx}
         if [ -f "$data_path/tokenizer.model" ]; then VOCAB_FILE=$data_path/tokenizer.model; fi
     else
@@ -53,8 +58,8 @@ model=(--config "${AT}configs/models/gpt2_$preset.json")
 BATCHSIZE=${BATCHSIZE:-$([ "$GPUS" -gt 0 ] && echo 4 || echo 1)} GAS=${GAS:-$([ "$GPUS" -gt 0 ] && echo 16 || echo 1)}
 LR=${LR:-1.5e-4} WARMUP=${WARMUP:-0.01} EVERY=${EVERY:-1000}
 
-# The table of the run, printed and kept.
-table() {
+# Print the table of the run and write it to result.md.
+print_table() {
     [ "$NODE_RANK" = 0 ] || return 0
     echo
     python "${AT}tools/result_table.py" --run-dir "$RUN_DIR" --params "$model_size" --ranks "$WORLD_SIZE"

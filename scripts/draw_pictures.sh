@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The pictures of schedules, of a traced step and of memory that README and docs show, into docs/images or the folder given:
+# Draw the figures of README and docs (schedules, a traced step, memory) into docs/images or the given folder:
 #
 #     bash scripts/draw_pictures.sh
 #
-# The traced step: two stages of GPT-2 on a machine with two free cores; the median one is drawn beside the ideal.
+# The traced step runs two stages of GPT-2 and needs two idle cores; the median step is drawn beside the ideal.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -13,15 +13,19 @@ trap 'rm -rf "$there"' EXIT
 for schedule in 1f1b interleaved zb-h1; do
     chunks=1
     [ $schedule = interleaved ] && chunks=2
-    $python tools/draw_schedule.py --schedule $schedule --chunks $chunks --stages 4 --micros 8 --svg "$into/schedule_$schedule.svg" >"$there/text"
+    $python tools/draw_schedule.py --schedule $schedule --chunks $chunks --stages 4 --micros 8 \
+        --svg "$into/schedule_$schedule.svg" >"$there/text"
     tail -n 1 "$there/text"
 done
-$python tools/plan.py --model configs/models/llama_70b.json --cluster h100 --devices 256 --global-batch-size 1024 --model-parallel-size 8 \
-    --pipe-parallel-size 4 --virtual-pipeline-size 1 --checkpoint-activations --zero-stage 1 --micro-batch-size 2 --chart "$into/plan_memory.png" | tail -n 1
+$python tools/plan.py --model configs/models/llama_70b.json --cluster h100 --devices 256 --global-batch-size 1024 \
+    --model-parallel-size 8 --pipe-parallel-size 4 --virtual-pipeline-size 1 --checkpoint-activations --zero-stage 1 \
+    --micro-batch-size 2 --chart "$into/plan_memory.png" | tail -n 1
 $python tools/train_tokenizer.py --input corpus/sample.jsonl --vocab-size 3000 --output "$there/tokenizer.model"
-$python tools/preprocess_data.py --input corpus/sample.jsonl --vocab-file "$there/tokenizer.model" --output-prefix "$there/data"
+$python tools/preprocess_data.py --input corpus/sample.jsonl --vocab-file "$there/tokenizer.model" \
+    --output-prefix "$there/data"
 OMP_NUM_THREADS=1 $python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py \
     --data-path "$there/data_text_document" --vocab-file "$there/tokenizer.model" --run-dir "$there/run" \
-    --num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 2 --gas 8 --pipe-parallel-size 2 \
-    --train-iters 12 --eval-iters 0 --save-interval 0 --no-save-at-end --no-tensorboard --trace --trace-iterations 3-12
+    --num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 2 --gas 8 \
+    --pipe-parallel-size 2 --train-iters 12 --eval-iters 0 --save-interval 0 --no-save-at-end --no-tensorboard \
+    --trace --trace-iterations 3-12
 $python tools/draw_schedule.py --run "$there/run" --png "$into/timeline.png"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train GPT-2, from raw text to generated text. Run it again to continue; more arguments win over what stands here:
+# Train GPT-2, from raw text to generated text. Run it again to resume; flags override the defaults:
 #   bash scripts/run_gpt2.sh                                        the bundled corpus, about five minutes on 2 cores
-#   bash scripts/run_gpt2.sh --train-iters 1000 --override-lr-schedule  after that: longer
-#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_gpt2.sh      your text: .jsonl, .csv, .parquet or .txt, also compressed, or a folder
+#   bash scripts/run_gpt2.sh --train-iters 1000 --override-lr-schedule  then train for longer
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_gpt2.sh      your text (.jsonl, .csv, .parquet, .txt) or a folder
 #   DATA_PATH=data/my_text_document VOCAB_FILE=my.model bash scripts/run_gpt2.sh
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=345M bash scripts/run_gpt2.sh
 set -euo pipefail
@@ -10,7 +10,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=gpt2
 source "$ROOT/scripts/_run.sh"
 
-# ---- the model: a preset of configs/models (MODEL_SIZE), single values, or the small one of these defaults
+# ---- the model: a preset of configs/models (MODEL_SIZE), single values, or a small default model
 MODEL_SIZE=${MODEL_SIZE:-}
 model=()
 if [ -n "$MODEL_SIZE" ]; then
@@ -22,7 +22,7 @@ else
     NLAYERS=${NLAYERS:-4} NHIDDEN=${NHIDDEN:-256} NHEADS=${NHEADS:-4} SEQ_LENGTH=${SEQ_LENGTH:-128}
     LR=${LR:-1e-3} BATCHSIZE=${BATCHSIZE:-4} GAS=${GAS:-4} TRAIN_ITERS=${TRAIN_ITERS:-500} WARMUP=${WARMUP:-0.1}
     EVERY=50
-    model+=(--hidden-dropout 0.2 --attention-dropout 0)  # the corpus is small, and a CPU slow at dropping attention
+    model+=(--hidden-dropout 0.2 --attention-dropout 0)  # small corpus; attention dropout is slow on CPUs
 fi
 [ -n "$NLAYERS" ] && model+=(--num-layers "$NLAYERS")
 [ -n "$NHIDDEN" ] && model+=(--hidden-size "$NHIDDEN")
@@ -30,4 +30,4 @@ fi
 [ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
 
 train "$@"
-if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天" "老人" "The river"; fi
+if [ -n "${PROMPT:-}" ]; then show_results "$PROMPT"; else show_results "春天" "老人" "The river"; fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train Llama, Qwen3 or Mistral, from raw text to generated text. Run it again to continue; more arguments win over what stands here:
+# Train Llama, Qwen3 or Mistral, from raw text to generated text. Run it again to resume; flags override the defaults:
 #   bash scripts/run_llama.sh                                       the bundled corpus, about five minutes on 2 cores
-#   bash scripts/run_llama.sh --train-iters 1000 --override-lr-schedule after that: longer
-#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_llama.sh     your text: .jsonl, .csv, .parquet or .txt, also compressed, or a folder
+#   bash scripts/run_llama.sh --train-iters 1000 --override-lr-schedule then train for longer
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_llama.sh     your text (.jsonl, .csv, .parquet, .txt) or a folder
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=8b bash scripts/run_llama.sh
 #   GPUS_PER_NODE=8 VARIANT=qwen3 MODEL_SIZE=0.6b SEQ_LENGTH=2048 bash scripts/run_llama.sh
 #   GPUS_PER_NODE=8 MP_SIZE=4 VARIANT=mistral MODEL_SIZE=7b bash scripts/run_llama.sh
@@ -11,12 +11,12 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=llama
 source "$ROOT/scripts/_run.sh"
 
-# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or the small one of these defaults
+# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or a small default model
 VARIANT=${VARIANT:-llama}
 MODEL_SIZE=${MODEL_SIZE:-}
 case "$VARIANT" in
     llama | qwen3 | mistral) ;;
-    *) echo "run_llama.sh: VARIANT=$VARIANT is none of llama, qwen3 and mistral" >&2; exit 2 ;;
+    *) echo "run_llama.sh: VARIANT=$VARIANT is not one of llama, qwen3, mistral" >&2; exit 2 ;;
 esac
 preset_of "$VARIANT" "${MODEL_SIZE:-tiny}"
 NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} NKVHEADS=${NKVHEADS:-} SEQ_LENGTH=${SEQ_LENGTH:-}
@@ -34,4 +34,4 @@ fi
 [ -n "$SEQ_LENGTH" ] && model+=(--seq-length "$SEQ_LENGTH")
 
 train "$@"
-if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天" "老人" "The river"; fi
+if [ -n "${PROMPT:-}" ]; then show_results "$PROMPT"; else show_results "春天" "老人" "The river"; fi

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Train on a SLURM cluster, from the checkout on a disk that all nodes share. What run_gpt2.sh, run_llama.sh and run_t5.sh take goes here, too:
+# Train on a SLURM cluster, from a checkout on a file system that all nodes share. Accepts the variables and flags of
+# run_gpt2.sh, run_llama.sh and run_t5.sh:
 #   sbatch --nodes 4 --gpus-per-node 8 --cpus-per-task 64 --time 24:00:00 scripts/run_slurm.sh gpt2 --lr 1e-4
-#   RUN_DIR=/shared/runs/8b MP_SIZE=2 MODEL_SIZE=8b sbatch --nodes 4 --gpus-per-node 8 --cpus-per-task 64 scripts/run_slurm.sh llama
-#   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/run_slurm.sh t5      a task for each rank, without our launcher
-# Five minutes before the time limit the run saves, and the job is queued again and goes on (--signal=B:USR1@600: ten minutes).
+#   RUN_DIR=/shared/runs/8b MP_SIZE=2 MODEL_SIZE=8b sbatch --nodes 4 --gpus-per-node 8 --cpus-per-task 64 \
+#       scripts/run_slurm.sh llama
+#   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/run_slurm.sh t5    one task per rank, no launcher
+# Five minutes before the time limit the run saves, is requeued and resumes (--signal=B:USR1@600: ten minutes).
 #SBATCH --job-name=pretrain
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.log
@@ -16,41 +18,51 @@ refuse() { echo "run_slurm.sh: $1" >&2; exit 2; }
 name=${1:-}
 case "$name" in
     gpt2 | llama | t5) shift ;;
-    -h | --help) sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; echo; exec bash "$(dirname "${BASH_SOURCE[0]}")/run_gpt2.sh" --help ;;
-    *) refuse "the first word says what to train, gpt2, llama or t5, not '$name'" ;;
+    -h | --help)
+        sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        echo
+        exec bash "$(dirname "${BASH_SOURCE[0]}")/run_gpt2.sh" --help ;;
+    *) refuse "the first argument must be gpt2, llama or t5, not '$name'" ;;
 esac
-[ -n "${SLURM_JOB_ID:-}" ] || refuse "this is for sbatch: sbatch --nodes 2 scripts/run_slurm.sh $name ...; without SLURM: bash scripts/run_$name.sh"
-# SLURM runs a copy of this file, so the checkout is where the job was submitted, or what --chdir says.
-[ -f "scripts/run_$name.sh" ] || refuse "$PWD is not the checkout: submit from there, or with sbatch --chdir CHECKOUT"
+[ -n "${SLURM_JOB_ID:-}" ] ||
+    refuse "start it as sbatch --nodes 2 scripts/run_slurm.sh $name ...; without SLURM as bash scripts/run_$name.sh"
+# SLURM runs a copy of this file, so the checkout is the folder of submission or that of --chdir.
+[ -f "scripts/run_$name.sh" ] || refuse "$PWD is not the checkout; submit from there or with sbatch --chdir CHECKOUT"
 
-# ---- what SLURM has given us
+# ---- the allocation
 nodes=${SLURM_JOB_NUM_NODES:-1} tasks=${SLURM_NTASKS_PER_NODE:-1}
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-[ "${#hosts[@]}" -eq "$nodes" ] || refuse "SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST has ${#hosts[@]} hosts, and the job $nodes nodes"
+[ "${#hosts[@]}" -eq "$nodes" ] ||
+    refuse "SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST lists ${#hosts[@]} hosts, but the job has $nodes nodes"
 if [ "$tasks" -gt 1 ]; then
-    [ "${GPUS_PER_NODE:-$tasks}" -eq "$tasks" ] || refuse "GPUS_PER_NODE=$GPUS_PER_NODE, but --ntasks-per-node $tasks: with a task for each rank both are ranks on a node"
+    [ "${GPUS_PER_NODE:-$tasks}" -eq "$tasks" ] ||
+        refuse "GPUS_PER_NODE=$GPUS_PER_NODE differs from --ntasks-per-node $tasks; both are the ranks per node"
     export SLURM_START=rank GPUS_PER_NODE=$tasks
 else
     export SLURM_START=node
-    if [ -z "${GPUS_PER_NODE:-}" ] && [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then export GPUS_PER_NODE=$SLURM_GPUS_ON_NODE; fi
+    if [ -z "${GPUS_PER_NODE:-}" ] && [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
+        export GPUS_PER_NODE=$SLURM_GPUS_ON_NODE
+    fi
 fi
 export NNODES=$nodes NODE_RANK=0 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
-export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # two jobs that share a node have two ports
-if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi # srun does not read sbatch's any more
-echo "run_slurm.sh: job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $nodes nodes (${hosts[*]}), rank 0 at $MASTER_ADDR:$MASTER_PORT"
+export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # different for jobs that share a node
+# srun no longer reads sbatch's variable.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+echo "run_slurm.sh: job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $nodes nodes (${hosts[*]}), rank 0 at" \
+    "$MASTER_ADDR:$MASTER_PORT"
 
-# ---- flags are checked and text is prepared by this shell, on the first node; srun starts the ranks when all is there
+# ---- this shell, on the first node, checks the flags and prepares the text; then srun starts the ranks
 bash "scripts/run_$name.sh" "$@" &
 run=$! limit=
-trap 'heard=1 limit=1; kill -TERM "$run" 2>/dev/null || true' USR1
-trap 'heard=1; kill -TERM "$run" 2>/dev/null || true' TERM
+trap 'received=1 limit=1; kill -TERM "$run" 2>/dev/null || true' USR1
+trap 'received=1; kill -TERM "$run" 2>/dev/null || true' TERM
 while :; do
-    heard= status=0
+    received= status=0
     wait "$run" || status=$?
-    [ -n "$heard" ] || break
+    [ -n "$received" ] || break
 done
 if [ -n "$limit" ] && [ "$status" -gt 128 ]; then
-    echo "run_slurm.sh: the time of job $SLURM_JOB_ID is over: it is queued again, and goes on from what it has saved"
+    echo "run_slurm.sh: job $SLURM_JOB_ID reached its time limit; it is requeued and resumes from its last checkpoint"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

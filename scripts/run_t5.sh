@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train T5, from raw text to filled gaps. Run it again to continue; more arguments win over what stands here:
+# Train T5, from raw text to filled-in spans. Run it again to resume; flags override the defaults:
 #   bash scripts/run_t5.sh                                          the bundled corpus, about five minutes on 2 cores
-#   bash scripts/run_t5.sh --train-iters 1000 --override-lr-schedule    after that: longer
-#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_t5.sh        your text: .jsonl, .csv, .parquet or .txt, also compressed, or a folder
+#   bash scripts/run_t5.sh --train-iters 1000 --override-lr-schedule    then train for longer
+#   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_t5.sh        your text (.jsonl, .csv, .parquet, .txt) or a folder
 #   VARIANT=cpm RUN_DIR=runs/t5_cpm bash scripts/run_t5.sh          absolute positions and CPM's sentinels
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=base bash scripts/run_t5.sh
 #   GPUS_PER_NODE=8 MP_SIZE=8 VARIANT=cpm MODEL_SIZE=11b bash scripts/run_t5.sh
@@ -11,16 +11,17 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=t5
 source "$ROOT/scripts/_run.sh"
 
-# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or the small one of these defaults
+# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or a small default model
 VARIANT=${VARIANT:-t5}
 MODEL_SIZE=${MODEL_SIZE:-}
 case "$VARIANT" in
-    t5) preset=t5 gap="<extra_id_0>" ;;
-    cpm) preset=cpm2 gap="<s_0>" ;;
+    t5) preset=t5 sentinel="<extra_id_0>" ;;
+    cpm) preset=cpm2 sentinel="<s_0>" ;;
     *) echo "run_t5.sh: VARIANT=$VARIANT is neither t5 nor cpm" >&2; exit 2 ;;
 esac
 preset_of "$preset" "${MODEL_SIZE:-tiny}"
-NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-} BATCHSIZE=${BATCHSIZE:-4}
+NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} ENC_SEQ_LENGTH=${ENC_SEQ_LENGTH:-}
+BATCHSIZE=${BATCHSIZE:-4}
 if [ -n "$MODEL_SIZE" ]; then
     LR=${LR:-1e-4} GAS=${GAS:-16} TRAIN_ITERS=${TRAIN_ITERS:-100000} WARMUP=${WARMUP:-0.01} EVERY=1000
 else
@@ -32,7 +33,10 @@ fi
 [ -n "$ENC_SEQ_LENGTH" ] && model+=(--enc-seq-length "$ENC_SEQ_LENGTH")
 
 train "$@"
-# The end of a gap is one token, what may stand in it thousands: drawn more sharply, a young model would leave most gaps empty.
-# So what it has learned is shown, too: the tokens that it puts first in a gap more often than their share of the text would.
+# A span ends with one token but may begin with thousands, so a lower temperature would leave most spans of a barely
+# trained model empty. --favoured shows what it has learned: the tokens that it predicts first in a span more often than
+# their share of the text.
 SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --favoured 5}
-if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天来了，${gap}都开了。" "他说：\"你去哪里${gap}\"" "The river runs ${gap} the sea."; fi
+prompts=("春天来了，${sentinel}都开了。" "他说：\"你去哪里${sentinel}\"" "The river runs ${sentinel} the sea.")
+if [ -n "${PROMPT:-}" ]; then prompts=("$PROMPT"); fi
+show_results "${prompts[@]}"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Make .venv in this checkout and install what requirements.txt pins. Silent and instant when all is there.
+# Create .venv in this checkout and install requirements.txt. Does nothing if everything is installed.
 #   PYTHON=python3.12 bash scripts/setup.sh      choose the interpreter
-#   bash scripts/setup.sh dev                    what the tests need, too
-#   TORCH_INDEX_URL=URL bash scripts/setup.sh    take torch from this package index, e.g. one of builds for CPUs, CUDA 12 or ROCm
-# A torch that somebody else installed (in .venv, or for PYTHON as in images of vendors) stays as it is.
+#   bash scripts/setup.sh dev                    also install what the tests need
+#   TORCH_INDEX_URL=URL bash scripts/setup.sh    install torch from this package index, e.g. of builds for CPUs or ROCm
+# A torch that is already installed (in .venv, or for PYTHON as in vendor images) is kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,10 +12,10 @@ case "${1:-}" in
     "") ;;
     dev) files+=(requirements-dev.txt) ;;
     -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' scripts/setup.sh; exit 0 ;;
-    *) echo "setup.sh: $1 is not known; dev is, or nothing (--help)" >&2; exit 2 ;;
+    *) echo "setup.sh: unknown argument $1; use dev or none (--help)" >&2; exit 2 ;;
 esac
 
-# One stamp per list of requirements; its content is the list it was installed from.
+# Each requirements file has a stamp, which is a copy of the file that was installed.
 fresh=1
 for file in "${files[@]}"; do
     cmp -s "$file" ".venv/.installed-$file" || fresh=0
@@ -33,21 +33,21 @@ if [ ! -x .venv/bin/python ]; then
         done
     fi
     if [ -z "$python" ] || ! command -v "$python" >/dev/null; then
-        echo "setup.sh: no Python found${PYTHON:+ under PYTHON=$PYTHON}; install Python 3.11 or name one with PYTHON=" >&2
+        echo "setup.sh: no Python found${PYTHON:+ under PYTHON=$PYTHON}; install Python 3.11 or set PYTHON=" >&2
         exit 2
     fi
     if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'; then
-        echo "setup.sh: $python is $("$python" -V 2>&1), but Python 3.11 to 3.14 is needed; name one with PYTHON=" >&2
+        echo "setup.sh: $python is $("$python" -V 2>&1), but Python 3.11 to 3.14 is needed; set PYTHON=" >&2
         exit 2
     fi
     theirs=$(torch_of "$python")
-    # A virtual environment hands on the packages of the interpreter below it, not its own.
+    # A new environment sees the packages of a base interpreter, but not those of another virtual environment.
     if "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then theirs=; fi
     over=
     if is_usable "$theirs"; then over=--system-site-packages; fi
-    echo "setup.sh: making .venv with $("$python" -V 2>&1)${over:+, over its packages, torch $theirs among them}"
+    echo "setup.sh: creating .venv with $("$python" -V 2>&1)${over:+ and its packages, including torch $theirs}"
     if ! "$python" -m venv ${over:+"$over"} .venv; then
-        echo "setup.sh: $python cannot make a virtual environment; install its venv module" >&2
+        echo "setup.sh: $python cannot create a virtual environment; install its venv module" >&2
         exit 2
     fi
 fi
@@ -59,18 +59,18 @@ try_pip() {
 }
 pip() {
     if ! try_pip "$@"; then
-        echo "setup.sh: pip install $* failed; its last lines, the rest is in $log:" >&2
+        echo "setup.sh: pip install $* failed; the last lines of $log:" >&2
         tail -n 5 "$log" >&2
         exit 1
     fi
 }
 
 install_torch
-# With this constraint nothing below can choose another torch; DeepSpeed compiles nothing here.
+# The constraint keeps pip from replacing torch; DeepSpeed compiles nothing here.
 echo "torch==$(torch_of .venv/bin/python)" >.venv/torch.txt
 for file in "${files[@]}"; do
     cmp -s "$file" ".venv/.installed-$file" && continue
-    echo "setup.sh: installing what $file lists (once, a minute or more)"
+    echo "setup.sh: installing $file (once, a minute or more)"
     grep -v '^torch==' "$file" >.venv/wanted.txt
     pip -c .venv/torch.txt -r .venv/wanted.txt
     cp "$file" ".venv/.installed-$file"

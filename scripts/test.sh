@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Check style and types, then run the tests. Arguments go to pytest instead:
-#   bash scripts/test.sh quick                   style, types, what runs in one process, and a few layouts
+# Check style and types, then run the tests. With arguments, only run pytest with them:
+#   bash scripts/test.sh quick                   style, types, single-process tests and a few layouts
 #   bash scripts/test.sh tests/unit -k lr
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
 # shellcheck disable=SC1091
 source .venv/bin/activate
-unset PYTHONDONTWRITEBYTECODE # or hundreds of processes would each compile our source
+unset PYTHONDONTWRITEBYTECODE # else hundreds of processes would each compile our source
 export OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
 if [ $# -eq 0 ] || [ "$*" = quick ]; then
     ruff check .

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Install this checkout into fresh environments, at the oldest and at the newest end of the ranges in pyproject.toml, and try it there:
+# Install this checkout into fresh environments with the oldest and the newest versions that pyproject.toml allows, and
+# test it there:
 #
-#     bash scripts/test_versions.sh                                      # both ends
+#     bash scripts/test_versions.sh                                      # both
 #     ENDS=oldest PYTHON=python3.12 bash scripts/test_versions.sh        # one, with another interpreter
 #     ENDS=newest PINS="torch==2.12.1 deepspeed==0.19.3" bash scripts/test_versions.sh
-#     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh      # all that is optional; only from text to text
+#     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh  # all extras; only the commands
 #
-# First the commands in an empty folder (tests/cli/test_installed.py), then TESTS, which depend on DeepSpeed's inside.
-# FOLDER keeps the environments; without it they are deleted. One with CUDA takes 6 GB.
+# Tests the installed commands in an empty folder (tests/cli/test_installed.py), then runs TESTS, which depend on
+# DeepSpeed's internals. FOLDER keeps the environments; without it they are deleted. One with CUDA takes 6 GB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}
@@ -20,7 +21,7 @@ fi
 FOLDER=$(realpath "$FOLDER")
 export OMP_NUM_THREADS=1 DS_BUILD_OPS=0 TORCH_CPP_LOG_LEVEL=FATAL
 
-# A line for each requirement: its lower end, as a pin.
+# Print the lowest allowed version of each requirement as a pin.
 oldest() {
     "$PYTHON" - <<'EOF'
 import re, tomllib
@@ -37,7 +38,7 @@ for end in $ENDS; do
     case $end in
         oldest) oldest >"$env/constraints.txt" ;;
         newest) : >"$env/constraints.txt" ;;
-        *) echo "test_versions.sh: ENDS= may name oldest and newest, not $end" >&2; exit 2 ;;
+        *) echo "test_versions.sh: ENDS= must be oldest or newest, not $end" >&2; exit 2 ;;
     esac
     for pin in ${PINS:-}; do
         sed -i "/^${pin%%=*}=/d" "$env/constraints.txt"
@@ -45,19 +46,21 @@ for end in $ENDS; do
     done
     source=$(mktemp -d "$FOLDER/source-XXXX")
     git ls-files -z | xargs -0 cp --parents -t "$source"
-    echo "test_versions.sh: installing the $end end into $env"
+    echo "test_versions.sh: installing the $end versions into $env"
     "$env/bin/python" -m pip install -q --disable-pip-version-check --upgrade pip
-    "$env/bin/python" -m pip install -q --disable-pip-version-check ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
-        -c "$env/constraints.txt" "$source${EXTRAS:-}" pytest pytest-timeout pytest-xdist hypothesis
+    "$env/bin/python" -m pip install -q --disable-pip-version-check -c "$env/constraints.txt" \
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
+        "$source${EXTRAS:-}" pytest pytest-timeout pytest-xdist hypothesis
     rm -rf "$source"
     "$env/bin/python" - <<'EOF'
 import importlib.metadata as m, sys
 
-names = ("torch", "numpy", "deepspeed", "sentencepiece", "safetensors", "tokenizers", "jieba", "rjieba", "regex", "zstandard")
+names = "torch numpy deepspeed sentencepiece safetensors tokenizers jieba rjieba regex zstandard".split()
 print("Python", sys.version.split()[0], *(f"{name} {m.version(name)}" for name in names), sep=", ")
 EOF
     export TORCH_EXTENSIONS_DIR=$env/extensions
-    INSTALLED=$env/bin "$env/bin/python" -m pytest -q -p no:cacheprovider --full tests/cli/test_installed.py -k text_to_text
+    INSTALLED=$env/bin "$env/bin/python" -m pytest -q -p no:cacheprovider --full -k text_to_text \
+        tests/cli/test_installed.py
     # shellcheck disable=SC2086  # several words
     if [ "$TESTS" != none ]; then "$env/bin/python" -m pytest -q -p no:cacheprovider -n 2 $TESTS; fi
 done

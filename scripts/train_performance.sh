@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Measure how fast GPT-2 of a size trains, without saving or evaluating, and print the table of the run:
+# Measure the training speed of GPT-2 of one size, without saves and evaluations, and print the table of the run:
 #   bash scripts/train_performance.sh --data_path=data/my_text_document --model_size=345M --train_iters=100
 #   GPUS_PER_NODE=8 bash scripts/train_performance.sh --model_size 1.3B --checkpoint-activations
-# Sizes: 345M, 345M_without_mp (no layer is shared), 1.3B, 2.7B, 3.7B. More arguments go to pretrain_gpt2.py.
+# Sizes: 345M, 345M_without_mp (no tensor parallelism), 1.3B, 2.7B, 3.7B. Further arguments go to pretrain_gpt2.py.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 KIND=performance
 source "$ROOT/scripts/_sized.sh"
 TRAIN_ITERS=${train_iters:-100}
-# A measurement begins with new weights, and nothing of a run in the same folder is touched.
+# A measurement starts from new weights and leaves a run in the same folder untouched.
 if [ -e "$RUN_DIR/measured" ]; then
-    echo "train_performance.sh: $RUN_DIR/measured is of a measurement that was asked to save; delete it, or give another RUN_DIR=" >&2
+    echo "train_performance.sh: $RUN_DIR/measured contains a saved measurement; delete it or set another RUN_DIR=" >&2
     exit 2
 fi
 train --save "$RUN_DIR/measured" --eval-iters 0 --save-interval 0 --no-save-at-end --log-interval 1 "${more[@]}"
-table
+print_table

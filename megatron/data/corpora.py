@@ -26,12 +26,12 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
     words = [word for each in ([words] if isinstance(words, str) else words) for word in _split(each)]
     if len(words) < 2 or not _is_number(words[0]):
         if any(_is_number(word) and not Path(f"{word}.idx").exists() for word in words):
-            raise DatasetError(f"--data-path {' '.join(words)}: write weight and prefix by turns, as in 0.7 a 0.3 b")
+            raise DatasetError(f"--data-path {' '.join(words)} must alternate weight and prefix, as in 0.7 a 0.3 b")
         return [(None, word) for word in words]
     weights, prefixes = words[::2], words[1::2]
     if len(weights) != len(prefixes) or not all(_is_number(w) and float(w) > 0 for w in weights):
         raise DatasetError(
-            f"--data-path {' '.join(words)}: write positive weight and prefix by turns, as in 0.7 a 0.3 b"
+            f"--data-path {' '.join(words)} must alternate positive weight and prefix, as in 0.7 a 0.3 b"
         )
     return list(zip(weights, prefixes, strict=True))
 
@@ -74,7 +74,7 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
             where = f"the {part} part of {prefix} ({len(chosen)} of {total} documents)"
             if part == "train":
                 raise DatasetError(f"{where}: {error}") from None
-            notes.append(f"{where} stays empty: {error}")
+            notes.append(f"{where} is empty: {error}")
 
     if isinstance(paths, Mapping):
         for part in PARTS:
@@ -90,8 +90,8 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
                     add(part, weight, prefix, make, chosen, total)
     if not found["train"]:
         raise DatasetError(
-            "nothing is left for training: "
-            + (f"--split {split}" if not isinstance(paths, Mapping) else "give --train-data-path")
+            "there is no training data; "
+            + (f"change --split {split}" if not isinstance(paths, Mapping) else "set --train-data-path")
         )
     train, valid, test = (_blend(found[part]) for part in PARTS)
     return (train, valid, test), notes
@@ -120,10 +120,10 @@ def made_with(prefix: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         words = describe_json(text, error) if isinstance(error, ValueError) and text else str(error)
         raise ValueError(
-            f"{path} is damaged ({words}): copy it again, or rebuild the corpus with tools/preprocess_data.py"
+            f"{path} is damaged ({words}); copy it again or rebuild the corpus with tools/preprocess_data.py"
         ) from None
     if not isinstance(about, dict):
         raise ValueError(
-            f"{path} is no JSON object: copy it again, or rebuild the corpus with tools/preprocess_data.py"
+            f"{path} is not a JSON object; copy it again or rebuild the corpus with tools/preprocess_data.py"
         )
     return about

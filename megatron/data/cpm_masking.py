@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .spans import SpanPlan, draw_spans_to_borders, splice
+from .spans import SpanPlan, draw_spans_to_document_ends, splice
 
 Ids = NDArray[np.int64]
 PARTS = ("context", "target", "target_offset")
@@ -27,7 +27,7 @@ def mask_document(
     spans = min(max(round(noise / mean_span), 1), noise, max(len(text) - noise, 1))
     ends = np.arange(len(text)) == len(text) - 1
     rng = np.random.default_rng(list(seed))
-    masked, first, _ = draw_spans_to_borders(
+    masked, first, _ = draw_spans_to_document_ends(
         rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), ends
     )  # the encoder limit is never reached
     context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))

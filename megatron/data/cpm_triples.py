@@ -42,7 +42,7 @@ class CPMTripleDataset(T5Samples):
         self.parts = {name: IndexedDataset(f"{prefix}_{name}") for name in PARTS}
         counts = {name: each.num_documents for name, each in self.parts.items()}
         if len(set(counts.values())) > 1:
-            raise DatasetError(f"the files of {prefix} do not belong together: they hold {counts} documents")
+            raise DatasetError(f"the files of {prefix} do not match: they contain {counts} documents")
         self.specials, self.first_id, self.first = specials, text_vocab_size, documents.start
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
@@ -98,7 +98,7 @@ def build_train_valid_test_datasets(
     """Return the datasets of one or several triples, and notes on empty parts. Raises DatasetError."""
     if dec_seq_length is None:
         raise DatasetError(
-            f"the spans of {prefixes_of(data_path)[0]}_context were masked when it was made: give --dec-seq-length for them"
+            f"{prefixes_of(data_path)[0]}_context has spans masked during preprocessing; set --dec-seq-length for them"
         )
 
     def open_(prefix: str) -> tuple[int, Make]:
@@ -109,11 +109,11 @@ def build_train_valid_test_datasets(
 
     datasets, notes = build_datasets(open_, data_path, split)
     sentinels = len(specials.sentinels) - 1
-    lost = [_left_out(prefix, enc_seq_length, dec_seq_length, sentinels) for prefix in prefixes_of(data_path)]
+    lost = [_overflow_note(prefix, enc_seq_length, dec_seq_length, sentinels) for prefix in prefixes_of(data_path)]
     return datasets, [*(note for note in lost if note), *notes]
 
 
-def _left_out(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
+def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
     """Return a warning if the spans of an average window do not fit into the decoder, else an empty string."""
     tokens, written, offsets = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
     needed, spans = encoder * written / max(tokens, 1) + 1, encoder * offsets / 2 / max(tokens, 1)
@@ -121,6 +121,7 @@ def _left_out(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
     if fits >= 1:
         return ""
     return (
-        f"{prefix}: about {1 - fits:.0%} of the text is left out: {encoder} tokens of the encoder come with {spans:.0f} spans of "
-        f"{needed:.0f} tokens, there is room for {sentinels} of {decoder}; lower --enc-seq-length or raise --dec-seq-length, --num-sentinels"
+        f"{prefix}: about {1 - fits:.0%} of the text is dropped, as an encoder of {encoder} tokens has {spans:.0f} "
+        f"spans of {needed:.0f} tokens and the decoder has room for {sentinels} of {decoder}; lower --enc-seq-length, "
+        f"or raise --dec-seq-length or --num-sentinels"
     )

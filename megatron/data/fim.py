@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-MARKS = 3
+SPECIAL_TOKENS = 3
 
 
 @dataclass(frozen=True)
-class Gaps:
+class FillInTheMiddle:
     """Fill-in-the-middle settings: rates and special tokens.
 
     rate: fraction of the documents of a window to rearrange. spm_rate: fraction of these in the order suffix,
@@ -56,7 +56,7 @@ class Gaps:
         """
         closed = bool(len(ids)) and ids[-1] == self.eod
         text = ids[: len(ids) - closed]
-        kept = len(text) - MARKS
+        kept = len(text) - SPECIAL_TOKENS
         if not rearranged or kept < 1:
             return ids
         begin, end = sorted(int(cut * (kept + 1)) for cut in cuts)

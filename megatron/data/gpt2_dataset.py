@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from ..compat.data import by_original_keywords
 from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
-from .fim import Gaps
+from .fim import FillInTheMiddle
 from .indexed_dataset import DatasetError, IndexedDataset
 from .prefixes import Prefixes
 from .windows import Windows
@@ -19,7 +19,7 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
     """Dataset of `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
 
     Consecutive samples of the text overlap by one token, so every token is a target once.
-    gaps: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`. A
+    fim: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`. A
     sample with an id outside the vocabulary raises DatasetError.
     """
 
@@ -31,10 +31,10 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
         seed: int,
         part: str,
         vocab_size: int | None = None,
-        gaps: Gaps | None = None,
+        fim: FillInTheMiddle | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        self.gaps, self.prefixes = gaps, prefixes
+        self.fim, self.prefixes = fim, prefixes
         self.seed = [seed, *f"{part} {'prefixes' if prefixes else 'gaps'}".encode()]
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order
@@ -50,8 +50,8 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         text, sizes = self.windows.read(int(n))
-        if self.gaps:
-            text = self.gaps.window(text, sizes, [*self.seed, int(n)])
+        if self.fim:
+            text = self.fim.window(text, sizes, [*self.seed, int(n)])
         sample = {"text": torch.from_numpy(text)}
         if self.prefixes:
             sample["prefixes"] = torch.from_numpy(self.prefixes.of(text[:-1], [*self.seed, int(n)]))
@@ -68,7 +68,7 @@ def build_train_valid_test_datasets(
     seq_length: int,
     seed: int,
     vocab_size: int | None = None,
-    gaps: Gaps | None = None,
+    fim: FillInTheMiddle | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
     """Return the datasets of one or several `.bin/.idx` pairs (see corpora.py), and notes on empty parts.
@@ -80,7 +80,7 @@ def build_train_valid_test_datasets(
     def open_(prefix: str) -> tuple[int, Make]:
         indexed = open_corpus(prefix, vocab_size)
         make = lambda documents, part: GPT2Dataset(  # noqa: E731
-            indexed, documents, seq_length, seed, part, vocab_size, gaps, prefixes
+            indexed, documents, seq_length, seed, part, vocab_size, fim, prefixes
         )
         return indexed.num_documents, make
 
@@ -91,7 +91,7 @@ def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
     """Open a pair and check some of its ids. Raises DatasetError."""
     indexed = IndexedDataset(prefix)
     if not indexed.num_tokens:
-        raise DatasetError(f"{prefix}.bin holds no tokens")
+        raise DatasetError(f"{prefix}.bin contains no tokens")
     check_ids(indexed, vocab_size)
     return indexed
 
@@ -108,6 +108,6 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_
         if low < 0 or high >= vocab_size:
             bad = high if high >= vocab_size else low
             raise DatasetError(
-                f"{indexed.prefix}.bin holds token id {bad}, outside the vocabulary of {vocab_size}: it was made with "
-                f"another tokenizer; preprocess the text again or give its --vocab-file"
+                f"{indexed.prefix}.bin contains token id {bad}, outside the vocabulary of {vocab_size}, so it was made "
+                f"with another tokenizer; preprocess the text again or pass its --vocab-file"
             )

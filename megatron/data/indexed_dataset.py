@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .order_file import forget
+from .order_file import release_pages
 
 MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
@@ -84,14 +84,14 @@ class IndexedDataset:
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes such pairs")
         size = os.path.getsize(index_path)
         if size < HEADER.size:
-            raise DatasetError(f"{index_path} is cut short: {size} bytes, its header alone has {HEADER.size}")
+            raise DatasetError(f"{index_path} is truncated: it has {size} bytes, the header alone {HEADER.size}")
         raw = np.memmap(index_path, mode="r", dtype=np.uint8)
         magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:
-            raise DatasetError(f"{index_path} is not an index of Megatron's MMIDIDX format, version 1, of integers")
+            raise DatasetError(f"{index_path} is not an integer index in Megatron's MMIDIDX format, version 1")
         expected = HEADER.size + 12 * sequences + 8 * documents
         if size not in (expected, expected + sequences):  # multimodal files end with one mode byte per sequence
-            raise DatasetError(f"{index_path} is damaged: {size} bytes, its header announces {expected}")
+            raise DatasetError(f"{index_path} is damaged: it has {size} bytes, but its header describes {expected}")
         self.dtype = np.dtype(DTYPES[code])
         at = HEADER.size
         self.sizes: NDArray[np.int32] = np.frombuffer(raw, np.int32, sequences, at)
@@ -138,13 +138,13 @@ class IndexedDataset:
             ends = begin + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
             starts = np.concatenate([[begin], ends])[: len(sizes)]
             if (sizes < 0).any() or (pointers != starts).any():
-                raise DatasetError(f"{path} is damaged: its sequences do not follow each other in the .bin")
+                raise DatasetError(f"{path} is damaged: its sequences are not consecutive in the .bin")
             counts = np.diff(documents)
             self._one_each &= bool((counts == 1).all())
             if (counts < 0).any():
                 raise DatasetError(f"{path} is damaged: a document ends before it begins")
             begin = int(ends[-1]) if len(ends) else begin
-        forget(self.sizes)
+        release_pages(self.sizes)
 
     def __getstate__(self) -> tuple[str, bool]:
         return self.prefix, self._one_each
@@ -176,12 +176,12 @@ class IndexedDataset:
         """
         i = int(i)
         if not -len(self) <= i < len(self):
-            raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
+            raise IndexError(f"sequence {i} does not exist: {self.prefix} has {len(self)} sequences")
         size = int(self.sizes[i])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"tokens {offset} to {offset + length} of sequence {i}, which has {size}, in {self.prefix}"
+                f"tokens {offset} to {offset + length} exceed sequence {i} of {self.prefix}, which has {size}"
             )
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]

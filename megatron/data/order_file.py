@@ -23,7 +23,7 @@ AT_ONCE = 1 << 20  # numbers handled at once outside a map
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
 
 
-def forget(array: NDArray[Any]) -> None:
+def release_pages(array: NDArray[Any]) -> None:
     """Drop this process's pages of the memory map below an array, as they count as its memory."""
     base: Any = array
     while isinstance(base, (np.ndarray, memoryview)):
@@ -37,7 +37,7 @@ def pieces(count: int) -> Iterator[slice]:
     yield from (slice(at, min(at + AT_ONCE, count)) for at in range(0, count, AT_ONCE))
 
 
-def mapped(
+def map_arrays(
     folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Callable[[dict[str, NDArray[Any]]], None]
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays in `folder/name`, read-only; `make` fills them if the file does not exist yet.
@@ -48,8 +48,10 @@ def mapped(
     size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
     found = next((path for path in places if _is_whole(path, size)), None)
     if found is None:
-        with _alone(name):
-            found = next((path for path in places if _is_whole(path, size)), None) or _made(places, arrays, size, make)
+        with _node_lock(name):
+            found = next((path for path in places if _is_whole(path, size)), None) or _create(
+                places, arrays, size, make
+            )
     return _views(found, arrays, "r")
 
 
@@ -73,7 +75,7 @@ def _is_whole(path: Path, size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
+def _node_lock(name: str) -> Iterator[None]:
     """Hold a lock among the processes of this node.
 
     The lock file is on local disk because some shared file systems lack locks.
@@ -83,7 +85,7 @@ def _alone(name: str) -> Iterator[None]:
         yield
 
 
-def _made(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[str, NDArray[Any]]], None]) -> Path:
+def _create(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[str, NDArray[Any]]], None]) -> Path:
     for path in places:
         temporary = temporary_name(path)
         try:
@@ -96,7 +98,8 @@ def _made(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[st
             if path == places[-1]:
                 raise
             print(
-                f"the order of samples cannot be kept in {path.parent} ({error.strerror}): it is kept in {places[-1].parent}",
+                f"cannot keep the order of samples in {path.parent} ({error.strerror}); "
+                f"it is kept in {places[-1].parent}",
                 file=sys.stderr,
             )
             continue

@@ -93,7 +93,7 @@ class PackedOrder:
     def records(self, n: int) -> Ints:
         """Return the records of window n, longest first."""
         if n < 0:
-            raise IndexError(f"sample {n}")
+            raise IndexError(f"sample {n} is negative")
         number, at = divmod(n, self.per_epoch)
         records, windows = self._epoch(number)
         window = windows.item(at)

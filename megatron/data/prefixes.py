@@ -26,10 +26,10 @@ class Prefixes:
         is trained on.
         """
         ends = np.flatnonzero(tokens[:-1] == self.eod) + 1 if self.by_document else np.empty(0, np.int64)
-        borders = np.concatenate([[0], ends, [len(tokens)]])
-        sizes = np.diff(borders)
+        stops = np.concatenate([[0], ends, [len(tokens)]])
+        sizes = np.diff(stops)
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         lengths = (rng.random(len(sizes)) * sizes).astype(np.int64)
-        place = np.arange(len(tokens)) - np.repeat(borders[:-1], sizes)
+        place = np.arange(len(tokens)) - np.repeat(stops[:-1], sizes)
         inside: Ids = (place < np.repeat(lengths, sizes)).astype(np.int64)
         return inside

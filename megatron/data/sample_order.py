@@ -75,7 +75,7 @@ class SampleOrder:
         if not self.per_epoch:
             raise ValueError(
                 f"{tokens} tokens do not fill one sample of {length} + {overlap}; "
-                f"take a larger corpus or a smaller --seq-length"
+                f"use a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()
         self._latest = _NONE
@@ -96,7 +96,7 @@ class SampleOrder:
             if self._folder:
                 digest.update(sizes[piece].astype(np.int64).tobytes())
             if len(sizes) > SMALL:
-                order_file.forget(sizes)
+                order_file.release_pages(sizes)
         return tokens, len(sizes), digest.hexdigest()
 
     def epoch(self, number: int) -> Epoch:
@@ -113,10 +113,10 @@ class SampleOrder:
         self._latest = number, self._epochs[number]
         return self._latest[1]
 
-    def forget(self) -> None:
+    def release_pages(self) -> None:
         """Drop this process's pages of the current epoch if it is memory-mapped."""
         for array in self._latest[1]:
-            order_file.forget(array)
+            order_file.release_pages(array)
 
     def _in_memory(self, number: int) -> Epoch:
         arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._shapes().items()}
@@ -126,15 +126,15 @@ class SampleOrder:
     def _in_file(self, number: int) -> Epoch:
         assert self._folder
         try:
-            made = order_file.mapped(
+            made = order_file.map_arrays(
                 self._folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
             )
         except OSError as error:
-            where = "every process keeps it in memory; set TMPDIR to a folder with room to have it once"
-            print(f"the order of samples cannot be kept in a file ({error.strerror}): {where}", file=sys.stderr)
+            where = "every process keeps it in memory; set TMPDIR to a folder with free space to share it"
+            print(f"cannot keep the order of samples in a file ({error.strerror}), so {where}", file=sys.stderr)
             return self._in_memory(number)
         for array in made.values():
-            order_file.forget(array)
+            order_file.release_pages(array)
         # Order files are as large as the lengths of all documents, so an old one is deleted.
         order_file.remove(self._folder, self._name(number - 2))
         return Epoch(made["order"], made["ends"], made["samples"])
@@ -152,7 +152,8 @@ class SampleOrder:
 
         documents, samples = self.documents, self.per_epoch
         return {
-            "ends": (documents, np.int64), "order": (documents, numbers(documents)), "samples": (samples, numbers(samples)),
+            "ends": (documents, np.int64), "order": (documents, numbers(documents)),
+            "samples": (samples, numbers(samples)),
         }  # fmt: skip
 
     def _fill(self, number: int, arrays: dict[str, NDArray[Any]]) -> None:
@@ -164,7 +165,7 @@ class SampleOrder:
         for piece in order_file.pieces(len(order)):
             ends[piece] = total + np.cumsum(sizes[order[piece]], dtype=np.int64)
             total = int(ends[piece][-1])
-        order_file.forget(sizes)
+        order_file.release_pages(sizes)
 
     def _permute(self, array: NDArray[Any], epoch: int, stream: int) -> None:
         for piece in order_file.pieces(len(array)):
@@ -193,7 +194,7 @@ class SampleOrder:
         n is unbounded: epochs follow each other.
         """
         if n < 0:
-            raise IndexError(f"sample {n}")
+            raise IndexError(f"sample {n} is negative")
         number, at = divmod(n, self.per_epoch)
         order, ends, samples = self.epoch(number)
         begin = samples.item(at) * self.length

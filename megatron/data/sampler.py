@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .workers import begin, end_all_at_exit, sheltered
+from .workers import block_signals, end_all_at_exit, end_with_parent
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
@@ -16,7 +16,7 @@ class ConsecutiveSampler(Sampler[list[int]]):
     or micro-batches.
 
     consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
-    passed_over: predicate on the first sample of an iteration; True skips the iteration without reading its
+    is_skipped: predicate on the first sample of an iteration; True skips the iteration without reading its
     samples.
     """
 
@@ -27,17 +27,17 @@ class ConsecutiveSampler(Sampler[list[int]]):
         data_rank: int,
         data_size: int,
         consumed_samples: int = 0,
-        passed_over: Callable[[int], bool] | None = None,
+        is_skipped: Callable[[int], bool] | None = None,
     ) -> None:
         self.batch_size, self.gas = batch_size, gas
         self.data_rank, self.data_size = data_rank, data_size
-        self.consumed_samples, self.passed_over = consumed_samples, passed_over
+        self.consumed_samples, self.is_skipped = consumed_samples, is_skipped
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.consumed_samples
         share = self.batch_size * self.gas
         while True:
-            while self.passed_over and self.passed_over(start):
+            while self.is_skipped and self.is_skipped(start):
                 start += share * self.data_size
             for micro in range(self.gas):
                 first = start + self.data_rank * share + micro * self.batch_size
@@ -56,14 +56,14 @@ class _Endless(Dataset[Any]):
             return self.dataset[n]
         except IndexError as error:
             raise ValueError(
-                f"the data set {type(self.dataset).__name__} has no sample {n} ({error}): it must answer [n] for any n >= 0, as "
-                f"epochs follow each other"
+                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must support [n] for any "
+                f"n >= 0, as epochs follow each other"
             ) from error
 
 
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
-        with sheltered():  # the workers start here
+        with block_signals():  # the workers start here
             return super().__iter__()
 
 
@@ -79,5 +79,5 @@ def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers
         # parent dies; those of a forkserver do not.
         multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
-        worker_init_fn=begin,
+        worker_init_fn=end_with_parent,
     )

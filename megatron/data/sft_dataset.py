@@ -30,16 +30,14 @@ class Records:
             self.counts = IndexedDataset(prefix + LOSS)
         except DatasetError as error:
             raise DatasetError(
-                f"--objective sft needs a corpus of tools/preprocess_data.py --objective sft: {error}"
+                f"--objective sft needs a corpus from tools/preprocess_data.py --objective sft: {error}"
             ) from None
         every = range(self.tokens.num_documents)
         same = self.counts.num_documents == len(every) and np.array_equal(
             self.counts.document_sizes(every), self.tokens.document_sizes(every)
         )
         if not same or self.counts.dtype != np.uint8:
-            raise DatasetError(
-                f"{prefix}{LOSS}.bin does not say of each token of {prefix}.bin whether it counts: make both again"
-            )
+            raise DatasetError(f"{prefix}{LOSS}.bin is not a loss mask of {prefix}.bin; preprocess the corpus again")
 
     def targets(self, documents: range, longest: int) -> Ints:
         """Return the number of trained targets among each document's first `longest` tokens, [documents].
@@ -54,7 +52,7 @@ class Records:
             begin = self.tokens.document_start(some[int(np.flatnonzero(sizes)[0])])
             flags = self.counts.tokens[begin : begin + int(sizes.sum())]
             if flags.max() > 1:
-                raise DatasetError(f"{self.prefix}{LOSS}.bin holds {flags.max()}, which is neither 0 nor 1")
+                raise DatasetError(f"{self.prefix}{LOSS}.bin contains {flags.max()}, which is neither 0 nor 1")
             before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
             starts = np.cumsum(sizes) - sizes
             ends = starts + np.minimum(sizes, longest)
@@ -123,19 +121,19 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         limit = self._records.vocab_size
         if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
             raise DatasetError(
-                f"{self._records.prefix}.bin holds in document {document} a token id outside the vocabulary of {limit}: the file is "
-                f"damaged or was made with another tokenizer"
+                f"{self._records.prefix}.bin contains a token id outside the vocabulary of {limit} in document "
+                f"{document}: the file is damaged or was made with another tokenizer"
             )
 
     def note(self) -> str:
         """Return a summary of the records: how many are used, truncated, omitted, and how full windows are."""
-        cut = f", {self.cut} of them cut to {self._seq_length + 1} tokens" if self.cut else ""
+        cut = f", {self.cut} of them truncated to {self._seq_length + 1} tokens" if self.cut else ""
         left = (
-            f"; {self.left_out} left out, as none of their tokens that fit counts in the loss" if self.left_out else ""
+            f"; {self.left_out} skipped, as none of their tokens that fit counts in the loss" if self.left_out else ""
         )
         return (
-            f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows, of which they fill "
-            f"{self.order.filled:.1%}{left}"
+            f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows that are "
+            f"{self.order.filled:.1%} full{left}"
         )
 
 

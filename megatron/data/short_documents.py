@@ -17,7 +17,7 @@ TOLERATED = 1e-3  # unused fraction of the text up to which a plan is kept
 Sizes = NDArray[np.integer]
 
 
-def _places(sizes: Sizes) -> NDArray[np.int64]:
+def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
     """Return the positions of document ends in the concatenated text, for a random order.
 
     Large corpora are sampled.
@@ -28,15 +28,8 @@ def _places(sizes: Sizes) -> NDArray[np.int64]:
     return np.cumsum(chosen, dtype=np.int64) - 1
 
 
-def left_out(sizes: Sizes, plan: SpanPlan) -> float:
-    """Return the fraction of the text that windows of this plan leave unused for lack of spans.
-
-    sizes [documents]: tokens of each.
-    """
-    return _left_out(_places(sizes), plan)
-
-
-def _left_out(ends: NDArray[np.int64], plan: SpanPlan) -> float:
+def _unused(ends: NDArray[np.int64], plan: SpanPlan) -> float:
+    """Return the fraction of the text that windows of this plan leave unused for lack of spans."""
     windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
     if not windows:
         return 0.0
@@ -62,8 +55,8 @@ def fit_documents(
     corpora: tokens of each document, [documents], per corpus. decoder: longest target, None if unbounded.
     sentinels: their number, including the closing one.
     """
-    every = [_places(sizes) for sizes in corpora]
-    lost = max((_left_out(ends, plan) for ends in every), default=0.0)
+    every = [_document_ends(sizes) for sizes in corpora]
+    lost = max((_unused(ends, plan) for ends in every), default=0.0)
     if lost <= TOLERATED:
         return plan, ""
     tokens = plan.tokens
@@ -79,13 +72,13 @@ def fit_documents(
         if fits or tokens <= 2:
             break
         tokens -= max(tokens // 64, 1)
-    still = max(_left_out(ends, made) for ends in every)
+    still = max(_unused(ends, made) for ends in every)
     mean = min(float(np.mean(sizes)) for sizes in corpora)
     note = (
-        f"documents are short ({mean:.0f} tokens) and each ends with a masked span: a sample is {made.tokens} tokens of text with "
-        f"room for {made.room} spans, as {plan.tokens} with {plan.spans} would leave {lost:.0%} of the text out"
+        f"documents are short ({mean:.0f} tokens) and each ends with a masked span: a sample is {made.tokens} tokens "
+        f"of text with room for {made.room} spans, as {plan.tokens} with {plan.spans} would drop {lost:.0%} of the text"
     )
-    more = f"; {still:.1%} still is" if still > TOLERATED else ""
+    more = f"; {still:.1%} is still dropped" if still > TOLERATED else ""
     return made, note + more + _longer(made, plan, decoder, sentinels)
 
 

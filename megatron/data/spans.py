@@ -56,7 +56,7 @@ def plan_spans(
     if needed > sentinels:
         raise DatasetError(
             f"an encoder of {encoder} tokens has {best.spans} masked spans and needs {needed} sentinels; raise "
-            f"--num-sentinels {sentinels}, or lower --noise-density {density:g} or raise --mean-span-length {mean_span:g}"
+            f"--num-sentinels {sentinels} or --mean-span-length {mean_span:g}, or lower --noise-density {density:g}"
         )
     return best
 
@@ -84,30 +84,30 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
     return masked, first
 
 
-def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
+def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
     """Draw spans like `draw_spans`, with the last token of each document (ends [l]) as the end of a span, for CPM.
 
     Returns masked [l], first token of a span [l], and the number of tokens used. The rest of the window is
     dropped if it has more documents than spans, or if documents are too short to mask enough tokens.
     """
-    borders = np.flatnonzero(ends)
+    boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)
-    if len(borders) > most:
-        borders = borders[:most]
-        used = int(borders[-1]) + 1
+    if len(boundaries) > most:
+        boundaries = boundaries[:most]
+        used = int(boundaries[-1]) + 1
     while True:
-        stops = borders + 1 if len(borders) and borders[-1] == used - 1 else np.append(borders + 1, used)
+        stops = boundaries + 1 if len(boundaries) and boundaries[-1] == used - 1 else np.append(boundaries + 1, used)
         sizes = np.diff(stops, prepend=0)
         must = np.ones(len(sizes), dtype=np.int64)
-        if len(stops) > len(borders):
+        if len(stops) > len(boundaries):
             must[-1] = 0  # a document that continues beyond the window
-        spans = _share(sizes // 2, min(max(plan.spans, len(borders)), used), must)
-        noise = _share(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
+        spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), must)
+        noise = _distribute(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
         if excess <= 0:
             break
         used -= excess
-        borders = borders[borders < used]
+        boundaries = boundaries[boundaries < used]
     masked, first = np.zeros(plan.tokens, dtype=np.bool_), np.zeros(plan.tokens, dtype=np.bool_)
     begin = 0
     for size, count, hidden, ended in zip(sizes, spans, noise, must, strict=True):
@@ -116,7 +116,7 @@ def draw_spans_to_borders(rng: np.random.Generator, plan: SpanPlan, ends: Mask) 
     return masked, first, used
 
 
-def _share(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDArray[np.int64]:
+def _distribute(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDArray[np.int64]:
     """Distribute up to `total` in proportion to `room`; part i gets from least[i] to max(room[i], least[i])."""
     room = np.maximum(room, least)
     left = max(min(total, int(room.sum())) - int(least.sum()), 0)
@@ -133,28 +133,28 @@ def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise
     if not spans:
         return
     kept = len(masked) - noise  # at least one before each span, except in a document of one token
-    gaps = np.zeros(spans + 1, dtype=np.int64)
+    kept_lengths = np.zeros(spans + 1, dtype=np.int64)
     if kept > spans and not ended:
-        gaps[:] = compose(rng, kept, spans + 1)
+        kept_lengths[:] = compose(rng, kept, spans + 1)
     elif kept:
-        gaps[:spans] = compose(rng, kept, spans)
+        kept_lengths[:spans] = compose(rng, kept, spans)
     lengths = compose(rng, noise, spans)
-    starts = np.cumsum(gaps[:spans]) + np.cumsum(lengths) - lengths
+    starts = np.cumsum(kept_lengths[:spans]) + np.cumsum(lengths) - lengths
     first[starts] = True
     for start, length in zip(starts, lengths, strict=True):
         masked[start : start + length] = True
 
 
-def splice(text: Ids, masked: Mask, first: Mask, marks: Ids) -> tuple[Ids, Ids, Ids]:
+def splice(text: Ids, masked: Mask, first: Mask, sentinels: Ids) -> tuple[Ids, Ids, Ids]:
     """Split a text for encoder and decoder.
 
-    Returns the kept tokens with a sentinel from `marks` for each span, the spans with their sentinels, and the
+    Returns the kept tokens with a sentinel for each span, the spans with their sentinels, and the
     start of each span there.
     """
     kept = text.copy()
-    kept[first] = marks
+    kept[first] = sentinels
     repeats = 1 + first[masked]
     spans = np.repeat(text[masked], repeats)
     at: Ids = (np.cumsum(repeats) - repeats)[first[masked]]
-    spans[at] = marks
+    spans[at] = sentinels
     return kept[~masked | first], spans, at

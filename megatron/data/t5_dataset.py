@@ -23,7 +23,7 @@ from .gpt2_dataset import open_corpus
 from .indexed_dataset import IndexedDataset
 from .sample_order import SampleOrder
 from .short_documents import fit_documents
-from .spans import SpanPlan, draw_spans, draw_spans_to_borders, plan_spans, splice
+from .spans import SpanPlan, draw_spans, draw_spans_to_document_ends, plan_spans, splice
 from .windows import Windows
 
 Ids = NDArray[np.int64]
@@ -134,7 +134,7 @@ class T5Dataset(T5Samples):
             masked, first = draw_spans(rng, self.plan)
             used = len(text)
         else:
-            masked, first, used = draw_spans_to_borders(rng, self.plan, text == self.specials.eod)
+            masked, first, used = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
         return self._sample(text[:used], documents[:used], masked[:used], first[:used])
 
     def _sample(

@@ -41,7 +41,7 @@ class Windows:
         pieces = self.order.pieces(n)
         self._read += len(pieces)
         if self._large and self._read > OFTEN:
-            self._forget()
+            self._release_pages()
         raw = np.concatenate(
             [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
         )
@@ -49,17 +49,17 @@ class Windows:
             self._refuse(n, raw)
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
-    def _forget(self) -> None:
+    def _release_pages(self) -> None:
         """Release mapped pages, which count as this process's memory: at least 64 kB for each position touched."""
         self._read = 0
-        self.order.forget()
+        self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):
-            order_file.forget(array)
+            order_file.release_pages(array)
 
     def _refuse(self, n: int, raw: NDArray[np.integer]) -> None:
         bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())
         where = [self._first + document for document, _, _ in self.order.pieces(n)]
         raise DatasetError(
-            f"{self._indexed.prefix}.bin holds token id {bad} in one of the documents {where}, outside the vocabulary of "
-            f"{self._vocab_size}: the file is damaged or was made with another tokenizer"
+            f"{self._indexed.prefix}.bin contains token id {bad} in one of the documents {where}, outside the "
+            f"vocabulary of {self._vocab_size}: the file is damaged or was made with another tokenizer"
         )

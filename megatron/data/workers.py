@@ -13,7 +13,7 @@ from megatron.data.tracker import start_tracker
 
 
 @contextmanager
-def sheltered() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Block signals while worker processes start, which inherit the mask.
 
     A signal to the whole process group then reaches only the training process, which saves and ends its
@@ -41,16 +41,16 @@ def end_all_at_exit() -> None:
     atexit.register(end_all)
 
 
-def begin(_: int) -> None:
+def end_with_parent(_: int) -> None:
     """Start a thread in a worker that ends it as soon as its parent process ends.
 
     torch checks for the parent only while a worker waits for work, and misses one that died before the worker
     had started.
     """
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

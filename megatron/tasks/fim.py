@@ -1,11 +1,11 @@
 """Special tokens that mark the parts of a fill-in-the-middle sample (--fim-tokens)."""
 
 from ..config import Config
-from ..data.fim import Gaps
+from ..data.fim import FillInTheMiddle
 from ..tokenizer import Tokenizer
 
 
-def gaps_of(config: Config, tokenizer: Tokenizer) -> Gaps | None:
+def gaps_of(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle | None:
     """Return the fill-in-the-middle settings, or None without --fim-rate.
 
     Raises ValueError for a special token that the tokenizer lacks.
@@ -22,4 +22,4 @@ def gaps_of(config: Config, tokenizer: Tokenizer) -> Gaps | None:
             f"transformers' tokenizer.add_special_tokens() with save_pretrained() adds them to one of Hugging Face"
         )
     prefix, middle, suffix = (tokenizer.marks[name] for name in names)
-    return Gaps(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)
+    return FillInTheMiddle(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

@@ -29,9 +29,9 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {describe_json(text, error)}") from None
     except RecursionError:
-        raise ValueError(f"{path} is not JSON that anybody writes: it is nested too deeply") from None
+        raise ValueError(f"{path} is not JSON: nested too deeply") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {str(content)[:40]!r}, not an object with keys")
+        raise ValueError(f"{path} contains {str(content)[:40]!r}, not a JSON object")
     return content
 
 
@@ -121,7 +121,7 @@ def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | 
         return ""
     names = {i: f" ({name})" for name, i in tokenizer.marks.items()}
     ours = f"{tokenizer.eod}{names.get(tokenizer.eod, '')}"
-    return f"ends its documents with token {theirs}{names.get(theirs, '')}, --vocab-file {vocab_file} with {ours}"
+    return f"ends its documents with token {theirs}{names.get(theirs, '')}, but --vocab-file {vocab_file} with {ours}"
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -11,7 +11,8 @@ GENERATION = "generation_config.json"
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # Tokenizer classes that assign special-token roles even without a tokenizer_config.json, by model_type.
 CLASSES = {
-    "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer", "mt5": "T5Tokenizer",
+    "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer",
+    "mt5": "T5Tokenizer",
 }  # fmt: skip
 PLACEHOLDER = "placeholder_for"
 TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
@@ -32,7 +33,7 @@ def token_beside(path: Path, key: str) -> str | None:
     token = settings_beside(path).get(key)
     name = token.get("content", token) if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
-        raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, not a token")
+        raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, not a token name")
     return name
 
 
@@ -56,7 +57,7 @@ def added_beside(path: Path) -> dict[str, int]:
     added = dict(read_object(more)) if more.is_file() else {}
     listed = settings_beside(path).get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
-        raise TokenizerError(f"{nearby}: added_tokens_decoder must give a token for each id")
+        raise TokenizerError(f"{nearby}: added_tokens_decoder must map ids to tokens")
     return {**added, **{str(token.get("content")): int(i) for i, token in listed.items()}}
 
 
@@ -108,7 +109,7 @@ def ends_beside(path: Path) -> int | list[int] | None:
     return next((found for file in nearby if (found := read_object(file).get("eos_token_id")) is not None), None)
 
 
-def refuse_lacking(
+def refuse_missing_tokens(
     path: Path, id_of: Callable[[str], int | None], known: Callable[[str], object] | None = None
 ) -> None:
     """Raise TokenizerError for an added token that the vocabulary lacks or has under a different id.
@@ -118,6 +119,6 @@ def refuse_lacking(
     for token, i in added_beside(path).items():
         if id_of(token) != i and not (known and known(token)):
             raise TokenizerError(
-                f"{path} has no token {token!r} of id {i}, which a file next to it names: save the tokenizer again, with "
-                f"transformers' save_pretrained, as one tokenizer.json"
+                f"{path} has no token {token!r} of id {i}, which a file next to it lists; save the tokenizer again as "
+                f"one tokenizer.json with transformers' save_pretrained"
             )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Tokenizer, TokenizerError, byte_piece, fingerprint
-from .segment import BORDER, segmenter
+from .segment import SEPARATOR, segmenter
 from .sentencepiece import EOD, open_model
 
 WORD, SPACE, NEWLINE = "\u2581", "\u2582", "\u2583"
@@ -31,7 +31,7 @@ def is_cpm_model(path: Path) -> bool:
 
 def joined_words(cut_text: str) -> str:
     """Return segmented text as CPM's input for sentencepiece, with words separated by spaces."""
-    return cut_text.replace(" ", SPACE).replace("\n", NEWLINE).replace(BORDER, " ")
+    return cut_text.replace(" ", SPACE).replace("\n", NEWLINE).replace(SEPARATOR, " ")
 
 
 def _as_text(piece: str) -> bytes:
@@ -83,8 +83,7 @@ class CpmTokenizer(_ByPieces):
         self.vocab_size = self._model.vocab_size()
         pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
         ids = {piece: i for i, piece in enumerate(pieces)}
-        names = (EOD, "</s>")
-        self.eod = next((ids[name] for name in names if name in ids), -1)
+        self.eod = next((ids[name] for name in (EOD, "</s>") if name in ids), -1)
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
         self._bytes = [ids[byte_piece(b)] for b in range(256)] if byte_piece(0) in ids else []
@@ -130,7 +129,7 @@ class CpmVocabTokenizer(_ByPieces):
 
     def _plain(self, text: str) -> NDArray[np.int32]:
         cut = self._cut(text).replace(" ", SPACE).replace("\n", NEWLINE)
-        words = cut.split(BORDER) if cut else []
+        words = cut.split(SEPARATOR) if cut else []
         return np.array([i for word in words for i in self._word(word)], dtype=np.int32)
 
     def _match(self, word: str) -> tuple[int, ...]:
@@ -153,7 +152,7 @@ class CpmVocabTokenizer(_ByPieces):
         if self._bytes:
             return [self._bytes[b] for b in char.encode()]
         if self._unknown is None:
-            raise TokenizerError(f"the vocabulary has neither {char!r}, nor bytes to spell it with, nor <unk>")
+            raise TokenizerError(f"the vocabulary has no token for {char!r}, no byte tokens and no <unk>")
         return [self._unknown]
 
 
@@ -165,7 +164,7 @@ def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
             return {token: i for i, token in enumerate(text.removesuffix("\n").split("\n"))}
         found = json.loads(text)
         if not isinstance(found, dict) or not all(isinstance(i, int) and i >= 0 for i in found.values()) or not found:
-            raise ValueError("not a JSON object of tokens and their numbers")
+            raise ValueError("not a JSON object that maps tokens to ids")
     except ValueError as error:
         raise TokenizerError(f"{vocab_file} is not a vocabulary: {error}") from None
     return found

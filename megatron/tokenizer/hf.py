@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Tokenizer, TokenizerError, fingerprint, split_name_pattern
-from .beside import SETTINGS, named_beside, refuse_lacking, settings_beside, token_beside
+from .beside import SETTINGS, named_beside, refuse_missing_tokens, settings_beside, token_beside
 from .sentinels import MARK as SENTINEL
 
 LIKE_A_MARK = re.compile(r"<\S+>|\[\S+\]")
@@ -40,7 +40,8 @@ def no_panic(path: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(
-            f"{path} cannot split this text: {str(error)[:200]}; its pre_tokenizer may hold a regular expression that takes exponential time"
+            f"{path} cannot split this text: {str(error)[:200]}; its pre_tokenizer may contain a regular expression "
+            f"that takes exponential time"
         ) from None
 
 
@@ -63,11 +64,11 @@ class HFTokenizer(Tokenizer):
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
         self._use(tokenizer, path, [token_beside(Path(path), "eos_token"), *END_NAMES])
         _check_beside(Path(path), tokenizer)
-        said = settings_beside(Path(path)).get("add_bos_token")
-        if said is not None and bool(said) != bool(self.start):
+        added = settings_beside(Path(path)).get("add_bos_token")
+        if added is not None and bool(added) != bool(self.start):
             raise TokenizerError(
-                f"{Path(path).with_name(SETTINGS)} says add_bos_token {said}, but {Path(path).name} begins texts with "
-                f"{list(self.start) or 'no token'}: say the same in both"
+                f"{Path(path).with_name(SETTINGS)} sets add_bos_token {added}, but {Path(path).name} begins texts with "
+                f"{list(self.start) or 'no token'}; make both agree"
             )
         self.fingerprint = fingerprint(self.name, content)
 
@@ -179,7 +180,7 @@ def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
 def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
     """Return the ids that the post-processor prepends to a text.
 
-    It may also append `eod`, with which documents end here anyway. () if it appends other ids, as some of BERT's kind do.
+    It may also append `eod`, with which documents end here anyway. () if it appends other ids, as BERT's do.
     """
     whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
     if whole[-1:] == [eod] and bare[-1:] != [eod]:
@@ -190,13 +191,13 @@ def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
 
 def _check_beside(path: Path, tokenizer: Any) -> None:
     """Raise TokenizerError if transformers' settings next to the file disagree with the tokenizer."""
-    refuse_lacking(path, tokenizer.token_to_id)
+    refuse_missing_tokens(path, tokenizer.token_to_id)
     settings = settings_beside(path)
     prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
     if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
         raise TokenizerError(
-            f"{path.with_name(SETTINGS)} says add_prefix_space {settings['add_prefix_space']}, but {path.name} does not: "
-            f"say the same in both"
+            f"{path.with_name(SETTINGS)} sets add_prefix_space {settings['add_prefix_space']}, but {path.name} does "
+            f"not; make both agree"
         )
 
 
@@ -235,7 +236,7 @@ class Gpt2BpeTokenizer(HFTokenizer):
         tokenizers = library()
         merges = merges_of(Path(path))
         if not merges.is_file():
-            raise TokenizerError(f"there is no {merges}, which belongs to {path}")
+            raise TokenizerError(f"there is no {merges}, which {path} needs")
         try:
             tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(path, str(merges)))
         except Exception as error:  # the library raises no narrower class

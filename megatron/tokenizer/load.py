@@ -7,7 +7,8 @@ from .beside import named_by_placeholder
 
 KINDS = ("auto", "sentencepiece", "cpm", "cpm+rjieba", "cpm-vocab", "cpm-vocab+rjieba", "gpt2-bpe", "hf")
 PROBES = (
-    "春天来了，花都开了。老人坐在树下。", "The river runs slowly to the sea.", " a  b ", "2024年1,234.5元", "\n\n1234 \t", "é, Ａﬁ①",
+    "春天来了，花都开了。老人坐在树下。", "The river runs slowly to the sea.", " a  b ", "2024年1,234.5元",
+    "\n\n1234 \t", "é, Ａﬁ①",
 )  # fmt: skip
 IN_FOLDER = ("tokenizer.json", "vocab.json", "gpt2-vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -37,7 +38,7 @@ def file_of(vocab_file: str) -> Path:
     if path.is_dir():
         path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
         if path.is_dir():
-            raise TokenizerError(f"the folder {vocab_file} holds none of {', '.join(IN_FOLDER)}")
+            raise TokenizerError(f"the folder {vocab_file} contains none of {', '.join(IN_FOLDER)}")
     if path.name == IN_FOLDER[0] and path.is_file():
         path = named_by_placeholder(path) or path
     if not path.is_file():
@@ -54,7 +55,8 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
     """Raise TokenizerError unless both tokenizers agree in vocabulary, end-of-document token and sample texts."""
     if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
         raise TokenizerError(
-            f"{what}: {found.vocab_size} tokens, of which {found.eod} ends a text, not {expected.vocab_size} and {expected.eod}"
+            f"{what}: it has {found.vocab_size} tokens and end-of-document id {found.eod}, "
+            f"not {expected.vocab_size} and {expected.eod}"
         )
     ours, theirs = ({i: name for name, i in each.specials.items()} for each in (found, expected))
     for i in range(found.vocab_size):
@@ -65,7 +67,7 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
             raise TokenizerError(f"{what}: its token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")
     for text in PROBES:
         if found.encode(text) != expected.encode(text):
-            raise TokenizerError(f"{what}: for {text!r} it gives other ids")
+            raise TokenizerError(f"{what}: it encodes {text!r} to other ids")
 
 
 def _recognize(path: Path) -> str:

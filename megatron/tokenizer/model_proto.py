@@ -75,7 +75,7 @@ def _normalize(facts: ModelFacts, spec: dict[int, int | bytes]) -> None:
 
 def _message(value: int | bytes) -> bytes:
     if not isinstance(value, bytes):
-        raise TypeError("a number where a message is meant")
+        raise TypeError("not a message, but a number")
     return value
 
 
@@ -96,10 +96,10 @@ def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
             yield -number, begin, at
             continue
         if wire not in (FIXED64, BYTES, FIXED32):
-            raise ValueError("no wire type")
+            raise ValueError("unknown wire type")
         size, at = _varint(message, at) if wire == BYTES else ({FIXED64: 8, FIXED32: 4}[wire], at)
         if at + size > len(message):
-            raise ValueError("cut off")
+            raise ValueError("truncated")
         yield number, at, at + size
         at += size
 

@@ -31,9 +31,9 @@ _ASCII = re.compile(r"([a-zA-Z0-9+#&._%\-]+)")  # dictionary words consist of th
 _NUMBER = re.compile(r"([a-zA-Z0-9]+(?:\.\d+)?%?)")
 _SPACE = re.compile(r"(\r\n|\s)")
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+#&._%-")
-BORDER = "\ud800"  # word separator; half of a surrogate pair, so it occurs in no text
-_FIRST_SINGLES = re.compile(f"^(?:[^{BORDER}]{BORDER})+[^{BORDER}](?![^{BORDER}])")
-_LAST_SINGLES = re.compile(f"(?<![^{BORDER}])(?:[^{BORDER}]{BORDER})+[^{BORDER}]$")
+SEPARATOR = "\ud800"  # word separator; half of a surrogate pair, so it occurs in no text
+_FIRST_SINGLES = re.compile(f"^(?:[^{SEPARATOR}]{SEPARATOR})+[^{SEPARATOR}](?![^{SEPARATOR}])")
+_LAST_SINGLES = re.compile(f"(?<![^{SEPARATOR}])(?:[^{SEPARATOR}]{SEPARATOR})+[^{SEPARATOR}]$")
 
 Cut = Callable[[str], str]
 
@@ -47,13 +47,15 @@ def segmenter(kind: str = "jieba") -> Cut:
         raise TokenizerError(f"there is no segmenter {kind!r}; choose one of {', '.join(SEGMENTERS)}")
     for name in dict.fromkeys(("jieba", kind)):
         if not importlib.util.find_spec(name):
-            raise TokenizerError(f"this tokenizer needs words cut by {name}: pip install {name}")
+            raise TokenizerError(f"this tokenizer needs the package {name} to segment words: pip install {name}")
     made: list[Cut] = []
 
     def cut(text: str) -> str:
         if not made:  # the dictionary takes a second to load, and many tokenizers never segment a text
             jieba = _load_jieba()
-            made.append(_Fast(jieba).cut if kind == "rjieba" else lambda text: BORDER.join(jieba.cut(text)))
+            made.append(
+                _RjiebaSegmenter(jieba).cut if kind == "rjieba" else lambda text: SEPARATOR.join(jieba.cut(text))
+            )
         return made[0](text)
 
     return cut
@@ -82,7 +84,7 @@ def _cut_between(text: str) -> str:
         else:
             for j, piece in enumerate(_SPACE.split(part)):
                 words += [piece] if j % 2 else list(piece)
-    return BORDER.join(words)
+    return SEPARATOR.join(words)
 
 
 def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
@@ -103,14 +105,14 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
     return found
 
 
-class _Fast:
+class _RjiebaSegmenter:
     """rjieba on Han runs, and jieba where the two could differ."""
 
     def __init__(self, jieba: Any) -> None:
         import rjieba
 
         self._jieba, self._cut_han = jieba, rjieba.cut
-        self._cut_doubtful = lru_cache(maxsize=1 << 14)(lambda block: BORDER.join(jieba.cut(block)))
+        self._cut_doubtful = lru_cache(maxsize=1 << 14)(lambda block: SEPARATOR.join(jieba.cut(block)))
         self._frequency = jieba.dt.FREQ
         mixed = [word for word, count in self._frequency.items() if count and len(word) > 1 and _ASCII.search(word)]
         doubtful = sorted({*mixed, *_ties(jieba.finalseg)}, key=len, reverse=True)
@@ -119,7 +121,7 @@ class _Fast:
     def cut(self, text: str) -> str:
         parts: list[str] = []
         self._cut_around(text, (found.span() for found in self._doubtful.finditer(text)), parts)
-        return BORDER.join(parts)
+        return SEPARATOR.join(parts)
 
     def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
         """Segment the blocks around the doubtful spans with jieba and the text between them with rjieba."""
@@ -146,7 +148,7 @@ class _Fast:
         if len(parts) == 1:
             into += [_cut_between(text)] if text else []
             return
-        runs = BORDER.join(self._cut_han("\n".join(parts[1::2]))).split(f"{BORDER}\n{BORDER}")
+        runs = SEPARATOR.join(self._cut_han("\n".join(parts[1::2]))).split(f"{SEPARATOR}\n{SEPARATOR}")
         doubtful: list[tuple[int, int]] = []
         at = 0
         for run, han, before, after in zip(runs, parts[1::2], parts[::2], parts[2::2], strict=False):
@@ -163,6 +165,6 @@ class _Fast:
 
     def _could_differ(self, run: str, before: str, after: str) -> bool:
         """Return whether a row of single characters next to letters is a dictionary word."""
-        first = _FIRST_SINGLES.search(run) if run[1:2] == BORDER and before and before[-1] in _LETTERS else None
-        last = _LAST_SINGLES.search(run) if run[-2:-1] == BORDER and after and after[0] in _LETTERS else None
-        return any(found and self._frequency.get(found[0].replace(BORDER, "")) for found in (first, last))
+        first = _FIRST_SINGLES.search(run) if run[1:2] == SEPARATOR and before and before[-1] in _LETTERS else None
+        last = _LAST_SINGLES.search(run) if run[-2:-1] == SEPARATOR and after and after[0] in _LETTERS else None
+        return any(found and self._frequency.get(found[0].replace(SEPARATOR, "")) for found in (first, last))

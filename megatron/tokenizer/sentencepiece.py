@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, split_name_pattern
-from .beside import SETTINGS, refuse_lacking, settings_beside, token_beside
+from .beside import SETTINGS, refuse_missing_tokens, settings_beside, token_beside
 from .model_proto import USER_DEFINED, read_facts
 from .sentinels import MARK as SENTINEL
 
@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = self._sp.eos_id() if eod is None else eod
         self.settings = settings_beside(Path(model_file))
         bare = self.start, self.eod
-        self._obey(Path(model_file))
+        self._apply_settings(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
         # A literal U+2581 in the text would become a space; bytes preserve it. transformers' Llama reads it as
@@ -69,7 +69,7 @@ class SentencePieceTokenizer(Tokenizer):
         has_bytes = self._sp.is_byte(spelled[0])
         self._mark = np.array(spelled if has_bytes and not self.is_llama else [], dtype=np.int32)
         others = [] if (self.start, self.eod) == bare else [f"from {self.start} to {self.eod}"]
-        others += self._ways_of_llama(has_bytes) if self.is_llama else []
+        others += self._llama_differences(has_bytes) if self.is_llama else []
         self.fingerprint = (
             fingerprint(", ".join([self.name, *others]), content) if others else hashlib.sha256(content).hexdigest()
         )
@@ -87,7 +87,7 @@ class SentencePieceTokenizer(Tokenizer):
         """True if the ids follow transformers' LlamaTokenizer."""
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
 
-    def _ways_of_llama(self, has_bytes: bool) -> list[str]:
+    def _llama_differences(self, has_bytes: bool) -> list[str]:
         """Return how the ids differ from those of the bare model, as parts of the fingerprint."""
         ways = ["marks of spaces are spaces"] if has_bytes else []
         ways += ["user-defined symbols cut a text"] if self._symbols else []
@@ -95,9 +95,9 @@ class SentencePieceTokenizer(Tokenizer):
             return [*ways, *(["no space in front"] if self._sp.normalize("a") != "a" else [])]
         return [*ways, "one space in front" if self.settings.get("legacy") else "one space in front, none inside"]
 
-    def _obey(self, path: Path) -> None:
+    def _apply_settings(self, path: Path) -> None:
         """Set `eod` and `start` from tokenizer_config.json."""
-        refuse_lacking(path, self._piece, SENTINEL.fullmatch)
+        refuse_missing_tokens(path, self._piece, SENTINEL.fullmatch)
         if self.settings.get("eos_token"):
             self.eod = self._named(path, "eos_token", "</s>")
         if self.settings.get("add_bos_token"):
@@ -109,7 +109,7 @@ class SentencePieceTokenizer(Tokenizer):
         name = token_beside(path, key) or usual
         id_ = self._piece(name)
         if id_ is None:
-            raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, which is no token of {path.name}")
+            raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, which is not a token of {path.name}")
         return id_
 
     def _refuse_unclear(self, path: Path) -> None:
@@ -117,13 +117,13 @@ class SentencePieceTokenizer(Tokenizer):
         nearby = path.with_name(SETTINGS)
         if self.settings.get("add_bos_token") is None:
             raise TokenizerError(
-                f"{nearby} does not say whether texts begin with a token, which transformers 4 and 5 take for yes and no: "
-                f"write add_bos_token true or false there (Llama, Llama 2 and Mistral were trained with true)"
+                f"{nearby} does not set add_bos_token, which defaults to true in transformers 4 and to false in 5; "
+                f"set it to true or false there (Llama, Llama 2 and Mistral were trained with true)"
             )
         if self._prefixes and self._sp.normalize("a") == "a":
             raise TokenizerError(
-                f"add_prefix_space is true by {nearby} (or by default), but {path.name} puts no space in front of a text: "
-                f"say add_prefix_space false there"
+                f"add_prefix_space is true in {nearby} (or by default), but {path.name} prepends no space to a text; "
+                f"set add_prefix_space to false there"
             )
 
     @property

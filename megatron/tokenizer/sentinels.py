@@ -25,9 +25,9 @@ class SentinelTokenizer(Tokenizer):
         self.pad = tokenizer.specials.get("<pad>", size)
         size = max(size, self.pad + 1)
         if own and len(own) < count:
-            raise ValueError(f"the tokenizer has {len(own)} sentinels of its own: say --num-sentinels {len(own)}")
-        behind = range(size, size + count)
-        self.sentinels = own[:count] or (tuple(reversed(behind)) if convention == "t5" else tuple(behind))
+            raise ValueError(f"the tokenizer has only {len(own)} sentinels; set --num-sentinels {len(own)}")
+        new_ids = range(size, size + count)
+        self.sentinels = own[:count] or (tuple(reversed(new_ids)) if convention == "t5" else tuple(new_ids))
         self.vocab_size = size if own else size + count
         self.specials = {**tokenizer.specials, "<pad>": self.pad}
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
@@ -39,7 +39,7 @@ class SentinelTokenizer(Tokenizer):
         for mark in MARK.finditer(text):
             number = int(mark[1])
             if number >= self.count:
-                raise ValueError(f"{mark[0]} in the text: the model has {self.count} sentinels, 0 to {self.count - 1}")
+                raise ValueError(f"the text contains {mark[0]}, but the model has only sentinels 0 to {self.count - 1}")
             ids += self._between(text, at, mark.start())
             ids.append(self.sentinels[number])
             at = mark.end()

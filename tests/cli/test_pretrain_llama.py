@@ -75,8 +75,8 @@ def test_the_script_of_the_readme(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "pipe 2 x data 1 x model 1" in done.stdout and "loss curve" in done.stdout
     for env, words in (
-        ({"VARIANT": "opt"}, "VARIANT=opt is none of llama, qwen3 and mistral"),
-        ({"VARIANT": "qwen3"}, "needs a MODEL_SIZE of these: 0.6b 1.7b 8b"),
+        ({"VARIANT": "opt"}, "VARIANT=opt is not one of llama, qwen3, mistral"),
+        ({"VARIANT": "qwen3"}, "needs a MODEL_SIZE; choose one of 0.6b 1.7b 8b"),
     ):
         refused = command("bash", "scripts/run_llama.sh", env={**env, "RUN_DIR": str(tmp_path / "no")}, timeout=600)
         assert refused.returncode == 2 and words in refused.stderr

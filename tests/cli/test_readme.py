@@ -92,7 +92,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
         "bash", "scripts/run_gpt2.sh", env={**SMALL, "RUN_DIR": f"{tmp_path}/default", "CORPUS": "README.md"}
     )
     assert other.returncode == 2
-    assert "holds a run on corpus/sample.jsonl, not on README.md" in other.stderr
+    assert "a run on corpus/sample.jsonl, not on README.md" in other.stderr
     assert '"lr": 0.001' in (tmp_path / "mine" / "config.json").read_text()
     assert '"train_iters": 5' in (tmp_path / "mine" / "config.json").read_text()
 

@@ -74,7 +74,7 @@ def test_full_evaluates_saves_and_continues(tmp_path: Path, tiny_data: str, voca
 
 @pytest.mark.parametrize(
     ("argv", "said"),
-    [(["--model_size", "7B"], "none of 345M, 345M_without_mp, 1.3B, 2.7B and 3.7B"), (["--train_iters"], "usage:")],
+    [(["--model_size", "7B"], "not one of 345M, 345M_without_mp, 1.3B, 2.7B, 3.7B"), (["--train_iters"], "usage:")],
 )
 def test_what_cannot_be_is_said_in_a_sentence(argv: list[str], said: str) -> None:
     done = command("bash", "scripts/train_full.sh", *argv)
@@ -87,4 +87,4 @@ def test_a_folder_without_a_single_pair(tmp_path: Path) -> None:
         "bash", "scripts/train_full.sh", "--data_path", str(tmp_path), env={"RUN_DIR": str(tmp_path / "run")}
     )
     assert done.returncode == 2
-    assert "must hold one pair" in done.stderr
+    assert "must contain one .bin/.idx pair" in done.stderr

@@ -94,7 +94,7 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
             )
     assert (state / "signals").read_text() == "TERM\n"  # only one, since a second would kill the ranks at once
     assert f"run_slurm.sh: job {JOB}, start 0: 2 nodes (127.0.0.1 127.0.0.2), rank 0 at 127.0.0.1:{port}" in log
-    assert f"the time of job {JOB} is over: it is queued again" in log
+    assert f"job {JOB} reached its time limit" in log
     assert f"run_slurm.sh: job {JOB}, start 1" in log
     assert log.count("loss curve") == 1  # only a finished run shows it, not one that was requeued
 
@@ -102,11 +102,11 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
 @pytest.mark.parametrize(
     ("words", "env", "said"),
     [
-        (["run_slurm.sh", "bert"], {}, "the first word says what to train, gpt2, llama or t5, not 'bert'"),
+        (["run_slurm.sh", "bert"], {}, "must be gpt2, llama or t5, not 'bert'"),
         (["run_slurm.sh", "gpt2", "--hidden-sise", "3"], {}, "unknown argument --hidden-sise; did you mean --hidden-size?"),
-        (["run_slurm.sh", "t5"], {"MODEL_SIZE": "9b"}, "there is no MODEL_SIZE=9b of t5; there are: 11b 3b base large small tiny"),
-        (["--ntasks-per-node", "4", "run_slurm.sh", "gpt2"], {"GPUS_PER_NODE": "2"}, "GPUS_PER_NODE=2, but --ntasks-per-node 4"),
-        (["--chdir", "/", "run_slurm.sh", "gpt2"], {}, "/ is not the checkout: submit from there, or with sbatch --chdir CHECKOUT"),
+        (["run_slurm.sh", "t5"], {"MODEL_SIZE": "9b"}, "t5 has no MODEL_SIZE=9b; choose one of 11b 3b base large small tiny"),
+        (["--ntasks-per-node", "4", "run_slurm.sh", "gpt2"], {"GPUS_PER_NODE": "2"}, "GPUS_PER_NODE=2 differs from --ntasks-per-node 4"),
+        (["--chdir", "/", "run_slurm.sh", "gpt2"], {}, "/ is not the checkout"),
     ],
 )  # fmt: skip
 def test_a_mistake_ends_the_job_before_anything_is_prepared(
@@ -123,7 +123,7 @@ def test_without_slurm_it_says_how_it_is_used() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(["bash", "scripts/run_slurm.sh", "gpt2"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "this is for sbatch" in done.stderr
+    assert "start it as sbatch" in done.stderr
     shown = subprocess.run(
         ["bash", "scripts/run_slurm.sh", "--help"], cwd=ROOT, env=env, capture_output=True, text=True
     )

@@ -36,7 +36,7 @@ def prepare(folder: Path, *more: str) -> "subprocess.Popen[str]":
 def test_one_of_two_nodes_prepares(tmp_path: Path) -> None:
     said = sorted((p.communicate(timeout=60)[0] for p in [prepare(tmp_path), prepare(tmp_path)]), key=len)
     assert said[0] == f"has {tmp_path}/data/corpus_text_document\n"
-    assert re.match(rf"run_gpt2.sh: waits while process \d+ on \S+ prepares {tmp_path}/data \(if it has ended", said[1])
+    assert re.match(rf"run_gpt2.sh: waiting for process \d+ on \S+ to prepare {tmp_path}/data", said[1])
     assert said[1].endswith(said[0])
     assert (tmp_path / "calls").read_text().split() == ["tools/train_tokenizer.py", "tools/preprocess_data.py"]
     assert (tmp_path / "data" / "source").read_text() == "corpus/sample.jsonl\n"
@@ -52,7 +52,7 @@ def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None
     table = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.readlink('/proc/self/ns/pid')}"
     (tmp_path / "data" / "preparing" / "by").write_text(f"{os.uname().nodename} {2**22 - 1} {table}\n")
     said = prepare(tmp_path).communicate(timeout=60)[0]
-    assert f"process {2**22 - 1}, which prepared {tmp_path}/data, has ended; it is prepared again" in said
+    assert f"process {2**22 - 1} ended while it prepared {tmp_path}/data" in said
     assert "has " in said
 
 
@@ -91,10 +91,10 @@ def test_two_launches(tmp_path: Path, disk: str) -> None:
     said = [node.communicate(timeout=500)[0] for node in nodes]
     if disk == "shared":
         assert [node.returncode for node in nodes] == [0, 0], said
-        assert sum("run_gpt2.sh: waits while process" in words for words in said) == 1, said
+        assert sum("run_gpt2.sh: waiting for process" in words for words in said) == 1, said
         assert "saved run/checkpoints/iter_0000002" in said[0], said
     else:  # needs no checkpoint, which separate disks cannot hold
         assert nodes[1].returncode == 0, said
-        assert not any("waits while" in words for words in said), said
+        assert not any("waiting for process" in words for words in said), said
     assert "2 ranks on cpu: pipe 2" in said[0], said
     assert "iteration 2/2 | loss" in said[0], said

@@ -74,7 +74,7 @@ def test_a_tool_writes_no_carriage_return_into_a_log(
     monkeypatch.setattr(progress, "EVERY", 0.0)
     assert list(progress.Progress([1, 2], desc="scoring", unit=" documents")) == [1, 2]
     with progress.Progress[int](desc="tokenizing", unit="B", total=4000, initial=1000) as bar:
-        bar.told("5k tokens/s")
+        bar.set_note("5k tokens/s")
         bar.update(1000)
     assert list(progress.Progress([1], desc="scoring", unit=" documents", disable=True)) == [1]
     said = capsys.readouterr().err

@@ -321,7 +321,7 @@ def test_a_wrong_layout_is_said_once(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data\.json is (damaged|no JSON object).*: copy it again"):
+    with pytest.raises(ValueError, match=r"data\.json is (damaged|not a JSON object).*; copy it again"):
         made_with(str(tmp_path / "data"))
     assert made_with(str(tmp_path / "other")) is None
 

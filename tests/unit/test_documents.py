@@ -90,7 +90,9 @@ def test_a_document_that_is_too_long_is_one_bad_document(tmp_path: Path, ending:
             found, bad = read(tmp_path / name, size)
             assert found == rows[:at] + rows[at + 1 :]
             assert len(bad) == 1
-            assert bad[0].startswith(f"line {line - (ending == '.json')}: a document of more than 4000 bytes")
+            assert bad[0].startswith(
+                f"line {line - (ending == '.json')}: the document exceeds --max-document-mb (4000 bytes)"
+            )
             assert read(tmp_path / name, size, 1 << 20) == (rows, [])
 
 
@@ -119,9 +121,9 @@ def test_a_bad_item_of_an_array_is_one_bad_document(tmp_path: Path, kind: str) -
 def test_what_stands_in_no_array_is_said(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('[{"text": "a"},\n{"text": "b"}]\n[{"text": "c"}]')
-    assert read(path) == (["a", "b"], ["line 3: what follows the end of the array is not read"])
+    assert read(path) == (["a", "b"], ["line 3: text after the end of the array is skipped"])
     path.write_text('[{"text": "a"},\n{"text": "b"}')
-    assert read(path) == (["a", "b"], ["line 2: the array does not end: a ] is missing"])
+    assert read(path) == (["a", "b"], ["line 2: the array is not closed: a ] is missing"])
     path.write_bytes(b'[{"text": "a"},\n{"text": "\xff"}]')
     assert read(path) == (["a"], ["line 2: not UTF-8 (byte 11 is 0xff)"])
 
@@ -132,7 +134,7 @@ def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
     found, bad = read(path)
     assert found == ["a", "b\n\n", "g"]
     assert [each.split(":")[0] for each in bad] == ["line 7", "line 8", "line 9", "line 10", "line 12"]
-    assert "3 fields, the header has 2" in bad[1]
+    assert "3 fields" in bad[1] and "the header has 2" in bad[1]
     assert "not UTF-8" in bad[3]
 
 
@@ -159,7 +161,7 @@ def test_folders(tmp_path: Path) -> None:
     found = find_files([str(tmp_path)], say=said.append)
     assert list(texts(found)) == ["a", "b", "c", "d", "f"]
     assert len(said) == 1
-    assert "2 of 7 files are not read, being of another kind" in said[0]
+    assert "2 of 7 files" in said[0]
     assert "z.md" in said[0]
     find_files([f"{tmp_path}/*"], say=said.append)
     assert "2 of 7 files" in said[1]
@@ -181,7 +183,7 @@ def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.Captu
         clean(tmp_path / f"{name}.jsonl", tmp_path / f"cleaned/{name}.jsonl", "--no-shuffle")
     capsys.readouterr()
     clean(tmp_path / "cleaned", tmp_path / "clean.jsonl")
-    assert "2 reports of tools/clean_corpus.py are not read" in capsys.readouterr().err
+    assert "2 reports of tools/clean_corpus.py" in capsys.readouterr().err
     assert len(list(texts(find_files([str(tmp_path / "clean.jsonl")])))) == 18
     report = tmp_path / "cleaned/part-0.jsonl.report.json"
     assert [each.path for each in find_files([str(report)])] == [str(report)], "by its name it is read"
@@ -197,7 +199,7 @@ def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.
     lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     for name, output, says in (
-        ("train_tokenizer", "x.model", "2 bad documents left out"),
+        ("train_tokenizer", "x.model", "2 bad documents skipped"),
         ("clean_corpus", "clean.jsonl", "dropped: unreadable 2"),
     ):
         tool = importlib.import_module(f"data_utils.{name}")
@@ -211,9 +213,7 @@ def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.
             "--quiet",
         ]
         argv += ["--vocab-size", "340"] if name == "train_tokenizer" else ["--workers", "0"]
-        with pytest.raises(
-            ValueError, match=r"x.jsonl, line 101: not JSON .*\(--on-error skip leaves such documents out\)"
-        ):
+        with pytest.raises(ValueError, match=r"x.jsonl, line 101: not JSON .*--on-error skip"):
             tool.main(tool.build_parser().parse_args(argv))
         tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
         assert says in " ".join(capsys.readouterr().out.split())
@@ -300,7 +300,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
     path.write_text("\n\n".join(CHINESE), encoding="utf-8")
     with pytest.raises(InputError, match="is UTF-8, not gb18030"):
         read(path, encoding="gb18030")
-    with pytest.raises(InputError, match="is none that Python knows"):
+    with pytest.raises(InputError, match="--encoding 'klingon'"):
         find_files([str(path)], "klingon")
     path.write_bytes("好\n\n".encode("gb18030") + b"\xff\xff" + "\n\n好".encode("gb18030"))
     assert read(path, encoding="gb18030") == (["好", "好"], ["line 3: not gb18030"])
@@ -368,7 +368,7 @@ def test_a_link_to_nothing_ends_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "b.jsonl").symlink_to("/gone/b.jsonl")
     for given in (str(tmp_path), f"{tmp_path}/*"):
-        with pytest.raises(InputError, match="b.jsonl is a link to /gone/b.jsonl, which is not there"):
+        with pytest.raises(InputError, match="b.jsonl is a broken link to /gone/b.jsonl"):
             find_files([given])
 
 
@@ -388,7 +388,7 @@ def test_folders_behind_links_and_patterns(tmp_path: Path) -> None:
     for pattern in ("raw", "raw/*", "raw/**", "raw/**/*.jsonl"):
         said = []
         assert list(texts(find_files([f"{tmp_path}/{pattern}"], say=said.append))) == ["a", "c", "w"], pattern
-        assert len(said) == 1 and "is not read again" in said[0] and "raw/d" in said[0]
+        assert len(said) == 1 and "raw/d" in said[0]
 
 
 @pytest.mark.parametrize("error", [True, False], ids=["listing", "entering"])
@@ -415,7 +415,7 @@ def test_a_folder_that_cannot_be_read_ends_it(tmp_path: Path, monkeypatch: pytes
 
 def test_a_column_that_stands_there_twice(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
-    with pytest.raises(InputError, match="line 1: the column 'text' stands there more than once"):
+    with pytest.raises(InputError, match="line 1: the header lists the column 'text' more than once"):
         list(texts([Source(str(tmp_path / "a.csv"))], "text"))
 
 
@@ -431,7 +431,7 @@ def test_nothing_is_written_over_what_is_read(tmp_path: Path, name: str) -> None
     more = ["--vocab-size", "2000"] if name == "train_tokenizer" else []
     for case in cases:
         args = tool.build_parser().parse_args(["--input", str(tmp_path / "a.jsonl"), "--quiet", *more, *case])
-        with pytest.raises(InputError, match=r"is read: choose another name|would be written twice"):
+        with pytest.raises(InputError, match=r"both input and output|the name of two outputs"):
             tool.main(args)
     assert source.read_bytes() == (ROOT / "corpus/sample.jsonl").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "link.jsonl"]

@@ -12,7 +12,7 @@ from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.data.fim import Gaps
+from megatron.data.fim import FillInTheMiddle
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tasks.fim import gaps_of
@@ -23,8 +23,8 @@ PREFIX, MIDDLE, SUFFIX, EOD = 901, 902, 903, 0
 SHARES = st.floats(0, 1, exclude_max=True)
 
 
-def gaps(rate: float = 1.0, spm: float = 0.5) -> Gaps:
-    return Gaps(rate, spm, PREFIX, MIDDLE, SUFFIX, EOD)
+def gaps(rate: float = 1.0, spm: float = 0.5) -> FillInTheMiddle:
+    return FillInTheMiddle(rate, spm, PREFIX, MIDDLE, SUFFIX, EOD)
 
 
 HALF = gaps(0.5)
@@ -80,7 +80,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_number(tmp_path: Path) -> None:
             builder.add_document([*range(10 * d + 1, 10 * d + 9), EOD])
     indexed = IndexedDataset(tmp_path / "a")
 
-    def read(seed: int, numbers: list[int], chosen: Gaps | None = HALF) -> list[list[int]]:
+    def read(seed: int, numbers: list[int], chosen: FillInTheMiddle | None = HALF) -> list[list[int]]:
         dataset = GPT2Dataset(indexed, range(20), 30, seed, "train", 1000, chosen)
         return [dataset[n]["text"].tolist() for n in numbers]
 

@@ -48,7 +48,7 @@ def wrong_file(index: dict[str, Any]) -> object:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda index: [], "not an object with keys"),
+        (lambda index: [], "not a JSON object"),
         (lambda index: {}, "weight_map must give"),
         (lambda index: {"weight_map": None}, "weight_map must give"),
         (lambda index: {"weight_map": dict.fromkeys(index["weight_map"], 5)}, "weight_map must give"),
@@ -140,10 +140,10 @@ def bpe(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"add_prefix_space": True}, "says add_prefix_space True, but tokenizer.json does not"),
+        ({"add_prefix_space": True}, "sets add_prefix_space True, but tokenizer.json does not"),
         ({"added_tokens_decoder": {"400": {"content": "<mask>"}}}, "has no token '<mask>' of id 400"),
         ({"added_tokens_decoder": {"0": {"content": "<mask>"}}}, "has no token '<mask>' of id 0"),
-        ({"added_tokens_decoder": ["<mask>"]}, "must give a token for each id"),
+        ({"added_tokens_decoder": ["<mask>"]}, "added_tokens_decoder"),
         ({"eos_token": ["</s>"]}, "is not a token|not a token"),
         ({"eos_token": {"text": "</s>"}}, "not a token"),
     ],

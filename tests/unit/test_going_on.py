@@ -120,7 +120,7 @@ def test_only_success_removes_what_is_done(
     start("a", "--objective", objective)
     with pytest.MonkeyPatch.context() as patch:
         accident(tool, patch, tmp_path)
-        with pytest.raises(RuntimeError, match=f"{ACCIDENTS[accident]}.*documents are kept: start again to go on"):
+        with pytest.raises(RuntimeError, match=f"{ACCIDENTS[accident]}.*documents are kept"):
             start("b", "--objective", objective)
     if accident is no_input:
         os.rename(tmp_path / "moved", tmp_path / "x.jsonl")
@@ -150,9 +150,9 @@ def test_a_part_that_is_not_what_was_written_is_refused(start: Callable[..., Non
     part = tmp_path / "b_text_document.bin.part"
     whole = part.read_bytes()
     for content, message in (
-        (whole[:-100], "it was cut short"),
+        (whole[:-100], "it is truncated"),
         (whole[:-200] + bytes(200), "SHA-256 differs"),
-        (None, "is gone; delete"),
+        (None, "is missing; delete"),
     ):
         part.unlink()
         if content is not None:
@@ -176,7 +176,7 @@ def test_verify_finds_zeros_in_each_part(
         tool.verify(tool.build_parser().parse_args(["verify", str(tmp_path / name)]))
 
     verify("a_text_document")
-    assert capsys.readouterr().out.count("all is well (lengths, borders, checksums, ids of 0 and more)") == 3
+    assert capsys.readouterr().out.count("no problem found") == 3
     for part in ("context", "target", "target_offset"):
         verify(f"a_text_document_{part}")
         assert "checksums" in capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_verify_finds_zeros_in_each_part(
         whole = path.read_bytes()
         path.write_bytes(whole[:400] + bytes(400) + whole[800:])
         for name in ("a_text_document", f"a_text_document_{part}"):
-            with pytest.raises(ValueError, match=f"_{part}.bin, bytes 0 to .*SHA-256 differs"):
+            with pytest.raises(ValueError, match=f"_{part}.bin is damaged in bytes 0 to .*SHA-256 differs"):
                 verify(name)
         path.write_bytes(whole)
 
@@ -203,7 +203,7 @@ def test_a_disk_without_room_for_the_journal_promises_nothing(
     with pytest.MonkeyPatch.context() as patch:
         no_disk(tool, patch, tmp_path)
         patch.setattr(tool.Journal, "write", write)
-        with pytest.raises(RuntimeError, match="No space left on device.*; 0 documents are kept: start again"):
+        with pytest.raises(RuntimeError, match="No space left on device.*; 0 documents are kept"):
             start("b")
     start("b")
     assert written(tmp_path, "b") == written(tmp_path, "a")

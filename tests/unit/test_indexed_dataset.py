@@ -166,9 +166,9 @@ def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path) 
 
 def test_reading_outside_is_refused(tmp_path: Path) -> None:
     dataset = build(tmp_path / "x", [[[1, 2]], [[3]]])
-    with pytest.raises(IndexError, match="sequence 2 of 2"):
+    with pytest.raises(IndexError, match="sequence 2 does not exist"):
         dataset[2]
-    with pytest.raises(IndexError, match="tokens 1 to 3 of sequence 0, which has 2"):
+    with pytest.raises(IndexError, match="tokens 1 to 3 exceed sequence 0"):
         dataset.get(0, offset=1, length=2)
 
 
@@ -200,7 +200,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     build(tmp_path / "x", [[[1, 2]]])
     content = (tmp_path / "x.idx").read_bytes()
     (tmp_path / "x.idx").write_bytes(b"TNTIDX\x00\x00\x00" + content[9:])
-    with pytest.raises(DatasetError, match="not an index of Megatron's MMIDIDX format"):
+    with pytest.raises(DatasetError, match="Megatron's MMIDIDX format"):
         IndexedDataset(tmp_path / "x")
 
 

@@ -12,7 +12,7 @@ from data_utils import inspect_data
 from data_utils.chat_templates import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
-from megatron.data.fim import Gaps
+from megatron.data.fim import FillInTheMiddle
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron_tools.convert import export_tokenizer
 from megatron_tools.write import generate
@@ -96,7 +96,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
         assert reader.question(Conversation(turns_of(turns))).tokens == asked["input_ids"]
         for name in ADDED[2:5] if source == ROLE_MARKS else (BEGIN, END):
             for role in ("system", "user"):
-                with pytest.raises(ValueError, match="a content holds .*, which is a token of its own"):
+                with pytest.raises(ValueError, match="a message contains .*, which is a token that frames turns"):
                     reader.question(Conversation((Message(role, f"a{name}"), Message("user", "b"))))
 
 
@@ -138,7 +138,7 @@ def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer:
     reader = Reader(tokenizer, load_template(str(other), tokenizer, str(folder)))
     found = reader.question(Conversation(turns_of(CHAT[1:2])))
     assert (found.tokens, found.end) == (expected, tokenizer.eod)
-    with pytest.raises(ValueError, match=r"a content holds <\|im_end\|>"):
+    with pytest.raises(ValueError, match=r"a message contains <\|im_end\|>"):
         reader.question(Conversation((Message("user", f"a{END}"),)))
     evil = Reader(tokenizer, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
     assert evil.tokens.count(tokenizer.specials[END]) == 1
@@ -188,7 +188,7 @@ def test_a_corpus_from_before_there_were_dates(
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))
     pairs = [str(tmp_path / name) for name in "ab"]
     inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m")))
-    assert "the chat template wrote no date; the sidecar says 2024-07-26" in capsys.readouterr().out
+    assert "rendered no date; the sidecar records 2024-07-26" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spm", [False, True])
@@ -196,7 +196,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
     """A fill-in-the-middle prompt, its middle and its end make up a document as the dataset rearranges it."""
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
-    gaps = Gaps(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
+    gaps = FillInTheMiddle(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
     trained = gaps.document(text, True, spm, (0.3, 0.6)).tolist()
     kept = len(text) - 4
     begin, end = int(0.3 * (kept + 1)), int(0.6 * (kept + 1))

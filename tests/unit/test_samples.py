@@ -100,7 +100,7 @@ def test_a_part_that_stays_empty_says_so(indexed: IndexedDataset) -> None:
     (train, valid, test), notes = build_train_valid_test_datasets(indexed.prefix, "97,2,1", 64, seed=1)
     assert train is not None
     assert valid is None or test is None
-    assert any("stays empty" in note for note in notes)
+    assert any("is empty" in note for note in notes)
 
 
 def test_a_part_without_documents_is_empty_not_everything(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_part_without_documents_is_empty_not_everything(tmp_path: Path) -> Non
     assert train is not None
     assert (valid, test) == (None, None)
     assert [note.split(":")[0] for note in notes] == [
-        f"the {part} part of {tmp_path / 'one'} (0 of 1 documents) stays empty" for part in ("valid", "test")
+        f"the {part} part of {tmp_path / 'one'} (0 of 1 documents) is empty" for part in ("valid", "test")
     ]
 
 
@@ -305,8 +305,8 @@ def test_no_signal_reaches_the_processes_that_read() -> None:
     """Signals stay blocked while reader processes start, although Python unblocks them after starting its tracker."""
     code = (
         "import multiprocessing, signal\n"
-        "from megatron.data.workers import sheltered\n"
-        "with sheltered():\n"
+        "from megatron.data.workers import block_signals\n"
+        "with block_signals():\n"
         "    multiprocessing.get_context('spawn').Semaphore()\n"
         "    print(*sorted(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])))\n"
         "print(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))\n"

@@ -89,7 +89,7 @@ def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
     ids, _ = ChatEncoder(tokenizer, True).encode(ChatML().pieces(evil))
     assert ids.count(tokenizer.specials["<|im_end|>"]) == ids.count(tokenizer.specials["<|im_start|>"]) == 2
     pytest.importorskip("jinja2")
-    with pytest.raises(ValueError, match=r"a content holds <\|im_end\|>, which is a special token"):
+    with pytest.raises(ValueError, match=r"a message contains <\|im_end\|>, which is a special token"):
         load_template("tokenizer", tokenizer, str(hf_tokenizer)).pieces(evil)
 
 
@@ -137,7 +137,7 @@ def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(
     expected = theirs.apply_chat_template(system, return_dict=True)["input_ids"]
     assert ChatEncoder(ours, False).encode(template.pieces(turns_of(system)))[0] == expected
     for message in (*FORGED[:2], {"role": "system", "content": "<|im_start|>"}):
-        with pytest.raises(ValueError, match=r"a content holds <.*>, which is a token of its own"):
+        with pytest.raises(ValueError, match=r"a message contains <.*>, which is a token that frames turns"):
             template.asking(turns_of([message, CHAT[3]]))
 
 
@@ -178,10 +178,10 @@ def test_templates_know_what_they_know_in_transformers(
         ([], "not an object with messages"),
         ({"text": "a"}, "neither 'messages' nor 'instruction' and 'output'"),
         ({"messages": "a"}, "not a list of objects"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool' is none of"),
-        ({"messages": [{"role": "user", "content": None}]}, "a message of the user without a text"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
-        ({"instruction": "a", "input": 3, "output": "b"}, "is not a text"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool' is not one of"),
+        ({"messages": [{"role": "user", "content": None}]}, "a user message has no text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "is not a string"),
         ({"instruction": "a", "output": "\ud800"}, "half of a surrogate pair"),
     ],
 )
@@ -194,13 +194,13 @@ def test_a_template_that_looks_back_is_refused(hf_tokenizer: Path, tmp_path: Pat
     pytest.importorskip("jinja2")
     path, tokenizer = tmp_path / "last.jinja", load_tokenizer(str(hf_tokenizer))
     path.write_text("{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match="does not write a conversation turn by turn"):
+    with pytest.raises(ValueError, match="turn by turn"):
         load_template(str(path), tokenizer, str(hf_tokenizer)).pieces(messages_of({"messages": CHAT}))
     path.write_text("{{ raise_exception('no systems') }}")
-    with pytest.raises(ValueError, match="refuses it: no systems"):
+    with pytest.raises(ValueError, match="rejects the conversation: no systems"):
         load_template(str(path), tokenizer, str(hf_tokenizer)).pieces(messages_of({"messages": CHAT}))
     path.write_text("{% if %}")
-    with pytest.raises(ValueError, match="the chat template has a mistake"):
+    with pytest.raises(ValueError, match="the chat template is invalid"):
         load_template(str(path), tokenizer, str(hf_tokenizer))
 
 
@@ -284,23 +284,21 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
         assert all(sample["tokens"][i] == 999 and not sample["loss_mask"][i] for i in padding)
     assert seen == Counter(kept)
     note = dataset.note()
-    assert f"{len(kept)} records, {dataset.cut} of them cut to 13 tokens" in note
-    assert f"{dataset.left_out} left out" in note
+    assert f"{len(kept)} records, {dataset.cut} of them truncated to 13 tokens" in note
+    assert f"{dataset.left_out} skipped" in note
 
 
 def test_a_corpus_that_does_not_say_what_counts_is_refused(tmp_path: Path, tiny_data: str) -> None:
-    with pytest.raises(
-        DatasetError, match="--objective sft needs a corpus of tools/preprocess_data.py --objective sft"
-    ):
+    with pytest.raises(DatasetError, match="--objective sft needs a corpus"):
         build_train_valid_test_datasets(tiny_data, "1", 16, 0, seed=1)
     prefix = _corpus(tmp_path / "a", [([1, 2, 3], [0, 1, 1])])
     with IndexedDatasetBuilder(f"{prefix}_loss", np.uint8) as counts:
         counts.add_document([0, 1])
-    with pytest.raises(DatasetError, match="does not say of each token"):
+    with pytest.raises(DatasetError, match="is not a loss mask"):
         build_train_valid_test_datasets(prefix, "1", 16, 0, seed=1)
     with pytest.raises(DatasetError, match="1 records has a token that counts in the loss"):
         build_train_valid_test_datasets(_corpus(tmp_path / "b", [([1, 2, 3], [1, 0, 0])]), "1", 16, 0, seed=1)
-    with pytest.raises(DatasetError, match="holds 2, which is neither 0 nor 1"):
+    with pytest.raises(DatasetError, match="contains 2, which is neither 0 nor 1"):
         build_train_valid_test_datasets(_corpus(tmp_path / "c", [([1, 2, 3], [1, 2, 0])]), "1", 16, 0, seed=1)
 
 
@@ -317,7 +315,7 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
     _preprocess(*base, "--output-prefix", str(tmp_path / "b"), "--on-error", "skip")
     said = capsys.readouterr().out
     assert "the tokenizer has no special token <|im_start|> or <|im_end|>" in said
-    assert "1 bad and 0 empty left out" in said
+    assert "1 bad and 0 empty skipped" in said
     tokens, counts = IndexedDataset(tmp_path / "b_sft"), IndexedDataset(tmp_path / "b_sft_loss")
     tokenizer = load_tokenizer(vocab_file)
     assert (
@@ -355,11 +353,11 @@ def test_a_corpus_has_one_date(
     for day in ("2026-01-31", "2026-02-01"):
         monkeypatch.setattr(chats, "datetime", type("Day", (datetime,), {"now": staticmethod(lambda day=day: datetime.fromisoformat(day))}))  # fmt: skip
         if day == "2026-01-31":
-            with pytest.raises(RuntimeError, match="start again to go on"):
+            with pytest.raises(RuntimeError, match="documents are kept"):
                 _preprocess(*dated, "--output-prefix", str(tmp_path / "a"))
         else:
             _preprocess(*dated, "--output-prefix", str(tmp_path / "a"), "--on-error", "skip")
-    assert "--chat-date sets it" in capsys.readouterr().out
+    assert "--chat-date sets" in capsys.readouterr().out
     tokens, tokenizer = IndexedDataset(tmp_path / "a_sft"), load_tokenizer(str(hf_tokenizer))
     assert {tokenizer.decode(tokens[i].tolist())[:11] for i in range(len(tokens))} == {"31 Jan 2026"}
     assert json.loads((tmp_path / "a_sft.json").read_text())["chat_date"] == "2026-01-31T00:00:00"
@@ -367,12 +365,12 @@ def test_a_corpus_has_one_date(
     assert tokenizer.decode(IndexedDataset(tmp_path / "b_sft")[0].tolist()).startswith("26 Jul 2024")
     pairs = [str(tmp_path / name) for name in ("a_sft", "b_sft")]
     inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m_sft")))
-    assert "wrote 2 dates; the sidecar keeps the last, 2026-01-31" in capsys.readouterr().out
+    assert "2 dates; the sidecar records the last, 2026-01-31" in capsys.readouterr().out
     assert json.loads((tmp_path / "m_sft.json").read_text())["chat_date"] == "2026-01-31T00:00:00"
     for more, message in (
-        ([*dated, "--chat-date", "today"], "--chat-date today is no date"),
-        ([*base, "--chat-date", "2024-07-26"], "does not call strftime_now, so leave it out"),
-        ([*base[2:], "--chat-date", "2024-07-26"], "--chat-date is for --objective sft"),
+        ([*dated, "--chat-date", "today"], "--chat-date today is not a date"),
+        ([*base, "--chat-date", "2024-07-26"], "does not call strftime_now"),
+        ([*base[2:], "--chat-date", "2024-07-26"], "--chat-date require --objective sft"),
     ):
         with pytest.raises(ValueError, match=message):
             _preprocess(*more, "--output-prefix", str(tmp_path / "c"))
@@ -418,7 +416,7 @@ def test_a_template_that_ignores_add_generation_prompt_is_noted(
     args = Namespace(
         objective="sft", chat_template=str(tmp_path / "t.jinja"), vocab_file=str(hf_tokenizer), chat_date=None
     )
-    chats.tell(args, tokenizer)
+    chats.print_notes(args, tokenizer)
     assert ("add_generation_prompt" in capsys.readouterr().out) == noted
     template = chats.template_of(args, tokenizer)
     ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(template.pieces(messages_of({"messages": CHAT})))

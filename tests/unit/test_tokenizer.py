@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from data_utils.documents import texts
 from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from megatron.tokenizer.segment import BORDER, Cut, segmenter
+from megatron.tokenizer.segment import SEPARATOR, Cut, segmenter
 from tests.materials import SAMPLE
 
 TEXTS = [
@@ -101,7 +101,7 @@ def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> Non
     fast, slow = both_segmenters()
     for text in texts([str(sample_corpus)]):
         assert fast(text) == slow(text)
-        assert fast(text).replace(BORDER, "") == text
+        assert fast(text).replace(SEPARATOR, "") == text
 
 
 def test_ids_do_not_depend_on_what_is_installed(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "vocab.txt").write_bytes(b"a\nb\n")
     with pytest.raises(TokenizerError, match="vocab.txt has no <eod>"):
         load_tokenizer(str(tmp_path / "vocab.txt"))
-    with pytest.raises(TokenizerError, match="holds none of tokenizer.json"):
+    with pytest.raises(TokenizerError, match="contains none of tokenizer.json"):
         (tmp_path / "empty").mkdir()
         load_tokenizer(str(tmp_path / "empty"))
     with pytest.raises(TokenizerError, match="--vocab-size"):
@@ -315,9 +315,17 @@ def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path
 @pytest.mark.parametrize(
     ("about", "files", "message"),
     [
-        ({}, {}, "does not say whether texts begin with a token, .*write add_bos_token true or false there"),
-        ({"add_bos_token": True, "bos_token": "<b>"}, {}, "bos_token is '<b>', which is no token of tokenizer.model"),
-        ({"add_bos_token": True, "eos_token": "<e>"}, {}, "eos_token is '<e>', which is no token of tokenizer.model"),
+        ({}, {}, "does not set add_bos_token"),
+        (
+            {"add_bos_token": True, "bos_token": "<b>"},
+            {},
+            "bos_token is '<b>', which is not a token of tokenizer.model",
+        ),
+        (
+            {"add_bos_token": True, "eos_token": "<e>"},
+            {},
+            "eos_token is '<e>', which is not a token of tokenizer.model",
+        ),
         (
             {"add_bos_token": True},
             {"added_tokens.json": {"<|im_end|>": 330}},
@@ -389,7 +397,7 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
 def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
     about = {**LLAMA, "add_bos_token": True}
     folder = llama_folder(tmp_path, about, add_dummy_prefix=False)
-    with pytest.raises(TokenizerError, match="puts no space in front of a text: say add_prefix_space false there"):
+    with pytest.raises(TokenizerError, match="set add_prefix_space to false"):
         load_tokenizer(str(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps({**about, "add_prefix_space": False}))
     assert load_tokenizer(str(folder)).start
