@@ -87,14 +87,15 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"{where} describes a model of type {kind!r}; {', '.join(FAMILIES)} can be converted")
+        raise ValueError(f"{where}: model_type is {kind!r}; only {', '.join(FAMILIES)} can be converted")
     family, named = FAMILIES[kind], content.get("architectures") or []
     if not isinstance(named, list):
         raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
     for name in named:
         if name not in family.architectures:
             raise ValueError(
-                f"{where} is of a {name}; of {kind}, {' and '.join(family.architectures)} can be converted"
+                f"{where}: architectures names {name}; of {kind}, only {' and '.join(family.architectures)} can be "
+                f"converted"
             )
     values = dict(family.defaults)
     given: dict[str, str] = {}
@@ -102,19 +103,19 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
         name = family.aliases.get(key, key)
         if name in values:
             if name in given and values[name] != value:
-                raise ValueError(f"{where}: {given[name]} is {values[name]}, but {key}, the same thing, is {value}")
+                raise ValueError(f"{where}: {given[name]} is {values[name]}, but its alias {key} is {value}")
             check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
             given[name], values[name] = key, value
         elif name in MUST and value not in (MUST[name], None):
             raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
         elif name not in MUST and name not in HARMLESS and not is_off(key, value) and not changes_nothing(key):
             raise ValueError(
-                f"{where}: the key {key} ({value!r}) is not known here, and may change what the model computes; if it does "
-                f"not, take it out of the file"
+                f"{where}: the key {key} ({value!r}) is unknown and may change what the model computes; if it does "
+                f"not, remove it from the file"
             )
     wanted = family.defaults["is_encoder_decoder"]
     if values["is_encoder_decoder"] not in (wanted, None):
-        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, of a {kind} it is {wanted}")
+        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {wanted} for {kind}")
     if "scale_decoder_outputs" in given:  # null means false; without the key the family decides
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
@@ -138,7 +139,7 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         notes = []
         if values["embd_pdrop"] != values["resid_pdrop"]:
             notes.append(
-                f"embd_pdrop {values['embd_pdrop']} is not resid_pdrop {values['resid_pdrop']}; training on uses "
+                f"embd_pdrop {values['embd_pdrop']} is not resid_pdrop {values['resid_pdrop']}; further training uses "
                 f"--hidden-dropout {values['resid_pdrop']} for both"
             )
         return {
@@ -173,7 +174,7 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
     if not gated:
         return found
     if found != "gelu-tanh":
-        raise ValueError(f"{where}: a gated {found} (feed_forward_proj {project}) cannot be converted; gated-gelu can")
+        raise ValueError(f"{where}: feed_forward_proj {project} is a gated {found}; only gated-gelu can be converted")
     return "gated-gelu"
 
 
@@ -184,16 +185,16 @@ def _scales_logits(values: Mapping[str, Any]) -> bool:
     """
     if values["model_type"] in ("mt5", "umt5"):
         return bool(values["model_type"] == "umt5")
-    said = values["scale_decoder_outputs"]
-    return bool(said if said is not None else values["tie_word_embeddings"] is not False)
+    scaled = values["scale_decoder_outputs"]
+    return bool(scaled if scaled is not None else values["tie_word_embeddings"] is not False)
 
 
 def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
     if values["model_type"] != "umt5" or values["tie_word_embeddings"] is not False:
         return []
     return [
-        "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 those of a tied one only; "
-        "they are scaled here (--no-scale-tied-logits trains on without)"
+        "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 only if tied; "
+        "they are scaled here (--no-scale-tied-logits disables it)"
     ]
 
 
@@ -203,7 +204,9 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     Raises ValueError if the tokenizer has more tokens than the model, or other end, padding or start ids.
     """
     if tokenizer.vocab_size > values["vocab_size"]:
-        raise ValueError(f"{where}: the model has {values['vocab_size']} tokens, its tokenizer {tokenizer.vocab_size}")
+        raise ValueError(
+            f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, more than vocab_size {values['vocab_size']}"
+        )
     ends = values["eos_token_id"] if isinstance(values["eos_token_id"], list) else [values["eos_token_id"]]
     if (
         "eos_token_id" in given
@@ -215,7 +218,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
         )
     notes = []
     if len(ends) > 1:
-        notes = [f"eos_token_id names {ends}; here a text ends with {tokenizer.eod} only"]
+        notes = [f"eos_token_id lists {ends}; here only {tokenizer.eod} ends a text"]
     if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes
     if values["pad_token_id"] != tokenizer.pad:
@@ -225,7 +228,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     start = values["decoder_start_token_id"]
     if start not in (None, tokenizer.pad):
         raise ValueError(
-            f"{where}: decoder_start_token_id is {start}; here a decoder begins with the padding, {tokenizer.pad}"
+            f"{where}: decoder_start_token_id is {start}; here a decoder starts with the padding token, {tokenizer.pad}"
         )
     return notes
 
@@ -260,7 +263,10 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.activation == "swiglu", "--activation swiglu"),
         (m.hidden_bias, "--hidden-bias"),
-        (m.relative_attention_per_layer and not m.scale_tied_logits, "--relative-attention-per-layer --no-scale-tied-logits"),
+        (
+            m.relative_attention_per_layer and not m.scale_tied_logits,
+            "--relative-attention-per-layer --no-scale-tied-logits",
+        ),
     ], "T5")  # fmt: skip
     kind = "umt5" if m.relative_attention_per_layer else "t5"
     return {

@@ -149,13 +149,13 @@ def check_type(key: str, value: Any, default: Any, optional: type | None, where:
     wanted = type(default) if default is not None else optional
     ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
     if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
-        raise ValueError(f"{where}: {key} is {value!r}, where {wanted.__name__} is meant")
+        raise ValueError(f"{where}: {key} is {value!r}, not of type {wanted.__name__}")
 
 
 def activation_of(name: str, where: Path, key: str) -> str:
     """Return our name of a Hugging Face activation. Raises ValueError if we have no equivalent."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"{where}: {key} is {name}; {', '.join(ACTIVATIONS)} can be converted")
+        raise ValueError(f"{where}: {key} is {name}; only {', '.join(ACTIVATIONS)} can be converted")
     return ACTIVATIONS[name]
 
 
@@ -163,4 +163,4 @@ def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
     """Raise ConfigError for the first setting, of (is present, setting) pairs, that `model` does not support."""
     for wrong, setting in what:
         if wrong:
-            raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")
+            raise ConfigError(f"Hugging Face's {model} does not support {setting}")

@@ -50,7 +50,7 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
     notes = []
     if positions > LONGEST:
         notes.append(
-            f"the model reads {positions} tokens; settings.json has --seq-length {LONGEST} to train on with, give another"
+            f"the model has {positions} positions; settings.json has --seq-length {LONGEST} for further training"
         )
     return {
         "family": "llama", "num_layers": values["num_hidden_layers"], "hidden_size": values["hidden_size"],
@@ -70,10 +70,10 @@ def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
         return False, True
     attention, mlp = values.get("attention_bias", False), values.get("mlp_bias", False)
     if attention != mlp:
-        beside = "" if values["model_type"] == "qwen3" else f" and mlp_bias {mlp}"
+        other = "" if values["model_type"] == "qwen3" else f" and mlp_bias {mlp}"
         raise ValueError(
-            f"{where}: attention_bias is {attention}{beside}; only models with biases in all linear layers, in none, or "
-            f"(qwen2) of queries, keys and values can be converted"
+            f"{where}: attention_bias is {attention}{other}; only models with biases in all linear layers, in none, or "
+            f"(qwen2) in queries, keys and values can be converted"
         )
     return attention, attention
 
@@ -84,7 +84,7 @@ def _gated(name: str, where: Path) -> str:
     if ACTIVATIONS.get(name) == "gelu-tanh":
         return "gated-gelu"
     good = ", ".join(name for name, ours in ACTIVATIONS.items() if ours == "gelu-tanh")
-    raise ValueError(f"{where}: hidden_act is {name}; silu, swish, {good} can be converted")
+    raise ValueError(f"{where}: hidden_act is {name}; only silu, swish, {good} can be converted")
 
 
 def _window(values: Mapping[str, Any], where: Path) -> int | None:
@@ -99,8 +99,8 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
         full = values.get("max_window_layers", 0)
         if full is None and window is not None:
             raise ValueError(
-                f"{where}: max_window_layers is null; with use_sliding_window and without layer_types it must say how many "
-                f"layers have no window"
+                f"{where}: max_window_layers is null; without layer_types, use_sliding_window needs it as the number of "
+                f"layers without a window"
             )
         types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
     if len(types) != layers or len(set(types)) != 1 or types[0] not in ("full_attention", "sliding_attention"):

@@ -181,7 +181,7 @@ def test_a_corpus_from_before_there_were_dates(
         chat = export_tokenizer.chat_of(config, tokenizer, str(folder))
         assert chat.end == tokenizer.marks[END]
         (note,) = chat.notes
-        assert ("the run learned without one" if date is None else "the run learned with 2024-07-26") in note
+        assert ("trained without one" if date is None else "trained with 2024-07-26") in note
     assert template_from(source, tokenizer, str(folder)).date is not None  # a tokenizer's template, without a corpus
     for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
         corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
