@@ -61,7 +61,8 @@ FAMILIES = {
         "MT5ForConditionalGeneration",
         ("MT5ForConditionalGeneration", "T5ForConditionalGeneration", "MT5Model"),
         {
-            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
+            "feed_forward_proj": "gated-gelu",
             "decoder_start_token_id": 0,
         },
         _T5_ALIASES,
@@ -71,7 +72,8 @@ FAMILIES = {
         "UMT5ForConditionalGeneration",
         ("UMT5ForConditionalGeneration", "UMT5Model"),
         {
-            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
+            "feed_forward_proj": "gated-gelu",
             "decoder_start_token_id": 0,
         },
         _T5_ALIASES,
@@ -143,7 +145,8 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
                 f"--hidden-dropout {values['resid_pdrop']} for both"
             )
         return {
-            "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"], "num_attention_heads": values["n_head"],
+            "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"],
+            "num_attention_heads": values["n_head"],
             "ff_hidden_size": values["n_inner"], "vocab_size": values["vocab_size"],
             "max_position_embeddings": values["n_positions"], "seq_length": values["n_positions"],
             "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["resid_pdrop"],
@@ -158,8 +161,10 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         "relative_attention_num_buckets": values["relative_attention_num_buckets"],
         "relative_attention_max_distance": values["relative_attention_max_distance"],
         "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["dropout_rate"],
-        "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where), "tie_embeddings": tied,
-        "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5", "position_embedding": "relative", "normalization": "rmsnorm",
+        "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where),
+        "tie_embeddings": tied,
+        "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5",
+        "position_embedding": "relative", "normalization": "rmsnorm",
         "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
     }, _notes_on_scale(values)  # fmt: skip
 
@@ -247,7 +252,8 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
         (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
     ], "GPT-2")  # fmt: skip
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_positions": positions,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size,
+        "n_positions": positions,
         "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ff_size,
         "activation_function": _their_activation(m), "scale_attn_weights": m.scale_attention,
         "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
@@ -275,7 +281,8 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         "num_decoder_layers": m.decoder_layers, "num_heads": m.num_attention_heads,
         "relative_attention_num_buckets": m.relative_attention_num_buckets,
         "relative_attention_max_distance": m.relative_attention_max_distance, "dropout_rate": m.hidden_dropout,
-        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": _their_activation(m), "is_encoder_decoder": True,
+        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": _their_activation(m),
+        "is_encoder_decoder": True,
         "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.scale_tied_logits,
         "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": DTYPES[dtype],
     }  # fmt: skip

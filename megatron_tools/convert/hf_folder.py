@@ -28,7 +28,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
 HEAD = "lm_head.weight"
 # Names of the embedding matrix; a file may hold it under any of them.
 EMBEDDINGS = (
-    "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
+    "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight", HEAD,
 )  # fmt: skip
 PREFIX = re.compile(r"^(transformer|model)\.")  # files of a model without its head lack this prefix
 CONSTANT = re.compile(

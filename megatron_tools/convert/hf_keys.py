@@ -11,7 +11,8 @@ from megatron.config.fields import ConfigError
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of activations here by their Hugging Face names. Functions not listed compute something else.
 ACTIVATIONS = {
-    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_accurate": "gelu-tanh",
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh",
+    "gelu_accurate": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
 }  # fmt: skip
 # Keys without effect on the logits: training, generation, other heads, files and labels.
@@ -88,7 +89,8 @@ HARMLESS = frozenset(
 )
 # Keys that change the computation, with the only supported value.
 MUST: dict[str, Any] = {
-    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False,
+    "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
 # Names found in re-uploaded models that no class of these families reads, although they look relevant.
@@ -110,8 +112,10 @@ NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
 # Types of keys whose value may be null.
 OPTIONAL: dict[str, type] = {
     "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
-    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
-    "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int, "max_window_layers": int,
+    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool,
+    "n_positions": int,
+    "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int,
+    "max_window_layers": int,
     "layer_types": list, "rope_theta": float, "rope_scaling": dict, "rope_parameters": dict,
 }  # fmt: skip
 

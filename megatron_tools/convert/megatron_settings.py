@@ -12,9 +12,12 @@ from .megatron_lm import RankFiles
 # equivalent.
 MUST: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
-    "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,), "qk_l2_norm": (False,),
-    "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",), "add_position_embedding": (True,),
-    "untie_embeddings_and_output_weights": (False,), "group_query_attention": (False,), "multi_latent_attention": (False,),
+    "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",),
+    "add_position_embedding": (True,),
+    "untie_embeddings_and_output_weights": (False,), "group_query_attention": (False,),
+    "multi_latent_attention": (False,),
     "num_experts": (None, 1, [1]), "window_size": (None,), "softmax_type": ("vanilla",), "mtp_num_layers": (None, 0),
     "add_bias_linear": (True,), "attention_output_gate": (False,), "heterogeneous_layers_config_path": (None,),
 }  # fmt: skip

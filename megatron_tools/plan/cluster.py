@@ -48,8 +48,8 @@ class Cluster:
         """Return the peak FLOP/s of matmuls in `dtype`. Raises ValueError if the data sheet has none."""
         if dtype not in self.peak_tflops:
             raise ValueError(
-                f"the cluster {self.name} names no peak for {dtype}: use --precision {' or '.join(self.peak_tflops)}, or add it "
-                f"to peak_tflops of its file"
+                f"cluster {self.name} has no peak_tflops for {dtype}; use --precision {' or '.join(self.peak_tflops)}, "
+                f"or add it to the cluster's file"
             )
         return self.peak_tflops[dtype] * 1e12
 
@@ -64,7 +64,7 @@ def load_cluster(name: str) -> Cluster:
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in presets.folder("clusters").glob("*.json")))
         raise ValueError(
-            f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json"
+            f"there is no cluster {name}; use one of {known}, or a JSON file like configs/clusters/a100.json"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -77,12 +77,12 @@ def load_cluster(name: str) -> Cluster:
     try:
         return _cluster(found)
     except ValueError as error:
-        raise ValueError(f"{path} does not describe a cluster: {error}; configs/clusters/a100.json does") from None
+        raise ValueError(f"{path} is not a valid cluster: {error}; see configs/clusters/a100.json") from None
 
 
 def _cluster(found: Any) -> Cluster:
     """Validate a parsed description and return the cluster. Raises ValueError naming the error."""
-    _keys(found, Cluster, "it")
+    _keys(found, Cluster, "the file")
     if found["kind"] not in ("cpu", "accelerator"):
         raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
     if not isinstance(found["name"], str) or not isinstance(found["sources"], list):
@@ -108,12 +108,12 @@ def _cluster(found: Any) -> Cluster:
 def _keys(found: Any, kind: type, what: str) -> None:
     """Raise ValueError unless `found` is an object with exactly the fields of `kind`."""
     if not isinstance(found, dict):
-        raise ValueError(f"{what} is no JSON object")
+        raise ValueError(f"{what} is not a JSON object")
     names = {f.name for f in fields(kind)}
     if missing := sorted(names - set(found)):
         raise ValueError(f"{what} lacks {', '.join(missing)}")
     if strange := sorted(set(found) - names):
-        raise ValueError(f"{what} has {', '.join(strange)}, which nothing reads")
+        raise ValueError(f"{what} has {', '.join(strange)}, which is unknown")
 
 
 def _positive(name: str, value: Any) -> None:

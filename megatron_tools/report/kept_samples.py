@@ -31,7 +31,7 @@ def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
     known = {(row["iteration"], row["prompt"], row["tokens"]) for row in rows}
     found = checkpoints_of(run_dir)
     if not found:
-        raise ValueError(f"{run_dir} keeps no checkpoint that could write after --prompt")
+        raise ValueError(f"{run_dir} has kept no checkpoint to continue --prompt with")
     for iteration, checkpoint in found:
         asked = [prompt for prompt in prompts if (iteration, prompt, longest) not in known]
         if not asked:

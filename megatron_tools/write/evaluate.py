@@ -111,7 +111,8 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         "perplexity": math.exp(min(score.nats / score.tokens, 700)),
         "bits_per_byte": score.nats / math.log(2) / max(score.bytes, 1),
         "bits_per_character": score.nats / math.log(2) / max(score.characters, 1),
-        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest, "stride": stride,
+        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest,
+        "stride": stride,
     }  # fmt: skip
 
 
