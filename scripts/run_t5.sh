@@ -34,5 +34,5 @@ fi
 train "$@"
 # The end of a gap is one token, what may stand in it thousands: drawn more sharply, a young model would leave most gaps empty.
 # So what it has learned is shown, too: the tokens that it puts first in a gap more often than their share of the text would.
-SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --favoured 5}
+SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --top-lift 5}
 if [ -n "${PROMPT:-}" ]; then look "$PROMPT"; else look "春天来了，${gap}都开了。" "他说：\"你去哪里${gap}\"" "The river runs ${gap} the sea."; fi
