@@ -77,7 +77,7 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
     return described
 
 
-def named_class(settings: Mapping[str, Any], source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
+def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
     """Return the settings that keep AutoTokenizer from replacing the class.
 
     is_json: the folder has a tokenizer.json.

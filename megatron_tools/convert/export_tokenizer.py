@@ -107,7 +107,7 @@ def write_tokenizer(
                 f"this folder; load {source.name} with this project's tokenizers",
                 *(["no chat template is exported, because it needs such a tokenizer"] if chat.source else []),
             ]
-    described |= named_class(described, source, model_type, theirs is not None)
+    described |= named_class(source, model_type, theirs is not None)
     for file in TOKEN_FILES:
         if source.with_name(file).is_file():
             (folder / file).write_bytes(source.with_name(file).read_bytes())

@@ -30,6 +30,10 @@ _T5 = {
     "tie_word_embeddings": True, "scale_decoder_outputs": None, "pad_token_id": 0, "eos_token_id": 1,
     "decoder_start_token_id": None, "is_encoder_decoder": True, "n_positions": None,
 }  # fmt: skip
+_MT5 = {
+    **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}  # fmt: skip
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
@@ -60,22 +64,14 @@ FAMILIES = {
     "mt5": Family(
         "MT5ForConditionalGeneration",
         ("MT5ForConditionalGeneration", "T5ForConditionalGeneration", "MT5Model"),
-        {
-            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
-            "feed_forward_proj": "gated-gelu",
-            "decoder_start_token_id": 0,
-        },
+        _MT5,
         _T5_ALIASES,
         _DEAD_TABLE,
     ),
     "umt5": Family(
         "UMT5ForConditionalGeneration",
         ("UMT5ForConditionalGeneration", "UMT5Model"),
-        {
-            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
-            "feed_forward_proj": "gated-gelu",
-            "decoder_start_token_id": 0,
-        },
+        _MT5,
         _T5_ALIASES,
     ),
     **hf_llama.FAMILIES,

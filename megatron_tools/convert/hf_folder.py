@@ -74,8 +74,8 @@ class FolderReader:
             self._where: Mapping[str, str] = _weight_map(index)
             if single and set(self._where.values()) != {"model.safetensors"}:
                 raise ValueError(
-                    f"{folder} contains model.safetensors and a model.safetensors.index.json of other files: one is left "
-                    f"over from another model; remove it (transformers reads the first)"
+                    f"{folder} contains model.safetensors and a model.safetensors.index.json of other files: one is "
+                    f"left over from another model; remove it (transformers reads the first)"
                 )
         elif single:
             self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
@@ -101,7 +101,7 @@ class FolderReader:
     def shapes(self) -> list[list[int]]:
         """Return the shapes of all tensors in the folder's files."""
         files = [self._open(name) for name in sorted(set(self._where.values()))]
-        return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118  # no mapping
+        return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118
 
     def holds(self, name: str) -> bool:
         """Return whether the files hold a tensor under this name, with or without its prefix."""
@@ -124,7 +124,7 @@ class FolderReader:
             raise ValueError(f"{self.folder} contains no tensor {name}")
         self._asked.add(found)
         file = self._open(self._where[found])
-        if found not in file.keys():  # noqa: SIM118  # no mapping
+        if found not in file.keys():  # noqa: SIM118
             raise ValueError(f"{self.folder / self._where[found]} lacks {found}, which the index lists there")
         return file, found
 

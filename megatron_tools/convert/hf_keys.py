@@ -95,18 +95,19 @@ MUST: dict[str, Any] = {
 }  # fmt: skip
 # Names found in re-uploaded models that no class of these families reads, although they look relevant.
 UNREAD = re.compile(
-    r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special|predict_special_tokens"
-    r"|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
+    r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
+    r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
 )
 # Words in keys with which other families change what a model computes; test_hf_keys.py checks them against
 # transformers.
 COMPUTES = re.compile(
-    r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position|residual|emb|act|gat"
-    r"|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim|size|block|stride|kernel|num_|n_|theta|query"
-    r"|key|eps|tie|memory|mem_|mix|chunk|local|global|span|bucket|group|depth|width|channel|interleav|drop|prob|rate|swiglu|glu|dense"
-    r"|causal|mup|decoder|encoder|linear|sparse|clamp|clip|limit|temperature|index|share|use_|weight|alpha|beta|hc_|prefix_lm|expand"
-    r"|_pos|max_period|sinusoid|cycles|d_|latent|mult|altup|first_k|lower_bound|type$|jitter|patch|dff|scoring|method|_config|time_step|afn"
-    r"|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
+    r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position"
+    r"|residual|emb|act|gat|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim"
+    r"|size|block|stride|kernel|num_|n_|theta|query|key|eps|tie|memory|mem_|mix|chunk|local|global|span|bucket"
+    r"|group|depth|width|channel|interleav|drop|prob|rate|swiglu|glu|dense|causal|mup|decoder|encoder|linear"
+    r"|sparse|clamp|clip|limit|temperature|index|share|use_|weight|alpha|beta|hc_|prefix_lm|expand|_pos|max_period"
+    r"|sinusoid|cycles|d_|latent|mult|altup|first_k|lower_bound|type$|jitter|patch|dff|scoring|method|_config"
+    r"|time_step|afn|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
 )
 NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
 # Types of keys whose value may be null.

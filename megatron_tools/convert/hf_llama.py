@@ -107,14 +107,14 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
         full = values.get("max_window_layers", 0)
         if full is None and window is not None:
             raise ValueError(
-                f"{where}: max_window_layers is null; without layer_types, use_sliding_window needs it as the number of "
-                f"layers without a window"
+                f"{where}: max_window_layers is null; without layer_types, use_sliding_window needs it as the number "
+                f"of layers without a window"
             )
         types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
     if len(types) != layers or len(set(types)) != 1 or types[0] not in ("full_attention", "sliding_attention"):
         raise ValueError(
-            f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must make all {layers} layers "
-            f"full_attention or all sliding_attention; models whose layers differ cannot be converted"
+            f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must make all {layers} "
+            f"layers full_attention or all sliding_attention; models whose layers differ cannot be converted"
         )
     slides = types[0] == "sliding_attention"
     if slides and window is None or not slides and window is not None and "use_sliding_window" not in values:

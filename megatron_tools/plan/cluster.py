@@ -1,12 +1,11 @@
 """Description of a cluster from data sheets: configs/clusters/*.json."""
 
-import json
 import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron import presets
-from megatron.json_text import describe_json
+from megatron.config.command_line import read_json
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # dtypes of matmuls
 
@@ -66,16 +65,9 @@ def load_cluster(name: str) -> Cluster:
         raise ValueError(
             f"there is no cluster {name}; use one of {known}, or a JSON file like configs/clusters/a100.json"
         )
+    content = read_json(str(path))
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}, {describe_json(text, error)}") from None
-    try:
-        return _cluster(found)
+        return _cluster(content)
     except ValueError as error:
         raise ValueError(f"{path} is not a valid cluster: {error}; see configs/clusters/a100.json") from None
 

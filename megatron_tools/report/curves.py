@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import mul
 from typing import Any, NamedTuple
 
 from .runs import Row, RunRead
@@ -123,7 +125,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
     found = []
     for key, title, unit, log, factor in OF_TRAINING:
         lines = [
-            line(i, title.lower(), "plain", _points(run.part("train"), key, lambda value, f=factor: f * value))  # type: ignore[misc]
+            line(i, title.lower(), "plain", _points(run.part("train"), key, partial(mul, factor)))
             for i, run in enumerate(runs)
         ]
         if key in SHOWN_AT_ZERO or any(value for each in lines for value in each["y"]):

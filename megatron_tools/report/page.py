@@ -54,7 +54,7 @@ def _body(
     runs: Sequence[RunRead],
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
-    now: float | None = None,
+    now: float | None,
 ) -> str:
     """Return the page's content, without its head and scripts."""
     columns = [[*facts.results(run), *facts.machine(run, count)] for run, count in zip(runs, parameters, strict=True)]

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from data_utils.cli import Parser, run
 from megatron.atomic import whole_file, write_text
@@ -18,7 +17,7 @@ from megatron.training.memory.sizes import parameters
 
 from . import facts
 from .page import page
-from .runs import RunRead, names_of, read_run
+from .runs import Row, RunRead, names_of, read_run
 from .timetable import read_timetable
 from .unigram import of_targets, of_text
 
@@ -26,7 +25,6 @@ EXAMPLES = """\
   python tools/report.py runs/gpt2                        writes report.html and loss.png to its folder
   python tools/report.py runs/a runs/b --output both.html
   python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with samples of each kept checkpoint"""
-Row = dict[str, Any]
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:

@@ -78,7 +78,9 @@ class Recorder:
             "layers": [name for name, _ in named_layers(self._model)],
             "kinds": {name: type(module).__name__ for name, module in _modules(named_layers(self._model))},
             "specs": {name: _plain(parameter) for name, parameter in global_parameters(self._model)},
-            "weights": {name: zero_state.get_weight(p).detach().cpu().clone() for name, p in global_parameters(self._model)},
+            "weights": {
+                name: zero_state.get_weight(p).detach().cpu().clone() for name, p in global_parameters(self._model)
+            },
         }  # fmt: skip
         self._initial_buffers = _buffers(self._model)
         self._listen(engine)
@@ -89,7 +91,8 @@ class Recorder:
             ]
         for name, parameter in global_parameters(self._model):
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(partial(self._add_gradient, name)))  # type: ignore[no-untyped-call]
+                hook = parameter.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
         self._original = engine.train_batch
         engine.train_batch = self._train_batch  # type: ignore[method-assign]
         return engine

@@ -20,13 +20,13 @@ from megatron.checkpointing import find_checkpoint, load_weights
 from megatron.checkpointing.shapes import described
 from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
-from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
 
 from ..convert.hf_config import check_tokenizer
 from ..convert.hf_folder import Folder, is_hf_folder
-from .lm_eval import Harness, evaluate_tasks
-from .scoring import Logits, Score, boundary, completes, nats_of
+from .lm_eval import Harness, Subject, evaluate_tasks
+from .scoring import Score, boundary, completes, nats_of
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
@@ -34,13 +34,6 @@ EXAMPLES = """\
       each line {"context": "...", "target": "..."}: is the target the greedy continuation?
   python tools/evaluate.py --hf exported/ --input held_out.jsonl
   python tools/evaluate.py --load runs/gpt2 --tasks lambada_openai,hellaswag    (pip install lm-eval)"""
-
-
-class Subject:
-    """A model to evaluate: its logits, tokenizer, context window in tokens, and device."""
-
-    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
-        self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
 
 
 def ours(args: argparse.Namespace) -> Subject:

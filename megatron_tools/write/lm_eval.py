@@ -1,6 +1,7 @@
 """Tasks of EleutherAI's lm-eval harness (Gao et al.) for any left-to-right model, ours or Hugging Face's."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +11,18 @@ from megatron.tokenizer import Tokenizer
 from .scoring import Logits, boundary, nats_of
 
 
-class Harness:
-    """The model interface that lm-eval requires; each method takes a list of its requests.
+@dataclass
+class Subject:
+    """A model to evaluate. longest: context window in tokens."""
 
-    longest: context window in tokens.
-    """
+    logits_of: Logits
+    tokenizer: Tokenizer
+    longest: int
+    device: torch.device
 
-    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
-        self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
+
+class Harness(Subject):
+    """The model interface that lm-eval requires; each method takes a list of its requests."""
 
     @torch.no_grad()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
