@@ -69,10 +69,10 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
     if not like.numel():
         return 0.0
     a, b = value.double(), like.double()
-    size, apart = b.square().mean().sqrt().item(), (a - b).square().mean().sqrt().item()
-    if apart == 0.0:
+    size, distance = b.square().mean().sqrt().item(), (a - b).square().mean().sqrt().item()
+    if distance == 0.0:
         return 0.0
-    relative = apart / max(size, floor) if max(size, floor) else float("inf")
+    relative = distance / max(size, floor) if max(size, floor) else float("inf")
     return relative if relative == relative else float("inf")  # NaN does not agree
 
 
@@ -245,12 +245,12 @@ def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: floa
     errors = [error_of(whole, like, floor) for whole in wholes]
     worst = max(errors)
     each = "" if len(errors) == 1 else f" on copy {errors.index(worst)} of {len(errors)}"
-    apart = (
+    note = (
         ""
         if len(wholes) == 1 or max(error_of(w, wholes[0], floor) for w in wholes) <= worst / 100
         else ", and the copies differ from each other"
     )
-    return worst, f"{what} differs by {worst:.1e}{each}{apart}"
+    return worst, f"{what} differs by {worst:.1e}{each}{note}"
 
 
 def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
