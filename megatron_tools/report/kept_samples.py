@@ -8,8 +8,9 @@ from megatron.atomic import write_text
 from megatron.config.command_line import from_file
 from megatron.training.run_folder import save_dir_of
 
-from ..write.generate import answers, load
 from ..write.generate import build_parser as generate_parser
+from ..write.generate import load
+from ..write.writer import answers
 from .runs import SAMPLES, read_lines
 
 

@@ -21,7 +21,7 @@ from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
-from megatron_tools.write.writer import batches
+from megatron_tools.write.writer import answers, batches
 from tests.support import FULL, ROOT, command, covering, on_ranks, train_gpt2
 from tests.unit.test_generation import CPM_FLAGS, DECODERS, PROMPT
 from tests.unit.test_t5_model import T5_FLAGS
@@ -175,10 +175,10 @@ def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_
     sizes = [len(numbers) for numbers in batches(asked, 3)]
     assert max(sizes) > 1 and len(sizes) > 2
     assert sorted(itertools.chain(*batches(asked, 3))) == list(range(len(TEXTS)))
-    single = list(tool.answers(writer, TEXTS, args, 1))
+    single = list(answers(writer, TEXTS, args, 1))
     assert [prompt for prompt, _ in single] == TEXTS
     for size in (2, 16):
-        assert list(tool.answers(writer, TEXTS, args, size)) == single
+        assert list(answers(writer, TEXTS, args, size)) == single
 
 
 def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypatch: pytest.MonkeyPatch) -> None:

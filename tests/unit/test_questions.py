@@ -18,6 +18,7 @@ from megatron_tools.convert import export_tokenizer
 from megatron_tools.write import generate
 from megatron_tools.write import prompts as asking
 from megatron_tools.write.questions import Conversation, Infill, Reader, answer
+from megatron_tools.write.writer import Writer
 from tests.cli.test_convert_llama import tokenizer_of
 
 from .test_sft import CHAT, CHATML
@@ -269,7 +270,7 @@ def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> Non
     with pytest.raises(ValueError, match="omit the suffix"):
         Reader(SentinelTokenizer(tokenizer, 4, "t5")).question(Infill("a", "b"))
     with pytest.raises(ValueError, match="give --fim-tokens PREFIX MIDDLE SUFFIX"):
-        writer: Any = generate.Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
+        writer: Any = Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
         writer.question(Infill("a", "b"))
 
 
