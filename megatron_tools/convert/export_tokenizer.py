@@ -23,7 +23,7 @@ from megatron.tokenizer.load import file_of
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
 from .export_roles import REPLACED, named_class, tokenizer_settings
-from .hf_tokenizer import as_theirs, is_t5_model
+from .hf_tokenizer import is_t5_model, to_hf_tokenizer
 
 
 class Chat(NamedTuple):
@@ -91,7 +91,7 @@ def write_tokenizer(
     If transformers would read a different tokenizer, a placeholder is written so that it reads none.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    source, theirs = file_of(vocab_file), as_theirs(base)
+    source, theirs = file_of(vocab_file), to_hf_tokenizer(base)
     if theirs is not None:
         positions = config.positions if config.model.position_embedding == "learned" else None
         described = tokenizer_settings(base, source, positions)

@@ -206,7 +206,7 @@ def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
             good.append(Layout(config, layout.resolved, layout.devices, layout.stages, layout.memory, cost))
     if good:
         return sorted(good, key=_rank)
-    raise ValueError(_why(wanted) if leanest is None else _too_large(wanted, leanest))
+    raise ValueError(_explain_no_layout(wanted) if leanest is None else _explain_too_large(wanted, leanest))
 
 
 def _rank(layout: Layout) -> tuple[float, float]:
@@ -214,7 +214,7 @@ def _rank(layout: Layout) -> tuple[float, float]:
     return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.worst.total
 
 
-def _too_large(wanted: Wanted, leanest: Layout) -> str:
+def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
     """Return the error if nothing fits: memory of the leanest layout, and a sufficient number of devices."""
     need, there = leanest.worst.total / 1e9, USABLE * wanted.cluster.memory
     return (
@@ -238,7 +238,7 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
     return count
 
 
-def _why(wanted: Wanted) -> str:
+def _explain_no_layout(wanted: Wanted) -> str:
     """Return why no layout is valid: the error of the layout that the settings themselves describe."""
     c, replicas = wanted.config, wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}

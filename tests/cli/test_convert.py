@@ -259,14 +259,14 @@ def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_cor
     """
     from data_utils.documents import texts
     from data_utils.tokenizer_training import train_cpm, train_sentencepiece
-    from megatron_tools.convert.hf_tokenizer import as_theirs
+    from megatron_tools.convert.hf_tokenizer import to_hf_tokenizer
 
     train_cpm(texts([str(sample_corpus)]), str(tmp_path / "cpm.model"), 3000)
-    assert as_theirs(load_tokenizer(str(tmp_path / "cpm.model"))) is None
+    assert to_hf_tokenizer(load_tokenizer(str(tmp_path / "cpm.model"))) is None
     for kind in ("bpe", "unigram"):
         train_sentencepiece(texts([str(sample_corpus)]), str(tmp_path / "own.model"), 3000, kind)
         ours = load_tokenizer(str(tmp_path / "own.model"))
-        theirs: Any = as_theirs(ours)
+        theirs: Any = to_hf_tokenizer(ours)
         for text in texts([str(sample_corpus)]):
             assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
             assert theirs.decode(ours.encode(text)) == text
