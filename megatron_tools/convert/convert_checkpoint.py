@@ -338,7 +338,7 @@ def build_parser() -> Parser:
     add(
         "--num-layers",
         type=int,
-        help="layers of the --from-megatron model, if it has one file per layer that do not record the number",
+        help="layers of the --from-megatron model, if it has one file per layer and no record of the number",
     )
     add(
         "--checkpoint-version",

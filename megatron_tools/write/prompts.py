@@ -94,7 +94,10 @@ def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file
     else:
         found = load_template(name, tokenizer, vocab_file)
     if missing := missing_marks(found, tokenizer):
-        print(f"note: the tokenizer has no special token {' or '.join(missing)}: encoded as text", file=sys.stderr)
+        print(
+            f"note: the tokenizer has no special token {' or '.join(missing)}, which is encoded as text",
+            file=sys.stderr,
+        )
     return found
 
 
