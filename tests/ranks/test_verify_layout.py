@@ -195,7 +195,7 @@ FORWARD = [(NoGather, ""), (NoSum, ""), (OwnDropout, "")]
 @pytest.mark.parametrize("fault", covering([fault for fault, _ in FORWARD], lambda fault: fault is NoGather))
 def test_a_wrong_output_is_named(fault: type[Faulty], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(fault, Layout(tp=2), tmp_path, tiny_data, vocab_file)
-    assert not found.agrees and found.first_values is None and found.forward
+    assert not found.agrees and found.initial_values is None and found.forward
     assert (found.forward.layer, found.forward.name) == (f"{AT}", f"{AT}.extra")
     assert found.forward.kind == fault.__name__
     table = as_table([found], TOLERANCE["fp32"])
@@ -204,7 +204,7 @@ def test_a_wrong_output_is_named(fault: type[Faulty], tmp_path: Path, tiny_data:
 
 def test_a_gradient_that_is_not_summed_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(NormForgets, Layout(tp=2, sp=True), tmp_path, tiny_data, vocab_file)
-    assert not found.agrees and found.forward is None and found.first_values is None and found.backward
+    assert not found.agrees and found.forward is None and found.initial_values is None and found.backward
     assert found.backward.name == "layers.1.input_layernorm.weight" and found.others == 0
     assert "the copies differ from each other" in found.backward.words
 
@@ -216,10 +216,10 @@ def test_a_gradient_of_a_share_is_named(tmp_path: Path, tiny_data: str, vocab_fi
 
 
 @pytest.mark.full
-def test_first_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+def test_initial_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(OwnValues, Layout(tp=2), tmp_path, tiny_data, vocab_file)
-    assert found.first_values and found.first_values.name == f"{AT}.extra.scale"
-    assert "never seeded by the rank" in found.first_values.words
+    assert found.initial_values and found.initial_values.name == f"{AT}.extra.scale"
+    assert "the same random seed" in found.initial_values.words
 
 
 def test_a_buffer_that_differs_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

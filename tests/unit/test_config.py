@@ -177,9 +177,9 @@ def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: P
     ("text", "message"),
     [
         ('{\n "lr": \n}', "a.json, line 3: Expecting value"),
-        ('{\n "lr": 1,\n "gas": 2,\n\n}', "a.json, line 3: JSON has no comma before a closing }"),
-        ('{"gas": [\n1, ]}', "a.json, line 2: JSON has no comma before a closing ]"),
-        ('{\n // the rate\n "lr": 1}', "a.json, line 2: JSON has no comments"),
+        ('{\n "lr": 1,\n "gas": 2,\n\n}', "a.json, line 3: JSON does not allow a comma before }"),
+        ('{"gas": [\n1, ]}', "a.json, line 2: JSON does not allow a comma before ]"),
+        ('{\n // the rate\n "lr": 1}', "a.json, line 2: JSON does not allow comments"),
     ],
 )
 def test_bad_json_names_the_line(text: str, message: str, tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_all_faults_of_flags_and_files(examined: Callable[..., Any], tmp_path: P
     refused = tmp_path / "ds.json"
     refused.write_text('{"scheduler": {}}')
     check("ds_config", "'scheduler' has no effect here", "--deepspeed-config", str(refused))
-    check("tokens", "a sample takes 4097", "--seq-length", "4096", state="warning")
-    check("tokens", "a sample takes 100001", "--seq-length", "100000")
+    check("tokens", "a sample needs 4097", "--seq-length", "4096", state="warning")
+    check("tokens", "a sample needs 100001", "--seq-length", "100000")
     check("data", "there is no", data=str(tmp_path / "nowhere"))
     check("ids", "the vocabulary ends at 499", "--vocab-size", "500")
 
@@ -99,7 +99,7 @@ def test_all_faults_of_flags_and_files(examined: Callable[..., Any], tmp_path: P
     check("data", "100", data=str(cut))
     shutil.copy(tiny_data + ".bin", f"{cut}.bin")
     Path(f"{cut}.json").write_text(json.dumps({"fingerprint": "0" * 64}))
-    check("tokenizer of the data", "was made with the one of SHA-256 000000000000", data=str(cut))
+    check("tokenizer of the data", "SHA-256 000000000000", data=str(cut))
 
 
 def test_memory_and_disk(examined: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +289,8 @@ def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     assert read is not None and read.model.hidden_size == 16 and found[0].state == "ok"
     written = str(tmp_path / "config.json")
     read, found = settings.read(MODEL, written, 1)
-    assert read is not None and f"of the flags given, not of {written}" in found[0].words
-    assert "flags given" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
+    assert read is not None and f"given flags, not {written}" in found[0].words
+    assert "given flags" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> 
 
 def test_prompts_of_different_lengths_are_not_read_together() -> None:
     model: Any = build("gpt2", True).model  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"must be of one length, not \[2, 1\] tokens"):
+    with pytest.raises(ValueError, match=r"must have equal length, not \[2, 1\] tokens"):
         GPT2Stepper(model, [[1, 2], [3]], 24)
 
 

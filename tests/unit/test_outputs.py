@@ -280,7 +280,7 @@ def test_what_a_pickle_asks_for_is_named_in_every_protocol(tmp_path: Path, proto
         pickle_protocol=protocol,
         _use_new_zipfile_serialization=zipped,
     )
-    with pytest.raises(ValueError, match=rf"{path} asks for (posix|os).system"):
+    with pytest.raises(ValueError, match=rf"{path} requests (posix|os).system"):
         load_plain(path)
     torch.save({"weight": torch.ones(2)}, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     if protocol <= 3:

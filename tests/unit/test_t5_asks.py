@@ -15,8 +15,8 @@ from megatron.data.spans import SpanPlan
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset
 from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron_tools.write.generate import Writer
 from megatron_tools.write.prompts import reader_of
+from megatron_tools.write.writer import Writer
 
 SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 
