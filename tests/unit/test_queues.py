@@ -1,4 +1,4 @@
-"""Schedules under queued messages: deadlocks under NCCL's rules are found, and none of our schedules has one."""
+"""Deadlocks of pipeline schedules under NCCL's message order are detected, and no built-in schedule has one."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -48,7 +48,7 @@ def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
 def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
-    """Receives posted when needed cannot deadlock, even if stages wait for their device before each computation."""
+    """With receives posted only when needed, no schedule deadlocks, even if stages synchronise with their device."""
     for stages in (2, 3, 4, 8):
         for micros in (1, stages + 1, 4 * stages):
             finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))
@@ -65,7 +65,7 @@ def test_no_two_borders_of_a_stage_have_the_same_colour(stages: int) -> None:
 
 
 def one_group(border: int, stages: int, right: bool) -> Hashable:
-    """Return one queue key for each direction, as with one process group per direction."""
+    """Return the message queue of a stage boundary: one per direction, as with one process group per direction."""
     return right
 
 
@@ -102,7 +102,7 @@ def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
 def test_groups_by_colour_cost_no_time(name: str) -> None:
-    """Two groups per direction, by boundary parity, cost no time compared with one queue per boundary."""
+    """Two process groups per direction, by boundary parity, are as fast as one group per boundary and direction."""
     for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
         plan = plan_of(name, stages, micros)
         apart = finish(plan, Rules(queue=lambda border, stages, right: (border, right)))
