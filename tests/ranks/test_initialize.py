@@ -1,4 +1,4 @@
-"""Initialisation of a run's process groups, and their timeouts."""
+"""Process groups of a run: timeouts at the start and in steps, and reports of ranks that hang."""
 
 import time
 from datetime import timedelta
@@ -29,7 +29,7 @@ def _late() -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    """--startup-timeout-minutes also applies to the creation of the grid's groups, not only of the world."""
+    """--startup-timeout-minutes also ends a wait for a late rank in a pipeline group, not only in the world group."""
     waited, _ = on_ranks(2, _late)
     assert 2 < waited < 6
 
@@ -50,7 +50,7 @@ def _steps() -> float:
 
 
 def test_steps_have_a_timeout_of_their_own() -> None:
-    """The timeout of steps applies to groups created before and after it is set."""
+    """--distributed-timeout-minutes ends waits of training steps, also in groups that are created later."""
     waited, _ = on_ranks(2, _steps)
     assert 1 < waited < 4
 

@@ -141,7 +141,7 @@ def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> No
 
 
 def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: Path) -> None:
-    """A new --rope-scaling drops a file's settings that it does not read; as flags, these are refused."""
+    """A --rope-scaling flag drops RoPE settings of --config that it does not read; given as flags, they are refused."""
     llama3 = {
         "rope_scaling": "llama3",
         "rope_scaling_factor": 8.0,
@@ -244,7 +244,7 @@ def test_the_family_of_settings_that_do_not_say_it(tmp_path: Path) -> None:
 
 
 def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None:
-    """Old decoder configurations contain T5's default objective, which is ignored for decoders."""
+    """Old config.json files of decoders contain T5's objective, span-corruption, which is ignored."""
     for family, read in (("gpt2", None), (None, None), ("t5", "span-corruption")):
         content = parse([]).to_dict()
         content["model"]["family"], content["data"]["objective"] = family, "span-corruption"
@@ -255,7 +255,7 @@ def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None
 
 
 def test_every_setting_is_read_by_something() -> None:
-    """Every setting is read somewhere, since an unused flag is a bug."""
+    """The code reads every setting; a flag without a reader would be a bug."""
     root = Path(__file__).resolve().parents[2]
     source = (
         "".join(
@@ -286,7 +286,7 @@ def test_every_setting_is_read_by_something() -> None:
         ("--family gpt2 --model-parallel-size 4 --seq-length 64", False, False),
         ("--family gpt2 --model-parallel-size 4 --seq-length 66", True, False),
         ("--family gpt2 --seq-length 64", True, False),
-        ("--model-parallel-size 4 --seq-length 64", True, False),  # a custom model may not support it
+        ("--model-parallel-size 4 --seq-length 64", True, False),  # a custom model may not split sequences
         ("--model-parallel-size 4 --seq-length 66 --sequence-parallel", False, True),
         ("--family gpt2 --model-parallel-size 4 --seq-length 64 --no-sequence-parallel", True, False),
         ("--family t5 --model-parallel-size 4 --enc-seq-length 62 --seq-length 64", True, False),
@@ -297,7 +297,7 @@ def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, spli
 
 
 def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
-    """Context ranks share samples, so they do not enlarge the global batch; DeepSpeed counts them as replicas."""
+    """Context-parallel ranks do not enlarge the global batch; DeepSpeed's train_batch_size counts them as replicas."""
     config = parse(["--context-parallel-size", "2", "--model-parallel-size", "2", "--batch-size", "3", "--gas", "5"])
     assert config.parallel.data_parallel_size(8) == 2 and config.train_batch_size(8) == 30
     assert resolve(config, 8, False).deepspeed["train_batch_size"] == 60

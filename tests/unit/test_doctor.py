@@ -47,7 +47,7 @@ def only(found: Iterable[Finding], check: str) -> Finding:
 
 @pytest.fixture
 def examined(tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function that returns all findings for a run with the given flags, by check."""
+    """A function that examines a run with the given flags and returns check name -> finding."""
     for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
 
@@ -327,7 +327,7 @@ def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) ->
 
 
 def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
-    """A corpus with another end token is detected even if both tokenizers have the same fingerprint."""
+    """A corpus with another end-of-document token is reported, even if both tokenizers have one fingerprint."""
     train_byte_bpe(["The river runs"] * 9, str(tmp_path / "tokenizer.json"), 264, "hf", ["<|im_end|>"])
     pair, jsonl = str(tmp_path / "c_text_document"), tmp_path / "c.jsonl"
     jsonl.write_text("".join(json.dumps({"text": f"river {i} runs"}) + "\n" for i in range(9)))
@@ -372,7 +372,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     preprocess("e", "--no-append-eod")  # this corpus has no end tokens
     assert checked(usual, f"{tmp_path}/e_text_document") == "ok"
     about = json.loads((tmp_path / "c_text_document.json").read_text())
-    del about["eod"]  # an old corpus does not record it
+    del about["eod"]  # corpora of older versions do not record the end token
     (tmp_path / "c_text_document.json").write_text(json.dumps(about))
     assert checked(other) == "ok"
 
@@ -387,7 +387,7 @@ def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("broken", ["torch", "deepspeed"])
 def test_packages_that_are_there_and_broken(broken: str, tmp_path: Path) -> None:
-    """Broken packages leave all other lines intact, with and without the flags of a run."""
+    """A package whose import fails is reported, and all other checks still run, with and without flags of a run."""
     (tmp_path / broken).mkdir()
     (tmp_path / broken / "__init__.py").write_text('raise OSError("libmissing.so.12: cannot open shared object file")')
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -158,7 +158,7 @@ FAMILIES = {
 
 
 def _learns(flags: str) -> list[Tensor]:
-    """Return a model's loss in fp64 over two micro-batches, and its gradients."""
+    """Return a model's losses of two micro-batches, [2] in fp64, and the gradients of their sum."""
     config = parse(flags.split())
     torch.manual_seed(1)
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config).double()
@@ -190,7 +190,7 @@ def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> 
 @pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 7)])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
-    """Document ids of another shape are refused, since rows without documents would keep uninitialised memory."""
+    """Document ids must have the shape of the tokens; the output for tokens without an id would be uninitialised."""
     config = parse(
         f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 32".split()
     )

@@ -69,7 +69,7 @@ def test_a_compiled_graph_draws_the_same_and_takes_any_stream() -> None:
 
 
 def test_several_draws_in_one_graph_are_several() -> None:
-    """Several draws in one compiled graph differ by their turn; torch would merge identical operations."""
+    """Two masks from one stream in a compiled graph differ by `turn`; torch.compile would merge equal operations."""
     rng, x = _rng(), torch.ones(64, requires_grad=True)
     stream = mpu.Stream(rng, "a")
 

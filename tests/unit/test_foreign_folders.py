@@ -1,4 +1,4 @@
-"""Inconsistent, incomplete or unsupported folders of Hugging Face and Megatron-LM are refused by name."""
+"""Inconsistent or incomplete Hugging Face and Megatron-LM checkpoints are refused, naming the file or key."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    """Save a GPT-2 in two files; return the index."""
+    """Save a GPT-2 as two safetensors files; return the index that names each tensor's file."""
     write(folder, "gpt2", {}, nothing, "float32")
     tensors = safetensors_torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -97,9 +97,9 @@ def test_values_of_another_type(family: str, settings: dict[str, Any], sentence:
 
 
 def test_null_is_no_for_the_scale_of_logits() -> None:
-    """A null `scale_decoder_outputs` means no.
+    """A null `scale_decoder_outputs` is read as False.
 
-    As in transformers, a missing key leaves the choice to the embedding's tie.
+    Without the key, tied embeddings decide whether logits are scaled, as in transformers.
     """
     said = {"model_type": "t5", **T5}
     assert "scale_decoder_outputs" not in said
@@ -165,7 +165,7 @@ def test_tokens_added_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
-    """Only tokenizer_config.json records whether a text gets a leading space, not vocab.json or merges.txt."""
+    """For vocab.json and merges.txt, tokenizer_config.json decides whether a text gets a leading space."""
     transformers = pytest.importorskip("transformers")
     library = tokenizers.Tokenizer.from_file(str(Path(bpe(tmp_path / "json")) / "tokenizer.json"))
     fingerprints = set()
@@ -183,7 +183,7 @@ def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
 
 
 def unigram(folder: Path, scheme: str, special: bool = True) -> str:
-    """Save a T5-style tokenizer.json with space marks in its pieces and sentinels at the end; return the folder."""
+    """Save a T5-style tokenizer.json whose pieces mark spaces by ▁, with sentinels at the end; return the folder."""
     words = ["▁", "The", "▁The", "river", "▁river", "t", "u", "▁t", "▁u", "<", "/", "s", ">", "a", "▁a"]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((word, -3.0 - i) for i, word in enumerate(words))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
@@ -211,7 +211,7 @@ def test_texts_with_sentinels_get_the_ids_of_transformers(scheme: str, special: 
 
 
 def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path: Path) -> None:
-    """A special token's name in a text is text: `</s>` also ends struck-out HTML and must not end a document."""
+    """A special token's name in a text is encoded as text; HTML's `</s>` must not end a document."""
     tokenizer = load_tokenizer(unigram(tmp_path, "always"))
     for text in ("a</s>t", "</s>", "a <pad> t</s>", "</s></s>"):
         ids = tokenizer.encode(text)
@@ -369,7 +369,7 @@ def test_megatrons_files_contradict_the_command_or_each_other(tmp_path: Path) ->
 
 
 def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:
-    """A missing layer file is detected with --num-layers, without which unusually numbered files are refused."""
+    """Checkpoints with one file per layer need --num-layers if files have unusual numbers; a missing file is found."""
     body = weights()
     items: dict[int, dict[str, Tensor]] = {
         0: {"word_embeddings.weight": torch.randn(VOCAB, HIDDEN), "position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},
@@ -409,7 +409,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 
 
 def test_sentinels_that_a_folder_says_it_has(tmp_path: Path) -> None:
-    """The number of sentinels is the folder's `extra_ids`, as in T5Tokenizer; unused rows say nothing about it."""
+    """`extra_ids` of tokenizer_config.json, by default 100, counts the sentinels; spare embedding rows are none."""
     model = tmp_path / "spiece.model"
     assert (_extra_ids(model, 180), _extra_ids(model, 100), _extra_ids(model, 20)) == (100, 100, 20)
     for said, count in (("20", 20), ("200", 200), ("null", 100)):

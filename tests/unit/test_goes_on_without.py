@@ -1,4 +1,4 @@
-"""A run survives the failure of inessential operations: a metrics line, one save of many, a deletion."""
+"""A run survives a metrics line that cannot be written, a failed save, and a failed deletion of a checkpoint."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def test_metrics_wait_for_a_disk_with_space(
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     metrics.append_whole(tmp_path / "file", "one\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # only half of the line fits
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # 6 bytes: only half of the second line fits
     try:
         with pytest.raises(OSError, match="No space left"):
             metrics.append_whole(tmp_path / "file", "two\n")
@@ -55,7 +55,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 class _Saver:
-    """A saver that fails on request."""
+    """A saver that fails while `full` is set."""
 
     pending = busy = False
 
@@ -80,7 +80,7 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
     assert notes[0] == (
         "note: could not save there/iter_1: No space left on device; training goes on, the next save tries again (1 of 2)"
     )
-    with pytest.raises(SaveError, match="iter_6"):  # one failure too many
+    with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row; two are allowed
         saver.save(TrainState(6))
     with pytest.raises(SaveError, match="iter_7"):  # the last chance to save
         RetryingSaver(inner, 2).save(TrainState(7), must=True)

@@ -1,4 +1,4 @@
-"""Splitting a fused QKV projection: gradients equal autograd's and are written only once."""
+"""Splitting a fused QKV projection: its gradient equals autograd's, and each element is written only once."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ S, B, N, D = 7, 2, 3, 4
 
 
 class Copied(TorchDispatchMode):
-    """Counts elements written by operations that only move data."""
+    """Counts the elements that copy, clone, stack and cat write."""
 
     numbers = 0
 

@@ -1,4 +1,4 @@
-"""Skipped steps and loss jumps: what a run concludes from its numbers, which it reads late."""
+"""Skipped steps and loss jumps are detected, although losses are read from the device only now and then."""
 
 import math
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Random transformers models in many configurations keep their logits to 1e-5 on import, or are refused by name.
+"""GPT-2 and T5 models of transformers keep their logits to 1e-5 on import; unsupported configurations are refused.
 
-Folders are written as transformers 5 writes them and, with other keys and tensors, as transformers 4 did.
+Folders have the keys and tensor names that transformers 5 writes, and those that transformers 4 wrote.
 """
 
 import itertools
@@ -59,13 +59,13 @@ def tied_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def dead_table(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Add the unused position table that t5-small and its relatives hold for cross-attention."""
+    """Add the unused relative-position table for cross-attention that t5-small's checkpoint has."""
     of_decoder = tensors["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
     tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = of_decoder + 1
 
 
 def only(name: str) -> Edit:
-    """Return an edit that stores the embedding under another of its names only."""
+    """Return an edit that stores the embedding as `name` instead of its usual name."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for key in EMBEDDINGS:
@@ -76,7 +76,7 @@ def only(name: str) -> Edit:
 
 
 def without_prefix(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Remove the prefix and add constant masks, as in GPT2Model and the first GPT-2 files."""
+    """Remove the prefix `transformer.` and add constant mask tensors, as in GPT2Model and the first GPT-2 files."""
     for key in [key for key in tensors if key.startswith("transformer.")]:
         tensors[key.removeprefix("transformer.")] = tensors.pop(key)
     for i in range(config["n_layer"]):
@@ -94,7 +94,7 @@ def by_aliases(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def old(**keys: Any) -> Edit:
-    """Return an edit that sets keys as transformers 4 wrote them; `...` removes one."""
+    """Return an edit that sets keys of config.json, or removes those whose value is `...`."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config.update({key: value for key, value in keys.items() if value is not ...})
@@ -112,7 +112,7 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
-Case = tuple[str, dict[str, Any], Edit, str]  # family, settings, edit of the files, dtype
+Case = tuple[str, dict[str, Any], Edit, str]  # model family, config settings, edit of the saved files, dtype
 
 
 def right() -> Iterator[Case]:
@@ -147,7 +147,7 @@ def right() -> Iterator[Case]:
             yield "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": tied}, edit, "float32"
     for scaled, edit in itertools.product((True, False), (nothing, new_head)):
         yield "t5", {"scale_decoder_outputs": scaled}, edit, "float32"
-    # transformers 4 wrote v1.1 with this key and an untied head, and without a key for the scale.
+    # transformers 4 saved T5 v1.1 with tie_word_embeddings and an untied head, but no scale_decoder_outputs.
     four = old(
         tie_word_embeddings=False, scale_decoder_outputs=..., dense_act_fn=..., is_gated_act=..., n_positions=512
     )
@@ -189,7 +189,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
     model = make_model(make_config(**{**small, **settings}))
     for (
         parameter
-    ) in model.parameters():  # otherwise biases and norms would have no effect, and some differences would be too small
+    ) in model.parameters():  # default values would hide mistakes: biases of 0, norm weights of 1, small logits
         parameter.data.normal_(0.0 if parameter.dim() > 1 else 0.5, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -203,7 +203,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
 
 @torch.no_grad()
 def difference(folder: Path, family: str) -> float:
-    """Return the largest difference of a logit, relative to the range of the logits."""
+    """Return the largest difference between the imported model's logits and transformers', over their range."""
     theirs = KINDS[family][1].from_pretrained(folder, dtype=torch.float32).eval()
     found = Folder(folder)
     model: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False).eval()

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral in many configurations keep their logits to 1e-5, or are refused by name."""
+"""Llama, Qwen2, Qwen3 and Mistral keep their logits to 1e-5 on import; unsupported configurations are refused."""
 
 import copy
 import itertools
@@ -54,7 +54,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def as_before(key: str) -> Edit:
-    """Return an edit that writes rotary positions as transformers 4 did, with the type under `key`."""
+    """Return an edit that writes RoPE settings as transformers 4 did, with the scaling type as `key`."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         content = config.pop("rope_parameters")
@@ -67,13 +67,13 @@ def as_before(key: str) -> Edit:
 
 
 def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write rotary positions in both versions' forms, which agree; transformers then reads only the older one."""
+    """Write RoPE settings as transformers 4 and 5 do; given both, transformers reads only `rope_scaling`."""
     theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
 
 
 def without_prefix(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Remove the prefix as in LlamaModel, and add a constant that the first Llamas had among their tensors."""
+    """Remove the prefix `model.`, as in LlamaModel, and add `inv_freq`, which the first Llama files contain."""
     for key in list(tensors):
         tensors[key.removeprefix("model.")] = tensors.pop(key)
     for i in range(config["num_hidden_layers"]):
@@ -132,7 +132,7 @@ def right() -> Iterator[Case]:
 
 
 def by_chance(dice: random.Random) -> Case:
-    """Return a random case that combines all of these."""
+    """Return a case with random sizes, RoPE scaling, windows, biases, file format and dtype."""
     kind, heads, name = dice.choice(KINDS), dice.choice((1, 2, 3, 4, 6, 8)), dice.choice(list(ROPES))
     settings: dict[str, Any] = {
         "hidden_size": heads * dice.choice((2, 3, 5, 8)), "num_attention_heads": heads, "head_dim": 2 * dice.randint(1, 9),
@@ -157,7 +157,7 @@ CASES = list(right())
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_it_is_right_and_comes_back(number: int, tmp_path: Path) -> None:
-    """An imported model has the same logits, and its export is bit-identical."""
+    """An imported model has transformers' logits, and exporting it gives bit-identical weights."""
     family, settings, edit, dtype = CASES[number]
     write(tmp_path, family, settings, edit, dtype)
     assert difference(tmp_path, family) <= 1e-5
@@ -298,13 +298,13 @@ def test_what_none_of_theirs_is(flags: str, message: str) -> None:
 
 
 def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() -> None:
-    """Null layers without windows are accepted where transformers 4 accepted them; transformers 5 accepts no null."""
+    """A null `max_window_layers` of a Qwen2, valid in transformers 4 but not 5, is read as no sliding window."""
     read = read_config({"model_type": "qwen2", "max_window_layers": None}, Path("config.json"))
     assert settings_of(read, False, Path("config.json"))[0]["sliding_window"] is None
 
 
 def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
-    """rope_parameters that differ from rope_scaling are refused, since transformers would ignore their theta."""
+    """`rope_parameters` whose theta differs from that beside `rope_scaling` are refused; transformers ignores it."""
     import transformers
 
     both = {
@@ -323,7 +323,7 @@ def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
 
 
 def test_defaults_are_theirs() -> None:
-    """Keys missing from config.json have transformers' defaults."""
+    """A key that config.json lacks is read as transformers' default."""
     import transformers
 
     for kind in KINDS:

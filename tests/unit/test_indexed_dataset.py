@@ -26,7 +26,7 @@ def build(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint1
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """Two tiny documents, the first of two sequences, match the format byte by byte."""
+    """The .bin and .idx of two tiny documents, of two sequences and one, equal Megatron-LM's format byte by byte."""
     build(tmp_path / "x", [[[1, 2, 3], [4]], [[5, 65535]]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 65535)
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
@@ -140,7 +140,7 @@ def test_megatron_core_reads_ours_and_we_read_theirs(tmp_path: Path, dtype: type
 
 
 def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
-    """Offsets beyond 4 GiB do not wrap at 2^31 or 2^32: two sparse sequences have 1.2 G tokens each."""
+    """Offsets of 2.4 billion tokens and 4.8 GB do not overflow 32 bits; the sparse .bin takes no disk space."""
     sizes = np.array([1_200_000_000, 1_200_000_000, 3], np.int32)
     pointers = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)[:-1] * 2])
     with open(tmp_path / "x.bin", "wb") as file:

@@ -1,4 +1,4 @@
-"""Prompts as tokens: special tokens and conversations as in transformers, fill-in-the-middle as in training."""
+"""Prompts are tokenized like transformers' prompts and conversations, and like fill-in-the-middle training data."""
 
 import json
 from argparse import Namespace
@@ -40,7 +40,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE with chat and fill-in-the-middle tokens, as transformers and we read it."""
+    """A tokenizer folder that transformers can load: byte-level BPE with chat and fill-in-the-middle tokens."""
     folder = tmp_path_factory.mktemp("hf")
     text = ["What is the capital of France? system user assistant. " * 20]
     train_byte_bpe(text, str(folder / "tokenizer.json"), 300, "hf", [BEGIN, END, *FIM])
@@ -68,7 +68,7 @@ def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tok
         assert not set(plain.tokens) & set(tokenizer.specials.values()) and tokenizer.decode(plain.tokens) == text
 
 
-# Each role has its own turn tokens.
+# A chat template in which a role has its own start-of-turn token.
 ROLE_MARKS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
@@ -77,7 +77,7 @@ ADDED = ["<think>", "<tool_call>", "<|system|>", "<|user|>", "<|assistant|>", BE
 
 
 def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
-    """Added words are tokenized as in transformers, and messages may contain any token that does not frame a turn."""
+    """Added tokens are encoded as in transformers; a message may contain them, except the template's turn tokens."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     train_byte_bpe(["What is the capital of France? 春天 covid"] * 9, str(tmp_path / "tokenizer.json"), 290, "hf")
@@ -103,7 +103,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["llama2", "llama3", "qwen"])
 def test_names_in_tokenizers_of_their_models(style: str, tmp_path: Path) -> None:
-    """Named special tokens are read as in transformers, after a start token and without a space at later words."""
+    """Special tokens named in a prompt give transformers' ids, with its start token and spaces."""
     transformers = pytest.importorskip("transformers")
     made, named = tokenizer_of(style)
     made.save(str(tmp_path / "tokenizer.json"))
@@ -166,7 +166,7 @@ def test_the_template_of_the_training_comes_first(
 def test_a_corpus_from_before_there_were_dates(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An undated corpus is prompted without a date, as its template was rendered, and merging and exporting say so."""
+    """A model trained on a corpus without a chat date is prompted without a date; merging and exporting note it."""
     pytest.importorskip("jinja2")
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
     old = tmp_path / "old_sft"
@@ -194,7 +194,7 @@ def test_a_corpus_from_before_there_were_dates(
 
 @pytest.mark.parametrize("spm", [False, True])
 def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, spm: bool) -> None:
-    """A fill-in-the-middle prompt, its middle and its end make up a document as the dataset rearranges it."""
+    """A fill-in-the-middle prompt followed by the middle and the end token is a document as in training."""
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
     gaps = FillInTheMiddle(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
@@ -209,7 +209,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
 
 
 def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
-    """Non-special fill-in-the-middle and chat tokens work as in a corpus, but contents cannot produce them."""
+    """Fill-in-the-middle and chat tokens need not be marked special, and text between them cannot produce them."""
     theirs_of = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -275,7 +275,7 @@ def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> Non
 
 
 def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Path) -> None:
-    """An answer never ends within a character, even if its ids stop between a Chinese character's bytes."""
+    """If generated ids stop between the bytes of a Chinese character, the answer omits this character."""
     question = Reader(tokenizer).question("a")
     ids = tokenizer.encode("b春天")
     assert answer(tokenizer, question, ids) == "b春天"

@@ -1,4 +1,4 @@
-"""Schedules under queued messages: deadlocks under NCCL's rules are found, and none of our schedules has one."""
+"""Deadlocks of pipeline schedules under NCCL's message order are detected, and no built-in schedule has one."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -48,7 +48,7 @@ def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
 def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
-    """Receives posted when needed cannot deadlock, even if stages wait for their device before each computation."""
+    """With receives posted only when needed, no schedule deadlocks, even if stages synchronise with their device."""
     for stages in (2, 3, 4, 8):
         for micros in (1, stages + 1, 4 * stages):
             finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))
@@ -65,7 +65,7 @@ def test_the_two_boundaries_of_a_stage_have_different_parities(stages: int) -> N
 
 
 def one_group(border: int, stages: int, right: bool) -> Hashable:
-    """Return one queue key for each direction, as with one process group per direction."""
+    """Return the message queue of a stage boundary: one per direction, as with one process group per direction."""
     return right
 
 
